@@ -1,6 +1,6 @@
 """Pretrain BERT-like models: ``torchrun --nproc_per_node=N pretrain_bert.py --num-layers … --data-path …_sentence``.
 
-What is specific to BERT is a task: its model, data sets, batch, forward step, losses (megatron/training/tasks/bert.py).
+The model, data sets, batch, forward step and losses of BERT are the task in megatron/training/tasks/bert.py.
 """
 
 import sys
@@ -9,8 +9,8 @@ from megatron.training import entry
 
 
 def main() -> int:
-    """Parses the command line, then runs ``BertTask``."""
-    return entry.main("pretrain_bert.py", "bert", tokenizer_type="BertWordPieceLowerCase")
+    """Parse the command line and train; return the exit code."""
+    return entry.pretrain("bert", "pretrain_bert.py")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Pretrain GPT-like models: ``torchrun --nproc_per_node=N pretrain_gpt.py --num-layers … --data-path …``.
 
-What is specific to GPT is a task: its model, data sets, batch, forward step and loss (megatron/training/tasks/gpt.py).
+The model, data sets, batch, forward step and loss of GPT are the task in megatron/training/tasks/gpt.py.
 """
 
 import sys
@@ -9,8 +9,8 @@ from megatron.training import entry
 
 
 def main() -> int:
-    """Parses the command line, then runs ``GPTTask``."""
-    return entry.main("pretrain_gpt.py", "gpt", tokenizer_type="GPT2BPETokenizer")
+    """Parse the command line and train; return the exit code."""
+    return entry.pretrain("gpt", "pretrain_gpt.py")
 
 
 if __name__ == "__main__":

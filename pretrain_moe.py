@@ -1,20 +1,17 @@
 """Pretrain mixtures of experts: ``torchrun --nproc_per_node=N pretrain_moe.py --num-experts E --num-layers …``.
 
-``pretrain_gpt.py`` with --num-experts is the same; here that flag is required.
+Same as ``pretrain_gpt.py``, with --num-experts required.
 """
 
 import sys
 
-from megatron.core.config.cli import ConfigError, Problem
 from megatron.training import entry
-from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def experts_are_given(cfg: PretrainConfig) -> None:
-    """Refuses a dense model."""
-    if cfg.num_moe_experts is None:
-        raise ConfigError([Problem("--num-experts", "is required", fix="for example --num-experts 8")])
+def main() -> int:
+    """Parse the command line and train; return the exit code."""
+    return entry.pretrain("moe", "pretrain_moe.py")
 
 
 if __name__ == "__main__":
-    sys.exit(entry.main("pretrain_moe.py", "gpt", tokenizer_type="GPT2BPETokenizer", check=experts_are_given))
+    sys.exit(main())

@@ -3,7 +3,8 @@
 #
 #   ./quickstart.sh [OUTPUT_DIR]        default: quickstart_run/
 #
-# Every step is the command a user would type; each is printed before it runs.
+# Every step is the command a user would type; each is printed before it runs. Interrupted, it continues where it was when
+# it is run again; remove OUTPUT_DIR to start again.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/environment.sh
@@ -17,16 +18,20 @@ run() { printf '$ %s\n' "$*"; "$@"; }
 
 step "environment"
 use_environment mlm tokenizers tiktoken matplotlib
-rm -rf "$OUT" && mkdir -p "$OUT"
+mkdir -p "$OUT"
 
-step "corpus: the sources of Python's standard library, which every machine has"
-run "$PYTHON" tools/make_corpus.py --output "$OUT/corpus.jsonl"
+once() {  # FILE COMMAND...: run COMMAND unless an earlier call completed it; FILE marks that
+    if [ -e "$1" ]; then echo "complete since an earlier call: ${*:2}"; else run "${@:2}" && touch "$1"; fi
+}
+
+step "corpus: the English documentation of Python's standard library, which every machine has"
+once "$OUT/.corpus" "$PYTHON" tools/make_corpus.py --documents docs --output "$OUT/corpus.jsonl"
 
 step "tokenizer: a byte-level BPE trained on it"
-run "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 4096 --max-bytes 8000000 --output "$OUT/tokenizer"
+once "$OUT/.tokenizer" "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 4096 --output "$OUT/tokenizer"
 
 step "tokens: .bin and .idx files, as Megatron-LM writes them"
-run "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" \
+once "$OUT/.tokens" "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" --overwrite \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer" --append-eod --workers 2
 
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
@@ -44,7 +49,7 @@ TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$PROCES
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 step "training: $PROCESSES processes, data parallel, leaving (as in a preempted job) half-way"
-run "${TRAIN[@]}" --exit-interval "$((ITERS / 2))"
+once "$OUT/.half" "${TRAIN[@]}" --exit-interval "$((ITERS / 2))"
 
 step "the same command resumes from the checkpoint and trains to the end"
 run "${TRAIN[@]}"
@@ -53,7 +58,7 @@ step "the same validation tokens under a unigram model of the training tokens"
 run "$PYTHON" tools/unigram_baseline.py "${FLAGS[@]}" --metrics "$OUT/checkpoints/metrics.jsonl"
 
 step "a sample"
-run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "def read_file(path):" --max-new-tokens 80 --seed 1
+run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "This function returns" --max-new-tokens 80 --seed 1
 
 step "the loss curve"
 run "$PYTHON" tools/plot_metrics.py "$OUT/checkpoints" --output "$OUT/loss.png" --text

@@ -78,7 +78,8 @@ def convert(saver: str, source: Path, target: Path, size: int, tensor: int) -> d
 
 def idle_rss(environment: dict[str, str]) -> float:
     """Memory of a process that imports what the tool imports, in bytes."""
-    program = "import tools.checkpoint.convert, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    module = "megatron.tools.checkpoint.convert"
+    program = f"import {module}, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     out = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, check=True)
     return int(out.stdout) * 1024
 

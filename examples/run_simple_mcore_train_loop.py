@@ -79,11 +79,11 @@ def train(model, optimizer, iterations, device):
             forward_step_func=forward_step, data_iterator=data_iterator, model=[model], num_microbatches=1,
             seq_length=SEQUENCE_LENGTH, micro_batch_size=MICRO_BATCH_SIZE,
         )  # fmt: skip
-        finalize_model_grads([model], results[0].num_tokens)
+        finalize_model_grads([model])
         for parameter in model.parameters():
             parameter.grad = parameter.main_grad
         optimizer.step()
-        total, count = results[0].logged["lm loss"].tolist()
+        total, count = results[0]["lm loss"].tolist()
         losses.append(total / count)
         if torch.distributed.get_rank() == 0:
             print(f"iteration {iteration + 1}: loss {losses[-1]:.4f}", flush=True)

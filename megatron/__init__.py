@@ -1,0 +1,10 @@
+"""A pretraining suite, and the names under which programs written for Megatron-LM import it (``compat/names.tsv``)."""
+
+import sys
+
+from megatron.compat.names import Finder, serve_other_names
+
+__all__ = ["serve_other_names"]
+
+if Finder not in sys.meta_path:
+    sys.meta_path.append(Finder)

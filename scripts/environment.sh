@@ -63,9 +63,9 @@ use_environment() {
     if has_torch "$base"; then options=(--system-site-packages) versions=(); fi  # its torch stays, whichever it is
     PYTHON="$PWD/.venv/bin/python"
     if ! { [ -x "$PYTHON" ] && has_torch "$PYTHON" && has_modules "$PYTHON" safetensors numpy "$@"; }; then
-        echo "installing into .venv (a minute or two, once) …"
+        echo "installing into .venv (once; interrupted, it continues when run again) …"
         "$base" -m venv "${options[@]}" .venv
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check "${versions[@]}" -e ".[$extras]" 2> >(grep -v '^WARNING' >&2)
+        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar on "${versions[@]}" -e ".[$extras]" 2> >(grep -v '^WARNING' >&2)
     fi
     build_extension
 }

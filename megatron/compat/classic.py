@@ -1,31 +1,42 @@
 """The call of third-party entry scripts: ``pretrain(datasets_provider, model_provider, model_type, forward_step)``.
 
-The functions become a :class:`Task`; the loop is the same. Scripts read their settings through ``get_args()``: a plain
-namespace with every setting, the script's own flags, and the names that older scripts expect beside them. The objects
-of the running program live in a context variable.
+The functions become a :class:`Task`; the loop is the same. Scripts read their settings through ``get_args()``
+(``program.py``).
 """
 
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from megatron.compat.num_microbatches_calculator import follow_batch_schedule, update_num_microbatches
+from megatron.compat.program import (
+    Current,
+    Program,
+    current_program,
+    get_args,
+    get_timers,
+    get_tokenizer,
+    parse_and_validate_args,
+    parse_script_args,
+    settings_of,
+)
+from megatron.compat.script_data import MicroBatches, ScriptData
 from megatron.core import parallel_state
-from megatron.core.config import absent
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
-from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
-from megatron.core.timers import Timers
+from megatron.core.tokenizers import build_tokenizer
 from megatron.training import initialize
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
+from megatron.training.arguments import exit_on_config_error, validate_args
+from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples
@@ -34,71 +45,13 @@ from megatron.training.observe.metrics import StepMetrics
 from megatron.training.run import run
 from megatron.training.start.parallelize import build_model, parallelize
 from megatron.training.tasks.base import Task
+from megatron.training.tasks.language_model import task_class
 from megatron.training.train_state import TrainState
 
-
-@dataclass
-class _Program:
-    args: Namespace
-    tokenizer: Any
-    timers: Timers
-    cfg: PretrainConfig
-
-
-RETIRED_ARGS: dict[str, Any] = {
-    "use_mcore_models": True,
-    "renormalize_blend_weights": True,
-    "s3_cache_path": None,
-}
-"""Names that older scripts read."""
-
-
-class _Current:
-    """Seen by every thread: autograd's, in which layers are recomputed on GPUs, have contexts of their own."""
-
-    program: _Program | None = None
-
-
-def _program() -> _Program:
-    if _Current.program is None:
-        raise RuntimeError("no program is running: call pretrain() or initialize_megatron() first")
-    return _Current.program
-
-
-def get_args() -> Namespace:
-    """Every setting of the running program, and the flags its script added."""
-    return _program().args
-
-
-def get_tokenizer() -> Any:
-    """The tokenizer of the running program."""
-    return _program().tokenizer
-
-
-def get_timers() -> Timers:
-    """The timers of the running program."""
-    return _program().timers
-
-
-def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
-    """A resolved configuration under the names that entry scripts read."""
-    values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
-    values.update(cfg.extra)
-    values.update(
-        rank=launched_rank(),
-        local_rank=local_rank(),
-        params_dtype=cfg.params_dtype,
-        num_experts=cfg.num_moe_experts,
-        iteration=0,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
-    )
-    if tokenizer is not None:
-        values["vocab_size"] = tokenizer.vocab_size
-        padded = padded_vocab_size(tokenizer.vocab_size, cfg.make_vocab_size_divisible_by)
-        values["padded_vocab_size"] = values["padded_vocab_size"] or padded
-    return Namespace(**values)
+__all__ = [
+    "ClassicTask", "PretrainConfigContainer", "get_args", "get_model", "get_timers", "get_tokenizer",
+    "initialize_megatron", "parse_and_validate_args", "pretrain", "pretrain_from_flags", "settings_of",
+]  # fmt: skip
 
 
 class BatchPositionHook(Hook):
@@ -114,63 +67,118 @@ class BatchPositionHook(Hook):
         update_num_microbatches(state.consumed_train_samples)
 
 
-_PASSED_ON = ("sample_index", "loss_mask")
-
-
 class ClassicTask(Task):
     """A task made of the functions that an entry script passes."""
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
-        self.functions = functions
-        self._of_batch: dict[str, Any] = {}
-        _Current.program = _Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg)
+        self.functions, self.data = functions, ScriptData()
+        self._batch: Mapping[str, Any] = {}
+        Current.program = Program.of(cfg, tokenizer, self.timers)
         follow_batch_schedule(cfg, cfg.data_parallel_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """The script's model. What ours take that such scripts do not pass on, they get: ``sample_index`` makes dropout
-        masks functions of the data, and by ``loss_mask`` losses of experts know the tokens that count."""
-        provider = self.functions["model_provider"]
+        """The script's model. Before each forward pass it gets the facts about the micro-batch that our models take and
+        the script does not pass (:meth:`_add_known_facts`)."""
+        provider = self.functions.get("model_provider")
+        if provider is None:
+            provider = task_class("gpt")(self.cfg, self.tokenizer).model_provider
         stage = {"vp_stage": vp_stage} if vp_stage is not None and "vp_stage" in signature(provider).parameters else {}
         model = provider(pre_process=pre_process, post_process=post_process, **stage)
-        model.register_forward_pre_hook(self._pass_on, with_kwargs=True)
+        model.register_forward_pre_hook(self._add_known_facts, with_kwargs=True)
         return model
 
     def hooks(self) -> Sequence[Hook]:
         return [BatchPositionHook(self.cfg)]
 
-    def _pass_on(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        given = signature(model.forward)
-        missing = given.parameters.keys() - given.bind_partial(*args, **kwargs).arguments.keys()
-        if not hasattr(model, "check_loss"):  # whatever a mask is to another model
-            missing -= {"loss_mask"}
-        more = {name: value for name, value in self._of_batch.items() if name in missing}
-        return args, {**kwargs, **to_device(more, initialize.training_device())}
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
+        """The script's data sets; see :class:`ScriptData`."""
+        return self.data.build(self.functions["datasets_provider"], num_samples)
 
-    def _remembering(self, data_iterator: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; what of the current one the model gets is kept for it."""
-        while (batch := next(data_iterator, None)) is not None:
-            known = batch if isinstance(batch, Mapping) else {}
-            self._of_batch = get_batch_on_this_cp_rank({name: known[name] for name in _PASSED_ON if name in known})
-            yield batch
-
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
-        """The script's data sets."""
-        return self.functions["datasets_provider"](list(num_samples))
+    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
+        """Those of the base class, broadcast to ranks whose data sets the script did not build."""
+        return super().micro_batches(self.data.share(data_iterator, number), number, size)
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
-        """The script's forward step."""
-        self._of_batch = {}
-        batches = None if data_iterator is None else self._remembering(data_iterator)
+        """The script's forward step. Every rank draws its micro-batch, also where the script does not read it."""
+        self._batch = {}
+        batches = None
+        if data_iterator is not None:
+            if self.cfg.dataloader_type != "external":
+                first = next(data_iterator)
+                self._note(first)
+                data_iterator = chain([first], data_iterator)
+            batches = MicroBatches(data_iterator, self._note)
         return self.functions["forward_step"](batches, model)
+
+    def _note(self, batch: Any) -> None:
+        self._batch = batch if isinstance(batch, Mapping) else {}
+
+    def _add_known_facts(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments of the model's forward pass with those that it takes and the script did not give.
+
+        ``sample_index`` makes dropout masks functions of the data; ``loss_mask`` tells auxiliary losses which tokens
+        count. On pipeline stages where the script reads nothing (its first argument is None), a mask that is None
+        counts as not given, and document boundaries are added.
+        """
+        forward = signature(model.forward)
+        given: Mapping[str, Any] = forward.bind_partial(*args, **kwargs).arguments
+        known: dict[str, Any] = {}
+        names = ["sample_index"]
+        if hasattr(model, "check_loss"):  # other models may mean something else by a mask
+            names.append("loss_mask")
+        if next(iter(given.values()), True) is None:
+            given = {name: value for name, value in given.items() if value is not None or name not in kwargs}
+            if "cu_seqlens" in self._batch:
+                bounds = self._batch["cu_seqlens"].to(initialize.training_device())
+                known["packed_seq_params"] = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        tensors = get_batch_on_this_cp_rank({name: self._batch[name] for name in names if name in self._batch})
+        known |= to_device(tensors, initialize.training_device())
+        missing = forward.parameters.keys() - given.keys()
+        return args, {**kwargs, **{name: value for name, value in known.items() if name in missing}}
 
 
 _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store", "inprocess_call_wrapper"}
 
 
-def pretrain(
+@dataclass(frozen=True)
+class PretrainConfigContainer:
+    """The settings of a run and, unless :func:`pretrain` gets a model provider, the model that they describe."""
+
+    settings: PretrainConfig
+    model: Any = None
+
+
+def pretrain(*arguments: Any, **named: Any) -> None:
+    """Train what the functions of an entry script describe; leave the process with the exit code if it is not 0.
+
+    The first argument decides how the others are read:
+
+    - ``pretrain(train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, ...)`` parses
+      ``sys.argv``: see :func:`pretrain_from_flags`.
+    - ``pretrain(cfg_container, train_valid_test_dataset_provider, [model_provider,] model_type, forward_step_func,
+      ...)`` takes the settings of ``pretrain_cfg_container_from_args``; without a model provider it trains the GPT
+      model of these settings.
+    """
+    if "cfg_container" not in named and not (arguments and isinstance(arguments[0], PretrainConfigContainer)):
+        return pretrain_from_flags(*arguments, **named)
+    order = ["cfg_container", "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func"]
+    if len(arguments) > 2 and isinstance(arguments[2], ModelType):
+        order.append(order.pop(2))
+    given = {**dict(zip(order, arguments)), **named}
+    container = given.pop("cfg_container")
+    functions = _functions(given.pop("train_valid_test_dataset_provider"), given.pop("forward_step_func"))
+    if (model_provider := given.pop("model_provider", None)) is not None:
+        functions["model_provider"] = model_provider
+    elif container.model is None:
+        raise UserError("pretrain(): no model; give a model_provider, or pretrain_cfg_container_from_args(args, model)")
+    given.pop("model_type", None)
+    _train(container.settings, functions, given.pop("hooks", ()), given)
+
+
+def pretrain_from_flags(
     train_valid_test_dataset_provider: Callable,
     model_provider: Callable,
     model_type: ModelType,
@@ -181,39 +189,48 @@ def pretrain(
     hooks: Sequence[Hook] = (),
     **optional: Any,
 ) -> None:
-    """Parses ``sys.argv`` and trains what the four functions describe; leaves the process with the exit code if not 0.
+    """Parse ``sys.argv`` and train what the four functions describe; see :func:`pretrain`.
 
     Args:
         train_valid_test_dataset_provider: ``[train, valid, test sample counts] -> (train, valid, test)``.
         model_provider: ``(pre_process, post_process) -> nn.Module``.
         model_type: kept for the signature; one loop trains every type.
         forward_step_func: ``(data_iterator, model) -> (output, loss_func)``.
-        process_non_loss_data_func: not available yet; anything but None is refused.
+        process_non_loss_data_func: not available; must be None.
         extra_args_provider: adds the script's own flags to the parser.
         args_defaults: defaults that this script changes.
         hooks: observers of the loop (``megatron.training.hooks.Hook``), on every rank.
-        optional: what releases added behind these: ``get_embedding_ranks``, ``get_position_embedding_ranks``,
-            ``store`` and ``inprocess_call_wrapper`` are accepted, as embeddings and restarts need no help;
-            ``non_loss_data_func`` must be None.
+        optional: ``get_embedding_ranks``, ``get_position_embedding_ranks``, ``store`` and ``inprocess_call_wrapper``
+            are accepted, as embeddings and restarts need no help; ``non_loss_data_func`` must be None.
     """
-    process_non_loss_data_func = process_non_loss_data_func or optional.pop("non_loss_data_func", None)
-    if strange := sorted(set(optional) - _NEEDS_NOTHING):
-        raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
-    if process_non_loss_data_func is not None:
-        raise ValueError("pretrain(process_non_loss_data_func=...): not available yet; pass None")
     if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
         raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
-    cfg = parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False)
-    functions = {
-        "datasets_provider": train_valid_test_dataset_provider,
-        "model_provider": model_provider,
-        "forward_step": _two_arguments(forward_step_func),
-    }
+    with exit_on_config_error():
+        cfg = parse_script_args(args_defaults, extra_args_provider)
+    functions = _functions(train_valid_test_dataset_provider, forward_step_func) | {"model_provider": model_provider}
+    _train(cfg, functions, hooks, {**optional, "process_non_loss_data_func": process_non_loss_data_func})
+
+
+_NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store", "inprocess_call_wrapper"}
+_NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communicator", "pg_collection"}
+
+
+def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
+    """Run the loop. ``options`` are the other arguments of :func:`pretrain`, of any release."""
+    if strange := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
+        raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
+    for name in sorted(options.keys() - _NEEDS_NOTHING):
+        if options[name]:
+            raise ValueError(f"pretrain({name}=...): not available; pass {None if name in _NONE_ONLY else False}")
     if not cfg.dry_run:
         parallel_state.start_alone()
     code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions), hooks)
     if code:
         sys.exit(code)
+
+
+def _functions(datasets_provider: Callable, forward_step: Callable) -> dict[str, Callable]:
+    return {"datasets_provider": datasets_provider, "forward_step": _two_arguments(forward_step)}
 
 
 def _two_arguments(forward_step: Callable) -> Callable:
@@ -233,18 +250,14 @@ def initialize_megatron(
     **unused: Any,
 ) -> None:
     """Parses ``sys.argv`` and brings this process up, for programs with a loop of their own."""
-    from megatron.core.tokenizers import build_tokenizer
-
     cfg = validate_args(
-        parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False),
+        parse_script_args(args_defaults, extra_args_provider),
         launched_world_size() or 1,
     )
     initialize.configure_logging(cfg.logging_level)
     parallel_state.start_alone()
     initialize.initialize_megatron(cfg)
-    tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
-    timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
-    _Current.program = _Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg)
+    Current.program = Program.of(cfg, build_tokenizer(cfg) if cfg.tokenizer_type is not None else None)
     follow_batch_schedule(cfg, cfg.data_parallel_size)
 
 
@@ -252,8 +265,8 @@ def get_model(
     model_provider_func: Callable[..., nn.Module], model_type: Any = None, wrap_with_ddp: bool = True, **unused: Any
 ) -> list[nn.Module]:
     """The model chunks of this rank as ``model_provider_func`` builds them, for programs with a loop of their own."""
-    program = _program()
+    program = current_program()
     task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
-    _Current.program = program  # the task took its place
+    Current.program = program  # the task took its place
     chunks = build_model(task, initialize.training_device())
     return [*parallelize(chunks, program.cfg, parallel_state.get_process_groups())] if wrap_with_ddp else chunks

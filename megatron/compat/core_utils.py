@@ -7,11 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.training.data.batch import get_batch_on_this_cp_rank
-
-__all__ = [
-    "StragglerDetector", "divide", "get_attr_wrapped_model", "get_batch_on_this_cp_rank", "get_model_config",
-]  # fmt: skip
+__all__ = ["StragglerDetector", "divide", "get_attr_wrapped_model", "get_model_config"]
 
 
 class StragglerDetector:

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import EXIT_FAILED, UserError
 
 logger = logging.getLogger(__name__)
 
 
 class RejectedResult(UserError, ArithmeticError):
     """A result that a script does not accept."""
+
+    exit_code = EXIT_FAILED
 
 
 class RerunStateMachine:

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.compat.batches import get_batch_on_this_cp_rank, with_attention_mask
+from megatron.compat.script_data import MicroBatches
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.runtime import unwrapped
+from megatron.core.tensor_parallel.data import broadcast_batch
 from megatron.data.blend import get_blend_and_blend_per_split
-from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.data.batch import to_device
 from megatron.training.initialize import training_device
 
 __all__ = [
@@ -42,25 +45,23 @@ def print_rank_last(message: Any) -> None:
         sys.stdout.flush()
 
 
-def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
+def get_batch_on_this_tp_rank(data_iterator: Iterator[dict] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
     """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in the order
     in which scripts unpack ``values()``.
 
+    Inside :func:`pretrain` every rank reads its own ``data_iterator``. In a program with a loop of its own the first
+    tensor-parallel rank reads for its group, and the others may pass None.
     ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
     s, s], True where a token may not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster.
+    ``mtp_on_this_rank`` is accepted: every stage gets all tensors.
     """
-    batch: dict[str, Any] = {"attention_mask": None, **to_device(next(data_iterator), training_device())}
-    if "cu_seqlens" in batch:
-        batch["attention_mask"] = _document_mask(batch["cu_seqlens"], *batch["tokens"].shape)
+    if isinstance(data_iterator, MicroBatches):
+        batch = to_device(next(data_iterator), training_device())
+    else:
+        reads = parallel_state.get_process_groups().tp.is_first
+        batch = broadcast_batch(next(data_iterator) if reads and data_iterator is not None else None)
+    batch = with_attention_mask(batch)
     return {name: batch[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")}
-
-
-def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
-    """Mask of what causality and document boundaries of the flattened [b * s] tokens hide, bool [b, 1, s, s]."""
-    tokens = torch.arange(batch_size * length, device=cu_seqlens.device)
-    documents = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch_size, length)
-    visible = documents[:, :, None] == documents[:, None, :]
-    return ~visible.tril()[:, None]
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:

@@ -2,6 +2,8 @@
 
 from enum import Enum
 
+from megatron import serve_other_names
+
 
 class ModelType(Enum):
     """The shape of a model, as the shared training loop needs it."""
@@ -35,3 +37,5 @@ class AttnType(Enum):
 
     self_attn = 1
     cross_attn = 2
+
+serve_other_names(__name__)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron import serve_other_names
 from megatron.core.config.notices import notice
 from megatron.core.groups import process_groups
 from megatron.core.groups.copy_engines.choice import engines_of
@@ -39,9 +40,11 @@ class _State:
     groups: process_groups.ProcessGroups
     virtual_pipeline_size: int | None
     alone: Any
-    """Handle of a group of this rank only: to torch.distributed, no handle means the world."""
+    """Handle of a group of this rank only, of a world of several ranks: to torch.distributed, None means the world."""
     virtual_pipeline_rank: int | None = None
     """The model chunk that is being built; None outside of model building."""
+    further: dict[Any, Any] = field(default_factory=dict)
+    """Groups that getters made, by ranks."""
 
 
 _state: _State | None = None
@@ -119,7 +122,11 @@ def start_alone() -> None:
     """torch.distributed as a group of one, where no launcher started this process and nobody has: programs call it
     (``get_rank``, ``barrier``) whatever the number of ranks."""
     if not dist.is_initialized() and "RANK" not in os.environ:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        _start_world_of_one()
+
+
+def _start_world_of_one() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _start_distributed(timeout: timedelta) -> None:
@@ -231,17 +238,53 @@ def get_rank_grid() -> process_groups.RankGrid:
 
 
 def _handle(group: process_groups.Group) -> Any:
-    """The handle that torch.distributed takes."""
-    return _current().alone if group.size == 1 else group.handle
+    """Return the torch.distributed group of ``group``'s ranks, never None.
+
+    A program of one process starts torch.distributed here, at its first call of a getter: training needs no group.
+    """
+    if group.size > 1:
+        return group.handle
+    if _current().alone is None and not dist.is_initialized():
+        _start_world_of_one()
+    return _current().alone or dist.group.WORLD
 
 
-def _getters(axis: str) -> tuple[Callable[[], Any], Callable[[], int], Callable[[], int]]:
-    """(group, its size, this rank's place in it) of an axis."""
+def resolve_group(given: Any = None, axis: str = "tp") -> process_groups.Group:
+    """Return the group that a public function works on, with this process's rank in it.
 
-    def group() -> process_groups.Group:
+    Args:
+        given: a torch ``ProcessGroup`` or a ``Group``; None takes the running program's group of ``axis``.
+        axis: a field of ``ProcessGroups``, such as "tp" or "cp".
+
+    Raises:
+        ValueError: this process is not in ``given``.
+    """
+    groups = get_process_groups()
+    if given is None or isinstance(given, process_groups.Group):
+        return getattr(groups, axis) if given is None else given
+    known = (getattr(groups, each.name) for each in fields(groups))
+    for group in (getattr(groups, axis), *known):  # the group of the axis first: other axes may share its handle
+        if group.handle is given:
+            return group
+    ranks, rank = tuple(dist.get_process_group_ranks(given)), dist.get_rank()
+    if rank not in ranks:
+        raise ValueError(f"group: rank {rank} is not among its ranks {list(ranks)}; pass a group of this process")
+    return process_groups.Group(axis, ranks, ranks.index(rank), given if len(ranks) > 1 else None)
+
+
+def _getters(axis: str) -> tuple[Callable[..., Any], Callable[[], int], Callable[[], int]]:
+    """Getters of an axis: its torch.distributed group, its size, this rank's place in it.
+
+    ``check_initialized=False`` gives None where nothing was initialized, instead of an error.
+    """
+
+    def axis_group() -> process_groups.Group:
         return getattr(_current().groups, axis)
 
-    return lambda: _handle(group()), lambda: group().size, lambda: group().rank
+    def group(check_initialized: bool = True) -> Any:
+        return None if _state is None and not check_initialized else _handle(axis_group())
+
+    return group, lambda: axis_group().size, lambda: axis_group().rank
 
 
 get_tensor_model_parallel_group, get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _getters("tp")
@@ -249,16 +292,61 @@ get_pipeline_model_parallel_group, get_pipeline_model_parallel_world_size, get_p
     _getters("pp")
 )
 get_context_parallel_group, get_context_parallel_world_size, get_context_parallel_rank = _getters("cp")
+(
+    get_tensor_and_context_parallel_group,
+    get_tensor_and_context_parallel_world_size,
+    get_tensor_and_context_parallel_rank,
+) = _getters("tp_cp")
+get_model_parallel_group, _, _ = _getters("tp_pp")
+get_embedding_group, _, _ = _getters("embedding")
 get_expert_model_parallel_group, get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _getters("ep")
 get_expert_tensor_parallel_group, get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = (
     _getters("etp")
 )
-get_expert_data_parallel_group, get_expert_data_parallel_world_size, get_expert_data_parallel_rank = _getters("edp")
+_, get_expert_data_parallel_world_size, get_expert_data_parallel_rank = _getters("edp")
+(
+    get_expert_tensor_and_model_parallel_group,
+    get_expert_tensor_and_model_parallel_world_size,
+    get_expert_tensor_and_model_parallel_rank,
+) = _getters("etp_ep")
+get_expert_tensor_model_pipeline_parallel_group, _, _ = _getters("etp_ep_pp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank of the first member of this rank's tensor-parallel group."""
     return _current().groups.tp.ranks[0]
+
+
+def get_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's model-parallel (tensor x pipeline) group."""
+    return _current().groups.tp_pp.ranks[0]
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Global ranks of this rank's context-parallel group."""
+    return None if _state is None and not check_initialized else list(_current().groups.cp.ranks)
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of the first pipeline stage."""
+    return _current().groups.pp.ranks[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of the last pipeline stage."""
+    return _current().groups.pp.ranks[-1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Global rank of the next pipeline stage; the last stage is followed by the first."""
+    pp = _current().groups.pp
+    return pp.ranks[(pp.rank + 1) % pp.size]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Global rank of the previous pipeline stage; the first stage is preceded by the last."""
+    pp = _current().groups.pp
+    return pp.ranks[pp.rank - 1]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -291,32 +379,98 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     return _current().groups.pp.is_last and (ignore_virtual or chunks is None or chunk in (None, chunks - 1))
 
 
-def get_model_parallel_group() -> Any:
-    return _handle(_current().groups.tp_pp)
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank (its chunk ``vp_stage`` unless ``ignore_virtual``) is the first or the last stage."""
+    first, last = (of_stage(ignore_virtual, vp_stage) for of_stage in (is_pipeline_first_stage, is_pipeline_last_stage))
+    return first or last
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
-    return _handle(_data_parallel(with_context_parallel))
+def get_position_embedding_group(check_initialized: bool = True) -> Any:
+    """The group of this rank only: one stage holds the position embeddings."""
+    return None if _state is None and not check_initialized else _handle(process_groups.SINGLE_PROCESS.embedding)
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    return _data_parallel(with_context_parallel).size
+def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    """Ranks with other data; ``partial_data_parallel``: those that share one copy of the optimizer state."""
+    return _handle(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    return _data_parallel(with_context_parallel).rank
+def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    """:func:`get_data_parallel_group` for CPU tensors."""
+    return _host_handle(_data_parallel(with_context_parallel, partial_data_parallel))
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel, partial_data_parallel).size
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel, partial_data_parallel).rank
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return _data_parallel(with_context_parallel).ranks[0]
 
 
-def _data_parallel(with_context_parallel: bool) -> process_groups.Group:
+def _data_parallel(with_context_parallel: bool, partial: bool = False) -> process_groups.Group:
     groups = _current().groups
+    if partial:
+        return groups.dp_cp_shard
     return groups.dp_cp if with_context_parallel else groups.dp
+
+
+def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
+    """Ranks that hold the same expert parameters; ``partial_…``: those that share one copy of their optimizer state."""
+    if _state is None and not check_initialized:
+        return None
+    return _handle(_current().groups.edp_shard if partial_expert_data_parallel else _current().groups.edp)
+
+
+def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_context_parallel: bool = False) -> Any:
+    """Ranks of one pipeline stage. The first call creates the group where no other axis has its ranks: all its ranks
+    must make it."""
+    if _state is None and not check_initialized:
+        return None
+    state = _current()
+    lists = state.grid.rank_lists("tp-dp-cp" if with_context_parallel else "tp-dp")
+    return _group_of_ranks(next(ranks for ranks in lists if state.groups.world.ranks[state.groups.world.rank] in ranks))
+
+
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
+    """Ranks over which fp8 statistics are reduced: tensor parallelism, and data parallelism unless ``tp_only…``."""
+    if tp_only_amax_red:
+        return _handle(_current().groups.tp_cp if with_context_parallel else _current().groups.tp)
+    return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
+
+
+def _group_of_ranks(ranks: list[int]) -> Any:
+    """The handle of the axis with these ranks, or a new group, made once."""
+    state = _current()
+    axes = (getattr(state.groups, each.name) for each in fields(state.groups))
+    if (known := next((group for group in axes if group.ranks == tuple(ranks)), None)) is not None:
+        return _handle(known)
+    if tuple(ranks) not in state.further:
+        state.further[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    return state.further[tuple(ranks)]
+
+
+def _host_handle(group: process_groups.Group) -> Any:
+    """A group of ``group``'s ranks that moves CPU tensors."""
+    if group.size > 1 and group.host_handle is not None:
+        return group.host_handle
+    handle, state = _handle(group), _current()
+    if "gloo" in dist.get_backend_config(handle):
+        return handle
+    if ("gloo", group.ranks) not in state.further:
+        ranks = dist.get_process_group_ranks(handle)
+        state.further["gloo", group.ranks] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return state.further["gloo", group.ranks]
 
 
 def get_hierarchical_context_parallel_groups() -> list[Any]:
     """The inner (all-to-all) and the outer (ring) group of two-level context parallelism."""
     groups = _current().groups
     return [_handle(groups.cp_a2a), _handle(groups.cp_p2p)]
+
+
+serve_other_names(__name__)

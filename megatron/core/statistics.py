@@ -1,10 +1,10 @@
-"""Sums over the tokens of a global batch that modules keep of themselves: loads of experts, auxiliary losses.
+"""Per-module statistics of a global batch (expert load, auxiliary losses), all-reduced once per step.
 
-A module with a :class:`StepStatistics` called ``statistics`` adds to it in forward passes of training.
-:class:`StatisticsSum` then sums those of all modules over all ranks, once per step and without the host waiting for the
-device, and tells each module the sums over the global batch (``end_step(totals)``), before the optimizer.
+A module adds to its :class:`StepStatistics`, an attribute called ``statistics``, in training forward passes. Before the
+optimizer step :class:`StatisticsSum` all-reduces the statistics of all modules over all ranks, without a host sync, and
+passes each module its sums over the global batch (``end_step(totals)``).
 
-Every rank must add the tokens that it alone has: ranks that hold the same tokens would count them twice.
+A rank must add only tokens that no other rank adds; otherwise tokens are counted more than once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from torch import Tensor, nn
 from megatron.core.groups.process_groups import ProcessGroups
 
 Totals = dict[str, dict[str, Tensor]]
-"""Module's label -> name -> sums over the global batch, fp64."""
+"""Module label -> statistic name -> sums over the global batch (fp64 vector)."""
 
 
 class StepStatistics:
-    """Named fp64 vectors, e.g. ``StepStatistics("layer 4", tokens_per_expert=64, z_loss=2)``.
-
-    ``label`` names the module over all ranks. Names say what becomes of a vector (:func:`losses_of`,
-    :func:`invalid_values`, :func:`summaries`): ``…_loss`` is a sum and its count (``… loss`` too, of no one layer),
-    ``…_per_…`` a distribution; anything but zero in ``nonfinite_…`` stops the run; what begins with ``_`` is for the
-    module alone.
-    """
+    """Accumulators: named fp64 vectors, e.g. ``StepStatistics("layer 4", tokens_per_expert=64, z_loss=2)``. ``label``
+    identifies the module on all ranks. The name of a vector determines its use (:func:`losses_of`,
+    :func:`invalid_values`, :func:`summaries`): ``*_loss`` is [sum, count] of a loss, logged per layer and in total;
+    ``* loss`` is [sum, count], logged in total only; ``*_per_*`` is a distribution; a nonzero ``nonfinite_*`` stops the
+    run; ``_*`` is used only by the module."""
 
     def __init__(self, label: str, **sizes: int) -> None:
         self.label, self.sizes = label, sizes
@@ -40,13 +38,14 @@ class StepStatistics:
         self._sums: Tensor | None = None
 
     def add(self, name: str, values: Tensor) -> None:
-        """Add ``values`` (any shape of as many elements) to a vector; in training alone, and not when recomputing."""
-        if self._sums is None:  # once: a captured CUDA graph adds to this memory
+        """Add ``values``, of any shape with the vector's number of elements. No host sync. Call it only in training and
+        not in recomputation, which would count tokens twice."""
+        if self._sums is None:  # allocate once: a captured CUDA graph adds to this memory
             self._sums = torch.zeros(sum(self.sizes.values()), dtype=torch.float64, device=values.device)
-        self._sums[self._places[name]].add_(values.detach().reshape(-1))  # += would copy the sum onto itself
+        self._sums[self._places[name]].add_(values.detach().reshape(-1))  # ``+=`` would also copy the slice onto itself
 
     def take(self, device: torch.device) -> Tensor:
-        """All vectors one after another, which start anew from zero."""
+        """Return all vectors concatenated (a new fp64 tensor on ``device``) and reset them to zero in place."""
         if self._sums is None:
             return torch.zeros(sum(self.sizes.values()), dtype=torch.float64, device=device)
         taken = self._sums.clone()
@@ -55,7 +54,7 @@ class StepStatistics:
 
 
 def modules_with_statistics(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Those of ``modules`` and everything inside them, in order."""
+    """Yield all modules with statistics among ``modules`` and their submodules, in order."""
     for module in modules:
         for each in module.modules():
             if isinstance(getattr(each, "statistics", None), StepStatistics):
@@ -63,8 +62,9 @@ def modules_with_statistics(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 class StatisticsSum:
-    """Sums the statistics of a model whose chunks ``modules`` are on this rank. Collective over all ranks, in the
-    constructor too: every rank learns which modules the other pipeline stages have."""
+    """All-reduce of the statistics of a model; ``modules`` are this rank's chunks. A call is collective over all ranks.
+    The constructor is collective over the pipeline: it exchanges labels and sizes, so that every rank knows the modules
+    of all stages."""
 
     def __init__(self, modules: Iterable[nn.Module], groups: ProcessGroups) -> None:
         self.own = list(modules_with_statistics(modules))
@@ -77,7 +77,8 @@ class StatisticsSum:
             self.sizes = {label: sizes for each in everyones for label, sizes in each.items()}
 
     def __call__(self, device: torch.device) -> Totals:
-        """The sums over all ranks since the last call; each module of this rank has been told its own."""
+        """Return the sums over all ranks since the last call, and pass each local module its sums (``end_step``). One
+        all-reduce of a flat fp64 tensor; resets the local accumulators. No host sync."""
         if not self.sizes:
             return {}
         own = {each.statistics.label: each.statistics for each in self.own}
@@ -98,7 +99,7 @@ class StatisticsSum:
 
 
 def losses_of(totals: Totals) -> dict[str, Tensor]:
-    """``name -> [sum, count]`` of the losses among ``totals``, over all modules."""
+    """Return ``name -> [sum, count]`` of all losses in ``totals``, summed over modules."""
     losses: dict[str, Tensor] = {}
     for sums in totals.values():
         for name, pair in sums.items():
@@ -108,7 +109,7 @@ def losses_of(totals: Totals) -> dict[str, Tensor]:
 
 
 def invalid_values(totals: Totals) -> dict[str, Tensor]:
-    """``what -> [NaN or 0, 1]``: NaN where a module has counted values that are not finite."""
+    """Return ``description -> [NaN or 0, 1]``: NaN if a module has counted non-finite values (``nonfinite_*``)."""
     counts = {f"a {name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
               for label, sums in totals.items() for name in sums if name.startswith("nonfinite_")}
     if not counts:
@@ -119,8 +120,9 @@ def invalid_values(totals: Totals) -> dict[str, Tensor]:
 
 
 def summaries(totals: Totals) -> dict[str, Tensor]:
-    """What is logged of each module (0-d): ``layer 4/z_loss``, ``layer 4/dropped``; of a distribution its smallest and
-    largest number, the 95th percentile and the entropy relative to that of equal numbers."""
+    """Return the logged values of each module (0-d tensors), e.g. ``layer 4/z_loss`` and ``layer 4/dropped``. A
+    ``*_loss`` gives its mean and a plain vector its sum. A distribution gives minimum, maximum, 95th percentile and the
+    entropy relative to the entropy of the uniform distribution."""
     values: dict[str, Tensor] = {}
     distributions: dict[tuple[str, int], dict[str, Tensor]] = {}
     for label, sums in totals.items():

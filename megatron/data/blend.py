@@ -4,7 +4,6 @@ Pure parsing of ``--data-path`` and its relatives and of ``--split``; every erro
 """
 
 import enum
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import parse_json, read_text
 
 Blend = tuple[list[str], list[float] | None]
 """Prefixes, and their weights or None."""
@@ -137,18 +137,18 @@ def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend |
 
 def _read(path: str, flag: str) -> str:
     try:
-        with open(path, encoding="utf-8") as stream:
-            return stream.read()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{flag} {path} cannot be read: {error}") from error
 
 
 def _read_per_split(path: str) -> list[Blend | None]:
     """A JSON object with any of ``train``, ``valid``, ``test``, each a list as for ``--data-path``."""
     flag = "--per-split-data-args-path"
+    text = _read(path, flag)
     try:
-        content = json.loads(_read(path, flag))
-    except (json.JSONDecodeError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{flag} {path} is no JSON: {error}") from error
     names = [split.name for split in Split]
     if not isinstance(content, dict) or not content or not set(content) <= set(names):

@@ -144,27 +144,29 @@ Blend blend(const double* weight, const int64_t* limit, int64_t num_sources, int
   Array<int64_t> source_sample(size);
   int16_t* source_out = source.mutable_data();
   int64_t* sample_out = source_sample.mutable_data();
-  py::gil_scoped_release unlocked;
-  constexpr double kClosed = std::numeric_limits<double>::infinity();
-  std::vector<double> taken(num_sources, 0.0);  // exact: counts stay below 2^53
-  for (int64_t i = 0; limit && i < num_sources; ++i) {
-    if (limit[i] == 0) taken[i] = kClosed;
-  }
-  for (int64_t step = 0; step < size; ++step) {
-    const double position = std::max<double>(static_cast<double>(step), 1.0);
-    int64_t winner = 0;
-    double largest = weight[0] * position - taken[0];
-    for (int64_t i = 1; i < num_sources; ++i) {
-      const double error = weight[i] * position - taken[i];
-      if (error > largest) {
-        largest = error;
-        winner = i;
-      }
+  {  // the lock is taken again before the arrays are returned: copying them counts references
+    py::gil_scoped_release unlocked;
+    constexpr double kClosed = std::numeric_limits<double>::infinity();
+    std::vector<double> taken(num_sources, 0.0);  // exact: counts stay below 2^53
+    for (int64_t i = 0; limit && i < num_sources; ++i) {
+      if (limit[i] == 0) taken[i] = kClosed;
     }
-    source_out[step] = static_cast<int16_t>(winner);
-    sample_out[step] = static_cast<int64_t>(taken[winner]);
-    taken[winner] += 1.0;
-    if (limit && taken[winner] == static_cast<double>(limit[winner])) taken[winner] = kClosed;
+    for (int64_t step = 0; step < size; ++step) {
+      const double position = std::max<double>(static_cast<double>(step), 1.0);
+      int64_t winner = 0;
+      double largest = weight[0] * position - taken[0];
+      for (int64_t i = 1; i < num_sources; ++i) {
+        const double error = weight[i] * position - taken[i];
+        if (error > largest) {
+          largest = error;
+          winner = i;
+        }
+      }
+      source_out[step] = static_cast<int16_t>(winner);
+      sample_out[step] = static_cast<int64_t>(taken[winner]);
+      taken[winner] += 1.0;
+      if (limit && taken[winner] == static_cast<double>(limit[winner])) taken[winner] = kClosed;
+    }
   }
   return {source, source_sample};
 }
@@ -225,12 +227,14 @@ Array<Row> fill_and_shuffle(Pass&& pass, int64_t num_epochs, uint64_t max_sample
   }
   Array<Row> result({count, width});
   Row* rows = result.mutable_data();
-  py::gil_scoped_release unlocked;
-  pass(num_epochs, max_samples, rows);
-  std::mt19937_64 generator(static_cast<uint64_t>(seed + 1));
-  for (int64_t i = count - 1; i > 0; --i) {
-    const auto j = static_cast<int64_t>(generator() % static_cast<uint64_t>(i + 1));
-    std::swap_ranges(rows + i * width, rows + (i + 1) * width, rows + j * width);
+  {
+    py::gil_scoped_release unlocked;
+    pass(num_epochs, max_samples, rows);
+    std::mt19937_64 generator(static_cast<uint64_t>(seed + 1));
+    for (int64_t i = count - 1; i > 0; --i) {
+      const auto j = static_cast<int64_t>(generator() % static_cast<uint64_t>(i + 1));
+      std::swap_ranges(rows + i * width, rows + (i + 1) * width, rows + j * width);
+    }
   }
   return result;
 }

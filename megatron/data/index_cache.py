@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron.core.safe_files import create_file, open_regular, open_to_append, parse_json
 from megatron.data.mapping import map_npy
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class IndexCache:
             return arrays
         try:
             os.makedirs(self.folder, exist_ok=True)
-            lock: BinaryIO = open(f"{self.base}.lock", "ab")  # noqa: SIM115 (closed below, with the lock)
+            lock: BinaryIO = open_to_append(f"{self.base}.lock")  # closed below, with the lock
         except OSError as error:
             return self._build_in_memory(build, error)
         with lock:
@@ -108,7 +109,7 @@ class IndexCache:
         """The arrays of a complete, matching cache, mapped read-only; None otherwise."""
         self.damage = ""
         try:
-            with open(f"{self.base}-description.txt", "rb") as stream:
+            with open_regular(f"{self.base}-description.txt") as stream:
                 found = stream.read(len(self.description.encode()) + MAX_CHECKSUM_BYTES)
         except OSError:
             return None
@@ -127,7 +128,10 @@ class IndexCache:
         text, _, line = body.rpartition(b"\n")
         if own != b"%08x" % zlib.crc32(body) or text != self.description.encode():
             raise ValueError(f"{self.base}-description.txt is not what was written")
-        return json.loads(line)
+        checksums = parse_json(line)
+        if not isinstance(checksums, dict):
+            raise ValueError(f"{self.base}-description.txt is not what was written")
+        return checksums
 
     def _read(self, name: str, checksum: Any) -> np.ndarray:
         """One array; ``ValueError`` names its file and what is wrong with it."""
@@ -157,7 +161,7 @@ class IndexCache:
 
     @contextlib.contextmanager
     def _renamed(self, path: str) -> Iterator[BinaryIO]:
-        with open(f"{path}.partial", "wb") as stream:  # one writer at a time: the lock is held
+        with create_file(f"{path}.partial") as stream:  # one writer at a time: the lock is held
             yield stream
         os.replace(f"{path}.partial", path)  # no fsync before: see the module
 

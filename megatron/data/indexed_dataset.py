@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.safe_files import open_regular
 from megatron.data.index_format import (
     DType,
     Index,
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # what tools/preprocess_data.py appends for the default json key, without and with --split-sentences
 DEFAULT_SUFFIXES = ("_text_document", "_text_sentence")
+TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", ".gz", ".zst")
 
 
 class MissingDatasetError(IndexedDatasetError, FileNotFoundError):
@@ -56,7 +58,8 @@ class FileTokens:
 
     def __init__(self, bin_path: str, dtype: Any):
         self.bin_path, self.dtype = bin_path, np.dtype(dtype)
-        self.descriptor = os.open(bin_path, os.O_RDONLY)
+        with open_regular(bin_path, buffering=0) as file:
+            self.descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -209,6 +212,27 @@ class IndexedDataset:
         return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
 
 
+def _not_a_prefix(path: str) -> str:
+    """Explain a path of a file or folder where a prefix is wanted; empty if nothing is there."""
+    stem, suffix = os.path.splitext(path)
+    if suffix in (".bin", ".idx") and IndexedDataset.exists(stem):
+        return f"leave out {suffix}: {stem}"
+    if os.path.isdir(path):
+        inside = sorted(name.removesuffix(".idx") for name in glob.glob(glob.escape(path) + "/*.idx"))
+        return "is a folder; give the path of a data set without .bin and .idx" + (
+            f", such as {' or '.join(inside[:3])}" if inside else ""
+        )
+    if not os.path.isfile(path) or suffix in (".bin", ".idx"):
+        return ""
+    while suffix in TEXT_SUFFIXES:
+        stem, suffix = os.path.splitext(stem)
+    stem += suffix
+    return (
+        "is text, not token ids; preprocess it, with the tokenizer flags of this run: tools/preprocess_data.py --input"
+        f" {path} --output-prefix {stem} --append-eod ...; then use {stem}{DEFAULT_SUFFIXES[0]}"
+    )
+
+
 def resolve_prefix(path_prefix: str) -> str:
     """The prefix to open for what a user gave as data path: itself, or with the first of ``DEFAULT_SUFFIXES`` that
     exists.
@@ -222,6 +246,8 @@ def resolve_prefix(path_prefix: str) -> str:
         if IndexedDataset.exists(path_prefix + suffix):
             logger.info("no files %s.bin/.idx; using %s", path_prefix, path_prefix + suffix)
             return path_prefix + suffix
+    if reason := _not_a_prefix(path_prefix):
+        raise MissingDatasetError(f"no data set at {path_prefix}: {reason}")
     found = glob.glob(glob.escape(os.path.dirname(path_prefix) or ".") + "/*.idx")
     near = difflib.get_close_matches(
         path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7

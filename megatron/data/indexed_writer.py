@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import create_file, open_regular
 from megatron.data.index_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path, read_index
 
 BUFFER_BYTES = 4 << 20
@@ -28,7 +29,7 @@ class Spool:
 
     def __init__(self, path: str, typecode: str):
         self.path, self.buffer, self.count = path, array.array(typecode), 0
-        self.file: BinaryIO = open(path, "w+b", buffering=0)  # noqa: SIM115 (closed by the builder)
+        self.file: BinaryIO = create_file(path, "x+b", buffering=0)  # closed by the builder
 
     def append(self, value: int) -> None:
         self.buffer.append(value)
@@ -84,7 +85,7 @@ class IndexedDatasetBuilder:
         self._cleanup = weakref.finalize(self, _remove, list(self._paths.values()), os.getpid())
         self._open = True
         with self._reporting():
-            self.data_file: BinaryIO = open(self._paths["tokens"], "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+            self.data_file: BinaryIO = create_file(self._paths["tokens"], buffering=BUFFER_BYTES)
             self._lengths = Spool(self._paths["lengths"], "i")
             self._documents = Spool(self._paths["documents"], "q")
             self._modes = Spool(self._paths["modes"], "b") if multimodal else None
@@ -154,7 +155,7 @@ class IndexedDatasetBuilder:
                 self._documents.extend(index.document_indices[start : start + SPOOL_ITEMS] + first)
             if self._modes is not None and index.sequence_modes is not None:
                 self._modes.extend(index.sequence_modes)
-            with open(bin_path, "rb") as source:
+            with open_regular(bin_path) as source:
                 shutil.copyfileobj(source, self.data_file, BUFFER_BYTES)
 
     def finalize(self, idx_path: str) -> None:
@@ -165,7 +166,7 @@ class IndexedDatasetBuilder:
             self.data_file.flush()
             os.fsync(self.data_file.fileno())
             self.data_file.close()
-            with open(self._paths["index"], "wb", buffering=BUFFER_BYTES) as stream:
+            with create_file(self._paths["index"], buffering=BUFFER_BYTES) as stream:
                 self._write_index(stream)
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.safe_files import open_regular
+
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -37,18 +39,15 @@ def _c_library() -> Any:
 
 def map_file(path: str) -> np.ndarray:
     """The bytes of a file as a read-only uint8 array, valid as long as any view of it, even if the file is unlinked."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
+    with open_regular(path, buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
         if size == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype=np.uint8)
         library = _c_library()
-        address = library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        address = library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
         if address is None or address == _FAILED:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), path)
-    finally:
-        os.close(descriptor)
     return np.asarray(_Mapping(address, size, library.munmap))
 
 
@@ -58,7 +57,7 @@ def map_npy(path: str) -> np.ndarray:
     Raises:
         ValueError: not a complete file of plain numbers.
     """
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         try:
             version = np.lib.format.read_magic(stream)
             if version != (1, 0):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import create_file, parse_json, read_text
 
 FORMAT_VERSION = 1
 
@@ -53,9 +54,8 @@ def write_sidecar(prefix: str, info: SidecarInfo) -> None:
     """Write it atomically."""
     path = sidecar_path(prefix)
     partial = f"{path}.partial-{os.getpid()}"
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(asdict(info), file, indent=2)
-        file.write("\n")
+    with create_file(partial) as file:
+        file.write(json.dumps(asdict(info), indent=2).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
@@ -69,12 +69,11 @@ def read_sidecar(prefix: str) -> SidecarInfo | None:
     """
     path = sidecar_path(prefix)
     try:
-        with open(path, encoding="utf-8") as file:
-            values: dict[str, Any] = json.load(file)
+        values: dict[str, Any] = parse_json(read_text(path))
         version = values["version"]
         if version != FORMAT_VERSION:
-            raise ValueError(f"it has format version {version}, this program reads {FORMAT_VERSION}")
-        return SidecarInfo(**{key: values[key] for key in SidecarInfo.__dataclass_fields__})
+            raise ValueError(f"it has format version {version!r:.40}, this program reads {FORMAT_VERSION}")
+        return _checked(SidecarInfo(**{key: values[key] for key in SidecarInfo.__dataclass_fields__}))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -82,6 +81,17 @@ def read_sidecar(prefix: str) -> SidecarInfo | None:
             f"{path} cannot be read as a tokenizer sidecar ({error}); run tools/preprocess_data.py again, or remove "
             "the file to train without the check"
         ) from error
+
+
+def _checked(info: SidecarInfo) -> SidecarInfo:
+    """``info``, read from a file; ``ValueError`` for values of another type."""
+    texts = isinstance(info.tokenizer_type, str) and isinstance(info.fingerprint, str)
+    if not texts or type(info.vocab_size) is not int or not isinstance(info.append_eod, bool):
+        raise ValueError("a value is of another type than it is written with")
+    ids = info.special_ids
+    if not isinstance(ids, dict) or not all(type(index) is int for index in ids.values()):
+        raise ValueError("special_ids is not a table of ids")
+    return info
 
 
 def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo | None:

@@ -1,20 +1,23 @@
-"""The training program. What entry scripts import from here is loaded at first use: ``--help`` needs no torch."""
+"""Training program. Names that entry scripts import from this package load on first use: ``--help`` needs no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.compat.classic import get_args, get_model, get_timers, get_tokenizer, initialize_megatron, pretrain
+    from megatron.compat.training_functions import set_startup_timestamps
     from megatron.compat.training_utils import print_rank_0, print_rank_last
 
 __all__ = [
     "get_args", "get_model", "get_timers", "get_tokenizer", "initialize_megatron", "pretrain", "print_rank_0",
-    "print_rank_last",
+    "print_rank_last", "set_startup_timestamps",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "training_utils" if name.startswith("print_") else "classic"
+    homes = {"print_rank_0": "training_utils", "print_rank_last": "training_utils",
+             "set_startup_timestamps": "training_functions"}  # fmt: skip
+    home = homes.get(name, "classic")
     return getattr(import_module(f"megatron.compat.{home}"), name)

@@ -1,7 +1,7 @@
-"""From a command line to a :class:`PretrainConfig`.
+"""Parse a command line into a :class:`PretrainConfig`.
 
-What is set where: the command line wins over ``--yaml-cfg``, that over the entry script's ``args_defaults``, and those
-over the defaults of the fields. Torch-free, so that ``--help`` is quick.
+Precedence: command line, then ``--yaml-cfg``, then the entry script's ``args_defaults``, then field defaults.
+Torch-free, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ import dataclasses
 import importlib.util
 import json
 import logging
-import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megatron import serve_other_names
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
-from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
+from megatron.core.config.moe import MoEConfig
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
+from megatron.core.safe_files import read_text
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
-from megatron.training.config.resolve import resolve
+from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.exits.endings import tell_launcher
 from megatron.training.notices import notices
 from megatron.training.rules.common import impossible_values
 from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
+from megatron.version import version_text
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +43,13 @@ DESCRIPTION = (
 )
 
 SECONDS_TO_SPEAK = 0.5
-"""The launcher ends the first rank, which speaks for all, as soon as it sees that another has ended."""
+"""Delay of other ranks: the launcher ends rank 0, which reports for all, as soon as another rank has exited."""
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 
 
 def flag_specs() -> tuple[FlagSpec, ...]:
-    """Every flag, in the order of ``--help``."""
+    """Return every flag, in the order of ``--help``."""
     return cli.flags_of(*GROUPS)
 
 
@@ -58,22 +61,25 @@ def parse_args(
     needs_data: bool = True,
     model_family: str = "gpt",
 ) -> PretrainConfig:
-    """The settings of a command line, not yet resolved (see :func:`validate_args`).
+    """Return the settings of a command line, not yet resolved (see :func:`validate_args`).
 
     Args:
         argv: the command line without the program; None: this program's.
-        args_defaults: an entry script's own defaults, by field name.
-        extra_args_provider: adds a script's own flags to an ``argparse.ArgumentParser``; their values become
-            attributes of the result and are kept in its ``extra``.
-        needs_data: False for scripts that bring data sets and tokenizers of their own.
-        model_family: whose description and rules are asked (``model_description.py``).
+        args_defaults: defaults of an entry script, by field name.
+        extra_args_provider: adds a script's custom flags to an ``argparse.ArgumentParser``; their values become
+            attributes of the result and are stored in its ``extra``.
+        needs_data: False for scripts with custom data sets and tokenizers.
+        model_family: selects description and rules (``model_description.py``).
 
     Raises:
-        ConfigError: with every mistake of the command line, and what else is wrong with the settings it did read.
-        SystemExit: 0 after ``--help``.
+        ConfigError: lists every mistake of the command line, and problems of the settings that could be read.
+        SystemExit: 0 after ``--help`` or ``--version``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     specs = flag_specs()
+    if "--version" in argv:
+        sys.stdout.write(f"{version_text()}\n")
+        raise SystemExit(0)
     wants_help = bool({"-h", "--help"} & set(argv))
     extras = _ExtraFlags(specs, extra_args_provider, wants_help)
     if wants_help:
@@ -82,7 +88,7 @@ def parse_args(
     found, problems = cli.segments(argv)
     problems += environment_problems()
     known = {*cli.flag_table(specs), *extras.names}
-    own = [segment for segment in found if segment.name in extras.names]  # a script's flags mean what the script says
+    own = [segment for segment in found if segment.name in extras.names]  # the script defines their meaning
     found, renamed, refused = absent.rewrite([segment for segment in found if segment not in own], known)
     found += own
     ours = [segment for segment in found if segment.name not in extras.names]
@@ -114,12 +120,11 @@ def parse_args(
 
 
 def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
-    """The frozen settings of a run on ``world_size`` ranks, with all that follows from other settings filled in.
-
-    ``announce``: log what is done otherwise than it was asked.
+    """Return the resolved settings of a run on ``world_size`` ranks, with all derived settings filled in. ``announce``:
+    log overridden and ineffective flags.
 
     Raises:
-        ConfigError: with every contradiction and every setting that is not available.
+        ConfigError: lists every contradiction and every setting that is not available.
     """
     if cfg.dry_run:
         world_size = cfg.dry_run_world_size or max(world_size, smallest_world_size(cfg))
@@ -136,7 +141,7 @@ def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True
 
 @contextmanager
 def exit_on_config_error(prog: str = "") -> Iterator[None]:
-    """Turns a :class:`ConfigError` into its list of problems on stderr (rank 0 only) and exit status 2."""
+    """Turn a :class:`ConfigError` into a list of problems on stderr (rank 0 only) and exit status 2."""
     try:
         yield
     except ConfigError as error:
@@ -144,25 +149,26 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
         if not is_first_rank():
             time.sleep(SECONDS_TO_SPEAK)
             raise SystemExit(2) from None
-        cli.report_and_exit(error, prog)
+        cli.report(error, prog)
+        raise SystemExit(2) from None
 
 
 def core_transformer_config_from_args(
     args: Any, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
-    """The library's configuration of the model that ``args`` describes.
+    """Return the library's configuration of the model that ``args`` describes.
 
     Args:
         args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
     """
     settings = values_of(ModelSettings, args)
-    if args.num_moe_experts is None:  # what concerns experts has no effect then, of which a notice tells
+    if args.num_moe_experts is None:  # expert settings have no effect then; a notice reports it
         settings |= values_of(MoEConfig, MoEConfig())
     return (config_class or TransformerConfig)(**settings)
 
 
 def log_arguments(cfg: PretrainConfig) -> None:
-    """Logs what is special about this run; every setting at level DEBUG."""
+    """Log the settings that were passed or differ from defaults; at level DEBUG all settings."""
     everything = logger.isEnabledFor(logging.DEBUG)
     logger.info("%s", format_arguments(cfg, everything))
     if not everything:
@@ -170,7 +176,7 @@ def log_arguments(cfg: PretrainConfig) -> None:
 
 
 def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
-    """Settings sorted by name, with dots up to column 48: all, or those that were given or are not the default."""
+    """Return settings sorted by name, with dots up to column 48: all, or those passed or different from defaults."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     values["explicit"] = " ".join(sorted(values["explicit"])) or None
     if not everything:
@@ -187,7 +193,7 @@ def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
 
 
 def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
-    """Plain JSON values of all settings, for checkpoints and logs."""
+    """Return all settings as plain JSON values, for checkpoints and logs."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     values["explicit"] = sorted(values["explicit"])
     values["exit_signal"] = values["exit_signal"].name
@@ -195,21 +201,14 @@ def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
-    """Problems that the rules find in the settings that could be read, without those of flags that could not; none
-    where a checkpoint has the settings."""
+    """Return problems that the rules find in the settings that could be read, except problems that mention a misread
+    flag, because they concern its default. Empty if the settings come from a checkpoint."""
     if cfg.use_checkpoint_args or cfg.load_hf:
         return []
     misread = {problem.flag for problem in problems}
     resolved = resolve(cfg, launched_world_size() or smallest_world_size(cfg))
-    found = [problem for problem in check(resolved) if problem.flag not in misread]
+    found = [each for each in check(resolved) if misread.isdisjoint((each.flag, *re.findall(r"--[\w-]+", each.reason)))]
     return found + input_problems(resolved, problems + found)
-
-
-def smallest_world_size(cfg: PretrainConfig) -> int:
-    """Ranks of one model replica."""
-    dense = max(cfg.tensor_model_parallel_size, 1) * max(cfg.context_parallel_size, 1)
-    of_experts = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg)
-    return max(cfg.pipeline_model_parallel_size, 1) * (math.lcm(dense, of_experts) if cfg.num_moe_experts else dense)
 
 
 def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:
@@ -220,10 +219,12 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, A
     import yaml
 
     try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_text(path))
+        json.dumps(content, default=str, skipkeys=True)  # ValueError for an alias that makes a list contain itself
+    except (OSError, ValueError, yaml.YAMLError) as error:
         return {}, [Problem("--yaml-cfg", " ".join(str(error).split()), path)]
+    except RecursionError:
+        return {}, [Problem("--yaml-cfg", "is nested too deeply", path)]
     if not isinstance(content, Mapping):
         return {}, [Problem("--yaml-cfg", "must hold names and values", path, "one `name: value` per line")]
     values, problems = cli.read_mapping(specs, content, absent.renamed())
@@ -231,17 +232,17 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, A
 
 
 class _RaisingParser(argparse.ArgumentParser):
-    """Reports a mistake as an exception instead of ending the program."""
+    """Parser that raises ValueError instead of exiting."""
 
     def error(self, message: str) -> Any:
         raise ValueError(message)
 
 
 class _ExtraFlags:
-    """The flags that an entry script adds through argparse."""
+    """Flags that an entry script adds through argparse."""
 
     def __init__(self, specs: Sequence[FlagSpec], provider: ExtraArgsProvider | None, wants_help: bool) -> None:
-        # a parser of all our flags takes a while to build, and most runs need none
+        # building a parser of all flags is slow, and most runs need none
         self.parser = cli.make_parser(specs, description=DESCRIPTION) if provider or wants_help else _RaisingParser()
         self.actions: list[argparse.Action] = []
         self.defaults: dict[str, Any] = {}
@@ -257,7 +258,7 @@ class _ExtraFlags:
         self.defaults = {name: value for name, value in changed.items() if value != fields[name]}
 
     def read(self, found: Sequence[Segment]) -> tuple[dict[str, Any], list[Problem]]:
-        """Values of the script's own flags, defaults included."""
+        """Return the values of the script's custom flags, including defaults, and problems."""
         if not self.actions:
             return {}, []
         parser = _RaisingParser(add_help=False, allow_abbrev=False)
@@ -271,3 +272,6 @@ class _ExtraFlags:
             text = str(error).removeprefix("argument ")
             name, _, reason = text.partition(": ")
             return {}, [Problem(name, reason) if reason else Problem("script's own flags", text)]
+
+
+serve_other_names(__name__)

@@ -1,4 +1,4 @@
-"""The parts of a run."""
+"""Components of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.train_state import TrainState
 
 @dataclass
 class Components:
-    """The parts of a run, built by ``megatron.training.run``."""
+    """Model, optimizer, data and other components of a run, built by ``megatron.training.run``."""
 
     task: Task
     groups: ProcessGroups
@@ -28,7 +28,7 @@ class Components:
     state: TrainState
     checkpointer: Checkpointer
     datasets: tuple[Any, Any, Any] = (None, None, None)
-    """For training, validation and test, as the task provides them."""
+    """Training, validation and test data, as provided by the task."""
     train_iterator: Iterator[dict] | None = None
     valid_sets: list[EvalSet] = field(default_factory=list)
     test_sets: list[EvalSet] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Evaluation: the same samples every time, one mean per valid token for each data set."""
+"""Evaluation on the same samples every time; one mean loss per valid token for each data set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.microbatches import choose_runner
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.validation import eval_samples
 from megatron.training.data.loader import EvalSampler, Shard, build_loader
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums
@@ -22,14 +23,15 @@ from megatron.training.tasks.base import Task
 
 @dataclass(frozen=True)
 class EvalSet:
-    """One data set to evaluate on; ``name`` tells several validation sets apart."""
+    """One data set to evaluate; ``name`` distinguishes several validation sets."""
 
     dataset: Any
     name: str | None = None
 
 
 def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
-    """A provider's validation or test data (None, one data set, or a list of them) as named sets."""
+    """Return a provider's validation or test data (None, one data set or a list) as named sets. Raises UserError for a
+    different number of names."""
     if dataset is None:
         return []
     if not isinstance(dataset, list | tuple):
@@ -41,23 +43,24 @@ def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
 
 
 class Evaluator:
-    """Runs a model over evaluation sets. Two evaluations of the same weights agree exactly."""
+    """Evaluates a model on data sets. Repeated evaluations of the same weights give identical results."""
 
     def __init__(self, cfg: PretrainConfig, task: Task, model: Sequence[nn.Module], groups: ProcessGroups) -> None:
         self.cfg, self.task, self.model, self.groups = cfg, task, model, groups
         self.shard = Shard(cfg.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
 
     def num_samples(self, eval_set: EvalSet) -> int:
-        """Samples of one evaluation: everything under --full-validation, else --eval-iters global batches."""
+        """Return the number of samples per evaluation: the full set with --full-validation, else --eval-iters
+        batches."""
         if self.cfg.full_validation:
             return len(eval_set.dataset)
-        wanted = self.cfg.eval_iters * self.cfg.eval_global_batch_size
-        return min(wanted, len(eval_set.dataset))
+        return min(eval_samples(self.cfg), len(eval_set.dataset))
 
     def evaluate(
         self, sets: list[EvalSet], name: Literal["validation", "test"], final: bool = False
     ) -> list[EvalResult]:
-        """The mean losses of every set."""
+        """Return the mean losses of every set. Switches the model to evaluation mode and back. Collective over all
+        ranks; waits for the device. Raises UserError if no token contributes to the loss."""
         for chunk in self.model:
             chunk.eval()
         try:
@@ -67,13 +70,14 @@ class Evaluator:
                 chunk.train()
 
     def _losses(self, eval_set: EvalSet) -> dict[str, float]:
+        """Return the mean losses of one set; broadcast over the pipeline, all-reduced over ``dp_cp``."""
         device = training_device()
         sampler = EvalSampler(self.shard, self.cfg.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)
         batches, steps = self._batches(eval_set, sampler)
         for _ in range(steps):
             sums.add(
-                get_forward_backward_func()(
+                choose_runner()(
                     forward_step_func=self.task.forward_step,
                     model=self.model,
                     forward_only=True,
@@ -83,10 +87,16 @@ class Evaluator:
                 )
             )
         sums.share(self.groups.pp).all_reduce(self.groups.dp_cp)
+        if steps and not sums.count():
+            named = "" if eval_set.name is None else f" on {eval_set.name}"
+            raise UserError(
+                f"evaluation{named}: no token contributes to the loss, as every loss mask is 0; look at the data "
+                "(tools/check_dataset.py reports empty documents)"
+            )
         return {name: value.item() for name, value in sums.means().items()}
 
     def _batches(self, eval_set: EvalSet, sampler: EvalSampler) -> tuple[Iterator[dict], int]:
-        """An iterator of micro-batches and the number of global batches in it."""
+        """Return an iterator over micro-batches, and its number of global batches."""
         if self.cfg.dataloader_type == "external":
             return iter(eval_set.dataset), self.cfg.eval_iters
         pin = torch.cuda.is_available()

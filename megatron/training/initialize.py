@@ -1,4 +1,4 @@
-"""Brings a process up: logging, devices, process groups, seeds, determinism. Nothing here runs on import."""
+"""Process initialization: logging, devices, process groups, seeds, determinism. Importing it has no effects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.training.config.resolve import rank_order
 
 
 class _RankFilter(logging.Filter):
-    """Rank 0 says everything; the others only what is a warning or worse, with their rank."""
+    """Passes all records on rank 0; on other ranks only warnings and errors, prefixed by the rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class _RankFilter(logging.Filter):
 
 
 def show_crashes() -> None:
-    """A crash in native code (SIGSEGV, SIGBUS of a data file that has shrunk, abort) writes the Python stacks first."""
+    """Make crashes in native code (SIGSEGV, abort, SIGBUS of a truncated data file) write the stacks to stderr."""
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        with contextlib.suppress(ValueError, OSError):  # a stderr without a descriptor
+        with contextlib.suppress(ValueError, OSError):  # stderr has no file descriptor
             faulthandler.enable(sys.__stderr__)
 
 
 def configure_logging(level: int | None = None) -> None:
-    """Sends the library's log to stdout: rank 0's in full, the others' warnings."""
+    """Send the library's log to stdout: rank 0 in full, other ranks only warnings and errors."""
     library = logging.getLogger("megatron")
     library.setLevel(logging.INFO if level is None else level)
     library.propagate = False
@@ -60,53 +60,49 @@ def configure_logging(level: int | None = None) -> None:
 
 
 def training_device() -> torch.device:
-    """The GPU of this local rank, or the CPU."""
+    """Return the GPU of this local rank, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank())
     return torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds python's, numpy's and torch's global generators: our own draws need none of them, user code may."""
+    """Seed the global generators of python, numpy and torch; only user code draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def make_deterministic() -> None:
-    """--deterministic-mode: an operator without a deterministic form raises, naming itself."""
+    """Enable --deterministic-mode: operators without a deterministic implementation raise an error that names them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def set_cuda_defaults() -> None:
-    """Settle what must be before CUDA starts; the user's own environment wins.
-
-    Streams that wait for a peer share no queue with others (CUDA's default is 8 queues), and the allocator maps memory
-    into segments that grow, so that sizes which change, as those of recomputed layers do, leave no holes.
-    """
+    """Set environment defaults that must be set before CUDA starts; existing values are kept. 32 hardware queues
+    (default: 8) keep streams that wait for a peer from blocking others. Expandable allocator segments avoid
+    fragmentation when sizes vary, as with recomputed layers."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> None:
-    """torch.distributed over --distributed-backend, where torchrun started this process and nobody has yet.
-
-    ``store`` connects the ranks; None: torch opens one from the environment.
-    """
+    """Initialize torch.distributed with --distributed-backend if torchrun started this process and it is not
+    initialized. ``store`` connects the ranks; None: torch opens one from the environment. Collective over all ranks."""
     if dist.is_initialized() or "RANK" not in os.environ:
         return
     timeout = timedelta(minutes=cfg.distributed_timeout_minutes)
     rank, world_size = launched_rank(), launched_world_size() or 1
     if store is None:
-        rank = world_size = -1  # torch looks for itself
+        rank = world_size = -1  # torch reads them from the environment
     dist.init_process_group(cfg.distributed_backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
 def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) -> ProcessGroups:
-    """Devices, process groups and seeds for a resolved configuration; returns this rank's groups."""
+    """Set up device, process groups and seeds for a resolved configuration; return this rank's groups. Collective."""
     if cfg.deterministic_mode:
         make_deterministic()
     set_cuda_defaults()
@@ -127,14 +123,14 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,
         hierarchical_context_parallel_sizes=cfg.hierarchical_context_parallel_sizes,
         copy_engines=cfg.copy_engines,
-        group_of_one=False,  # one process trains without torch.distributed, and so without a network
+        group_of_one=False,  # a single process needs neither torch.distributed nor a network
     )
     seed_everything(cfg.seed)
     return parallel_state.get_process_groups()
 
 
 def shut_down() -> None:
-    """Leaves the process groups in order, so that no rank reports a peer that merely finished first."""
+    """Synchronize all ranks, then destroy the process groups, so that no rank reports a peer that finished first."""
     if dist.is_initialized():
         dist.barrier()
         parallel_state.destroy_model_parallel()

@@ -1,3 +1,3 @@
-"""The name by which existing programs import :mod:`megatron.compat.inprocess_restart`."""
+"""Alias of :mod:`megatron.compat.inprocess_restart` for programs that import it by this name."""
 
 from megatron.compat.inprocess_restart import *  # noqa: F403

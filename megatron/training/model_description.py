@@ -1,4 +1,4 @@
-"""The model of a run's settings, described. Torch-free, unless ``--spec`` names layers of your own."""
+"""Model description of a run's settings. Torch-free, unless ``--spec`` names custom layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def layers_of_spec(cfg: PretrainConfig) -> Any:
-    """The layers that ``--spec`` names: one spec, or one per layer, or a function that makes them, given the library's
-    configuration where it takes a ``config``. None: the layers that the other flags describe.
+    """Return the layers that ``--spec`` names: a spec for all layers, specs per layer, or the result of a function,
+    which receives the library's configuration if it has a ``config`` parameter. None without ``--spec``.
 
     Raises:
-        UserError: it names something else.
+        UserError: ``--spec`` names another kind of object.
     """
     if cfg.spec in (None, ["local"]):
         return None
@@ -40,22 +40,35 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
 
 
 def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:
-    """What the branches of each layer of :func:`layers_of_spec` are called; None: those of a decoder layer."""
+    """Return the branch names of each layer of :func:`layers_of_spec`; None: names of a standard decoder layer."""
     if cfg.model_family == "t5":
         return [ENCODER_LAYER] * cfg.num_layers + [DECODER_LAYER] * (cfg.decoder_num_layers or cfg.num_layers)
-    if (spec := layers_of_spec(cfg)) is None:
+    if not (specs := specs_of_layers(cfg)):
         return [["layer"]] * cfg.num_layers if cfg.use_parallel_residual else None
-    from megatron.core.transformer.transformer_block import branch_names, layer_specs  # specs are of torch's modules
+    from megatron.core.transformer.transformer_block import branch_names  # imports torch
 
-    return branch_names(layer_specs(spec, cfg.num_layers), cfg.use_parallel_residual)
+    return branch_names(specs, cfg.use_parallel_residual)
+
+
+def specs_of_layers(cfg: PretrainConfig) -> Sequence[ModuleSpec]:
+    """Return the spec of each layer that ``--spec`` names; empty without ``--spec``.
+
+    Raises:
+        UserError: ``--spec`` names no layers, or their number differs from ``--num-layers``.
+    """
+    if (spec := layers_of_spec(cfg)) is None:
+        return []
+    from megatron.core.transformer.transformer_block import layer_specs  # imports torch
+
+    return layer_specs(spec, cfg.num_layers)
 
 
 PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
-"""Which family of models each entry script trains."""
+"""Model family of each entry script."""
 
 
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
-    """The model of resolved settings; ``vocab_size`` 0: unknown."""
+    """Return the model description of resolved settings; ``vocab_size`` 0 means unknown."""
     spec = layers_of_spec(cfg) if cfg.model_family == "gpt" else None
     described = describe_family(cfg, cfg, vocab_size, spec=spec)
     if cfg.model_family != "bert":
@@ -66,13 +79,13 @@ def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
 
 
 def most_masked(cfg: PretrainConfig) -> int:
-    """Masked tokens of a BERT sample at most; its data set (``MaskingRule.budget``) masks no more."""
+    """Return the maximum number of masked tokens in a BERT sample (as ``MaskingRule.budget`` of its data set)."""
     return math.ceil(cfg.mask_prob * cfg.seq_length)
 
 
 def predicted_per_rank(cfg: PretrainConfig) -> int | None:
-    """At how many places of each row BERT's head predicts: as many as can be masked, on each context-parallel rank,
-    since all of them may be one rank's. None: at all places (other models too)."""
+    """Return the number of positions per row at which BERT's head predicts: the maximum number of masked tokens on each
+    context-parallel rank, because one rank may hold them all. None: all positions (also for other models)."""
     if cfg.model_family != "bert" or cfg.sequence_parallel:
         return None
     most = most_masked(cfg)

@@ -1,6 +1,6 @@
-"""One sentence for each thing that a run does otherwise than asked, or need not do, for the log. Torch-free.
+"""Log notices about flags that are overridden or have no effect. Torch-free.
 
-Only what leaves the results alone is done otherwise; everything else is refused by a rule.
+Only overrides that do not change results are allowed; rules reject all others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from megatron.training.config.resolve import needs_built_in_layers, overlaps_wit
 
 
 def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
-    """Args: settings as parsed, and as ``resolve`` completed them."""
+    """Yield one sentence per overridden or ineffective flag.
+
+    Args:
+        given: settings as parsed.
+        resolved: settings as completed by ``resolve``.
+    """
     for name in ("distributed_backend", "split"):
         if name not in given.explicit and getattr(given, name) != getattr(resolved, name):
             yield f"{name}: {getattr(resolved, name)} (chosen, as it was not given)"
@@ -49,7 +54,7 @@ OF_OTHER_MODELS = {
     "mask_prob": ("--mask-prob", ("bert", "t5")),
     "short_seq_prob": ("--short-seq-prob", ("bert", "t5")),
 }
-"""Fields that some programs alone read: their flags, and whose they are."""
+"""Fields that only some programs read, with their flag and model families."""
 
 
 def _of_other_models(given: PretrainConfig) -> Iterator[str]:
@@ -65,6 +70,7 @@ def _strictly(given: PretrainConfig) -> Iterator[str]:
 
 
 def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+    """Yield notices about flags that have no effect with the other settings."""
     saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
     for field in (*saving, "async_save"):
         value = getattr(given, field)

@@ -1,3 +1,3 @@
-"""The name by which existing programs import :mod:`megatron.training.run`."""
+"""Alias of :mod:`megatron.training.run` for programs that import it by this name."""
 
 from megatron.training.run import *  # noqa: F403

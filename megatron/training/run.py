@@ -1,4 +1,4 @@
-"""From a parsed configuration to a trained model: every step of a run, in order."""
+"""Run: every step from a parsed configuration to a trained model, in order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.core import parallel_state
@@ -24,6 +25,7 @@ from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.checkpoint.environment import environment
 from megatron.training.checkpoint.history import check_save_folder
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import apply_checkpoint_args, settings_of_weights
@@ -33,19 +35,30 @@ from megatron.training.config.launcher import is_first_rank, launched_rank, laun
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
 from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
+from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import eval_sets
 from megatron.training.exits.conditions import ExitConditions
 from megatron.training.exits.endings import message_of, say, tell_launcher
-from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.base import Hook, RunInfo, check_methods
 from megatron.training.hooks.build import build_hooks
-from megatron.training.hooks.data_files import data_file_hooks
+from megatron.training.hooks.data_files import data_file_hooks, truncated_file
 from megatron.training.report.dry_run import dry_run_report
+from megatron.training.report.out_of_memory import (
+    HeldMemory,
+    OutOfMemory,
+    is_out_of_memory,
+    measure,
+    measure_device,
+    out_of_memory,
+)
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.tasks.base import Task
+from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
 from megatron.training.watchdog import Watchdog
+from megatron.version import version_text
 
 logger = logging.getLogger(__name__)
 NO_FINAL_EVALUATION = "the final evaluation is not complete: the run was interrupted; the same command completes it"
@@ -57,16 +70,14 @@ TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
 def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
-    """Trains ``make_task(cfg, tokenizer)`` as ``cfg`` (parsed, not yet resolved) says; returns the exit code.
-
-    ``hooks`` observe the loop on every rank, after those that the flags ask for. A process may run again and again.
-
-    A ``UserError`` (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
-    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and is not caught.
-    """
+    """Train ``make_task(cfg, tokenizer)`` with ``cfg`` (parsed, not yet resolved); return the exit code. ``hooks``
+    observe the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A
+    ``UserError`` (flags, data, checkpoints, environment) is reported as one message and a non-zero code;
+    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and propagates."""
     initialize.configure_logging(cfg.logging_level)
     initialize.show_crashes()
     try:
+        check_methods(hooks)
         cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), launched_world_size() or 1)
         if cfg.dry_run:
             if is_first_rank():
@@ -89,22 +100,30 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
 
 
 def _refuse(error: UserError) -> int:
-    """Ends a run that the user must mend; returns the exit code."""
+    """Report an error that the user must fix; return the exit code."""
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
     tell_launcher(message_of(error))
     configuration, rank = isinstance(error, ConfigError), launched_rank()
-    if not error.reported and (rank == 0 or not configuration):  # every rank finds the same configuration problems
+    if not error.reported and (rank == 0 or not configuration):  # configuration problems are equal on all ranks
         say(message_of(error), rank)
-    return 2 if configuration else 1
+    return error.exit_code
 
 
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
-    with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
+    """Initialize, build, train and evaluate; return the exit code. Failures reach the watchdog before hooks close."""
+    with ExitConditions(cfg) as exits:  # a signal during startup stops the run before its first iteration
         groups = initialize.initialize_megatron(cfg, watchdog.store)
         tokenizer = _checked_inputs(cfg, groups.world)
+        log_environment()
         log_arguments(cfg)
-        parts = build_components(cfg, make_task(cfg, tokenizer), groups)
+        task = make_task(cfg, tokenizer)
+        try:
+            parts = build_components(cfg, task, groups)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise _out_of_memory(error, cfg, task, groups, measure_device(), "while the model was built") from None
+            raise
         check_build(parts, cfg)
         info = run_info(cfg, parts)
         parts.hooks = [
@@ -119,18 +138,75 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         trainer = Trainer(cfg, parts, exits)
         trainer.hooks.on_train_start(info)
         try:
-            return _train_and_evaluate(trainer)
-        except BaseException as error:
-            watchdog.failed(error)
+            code = _train_and_close(trainer, watchdog)
+        except UserError:
             raise
-        finally:
-            trainer.hooks.on_train_end(parts.state)
-            parts.checkpointer.close()
+        except Exception as error:  # torch reports a dead loader worker in the main thread at any time, also in closing
+            cause = _cause(error, cfg, parts)
+            if cause is None:
+                raise
+            raise cause from None
+    return code or _tell_failures(parts.hooks, groups.world.rank)
+
+
+def _train_and_close(trainer: Trainer, watchdog: Watchdog) -> int:
+    """Train and evaluate, close hooks and the checkpointer, and return the exit code. A failure reaches the watchdog
+    before anything is closed."""
+    parts = trainer.parts
+    try:
+        return _train_and_evaluate(trainer)
+    except Exception as error:
+        cause = _cause(error, trainer.cfg, parts)
+        watchdog.failed(cause or error)
+        if cause is None:
+            raise
+        raise cause from None
+    except BaseException as error:
+        watchdog.failed(error)
+        raise
+    finally:
+        trainer.hooks.on_train_end(parts.state)
+        parts.checkpointer.close()
+
+
+def _tell_failures(hooks: Sequence[Hook], rank: int) -> int:
+    """Report requested results that hooks failed to produce; return the exit code."""
+    failures = [hook.failure for hook in hooks if hook.failure]
+    for failure in failures:
+        tell_launcher(failure)
+        say(failure, rank)
+    return int(bool(failures))
+
+
+def _cause(error: Exception, cfg: PretrainConfig, parts: Components) -> UserError | None:
+    """Return the error that explains ``error`` to a user, or None if ``error`` explains itself: a truncated data file
+    (it kills a DataLoader worker, whose exit names no file), or a memory report."""
+    if is_out_of_memory(error):
+        where = f"in iteration {parts.state.iteration + 1}"
+        held = measure(parts.model, parts.optimizer)
+        return _out_of_memory(error, cfg, parts.task, parts.groups, held, where)
+    return truncated_file(parts.datasets)
+
+
+def _out_of_memory(
+    error: Exception, cfg: PretrainConfig, task: Task, groups: ProcessGroups, held: HeldMemory, where: str
+) -> OutOfMemory:
+    vocab_size = getattr(task.tokenizer, "vocab_size", None) or cfg.vocab_size or 0
+    return out_of_memory(error, cfg, held, vocab_size=vocab_size, pipeline_rank=groups.pp.rank, where=where)
+
+
+def log_environment() -> None:
+    """Log version, git commit, host, versions of Python, torch and CUDA, and the GPUs that rank 0 sees."""
+    found = environment()
+    gpus = f"CUDA {found['cuda']}, {found['gpus']}" if found["gpus"] else "no GPU"
+    logger.info(
+        "%s on host %s: Python %s, torch %s, %s", version_text(), found["host"], found["python"], found["torch"], gpus
+    )
 
 
 def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
-    """The tokenizer. UserError, before anything is built or written: all that is wrong with it, with the data and with
-    --save, which one rank looks at for all."""
+    """Return the tokenizer. Before anything is built or written, raise a UserError with all problems of tokenizer, data
+    and --save; the first rank checks files for all. Collective over ``world``."""
     built = []
 
     def check() -> None:
@@ -141,19 +217,20 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
     try:
         together(check, world, UserError)
     except UserError as error:
-        error.reported = not world.is_first  # which says it for all
+        error.reported = not world.is_first  # the first rank reports for all
         raise
     return built[0]
 
 
 def _train_and_evaluate(trainer: Trainer) -> int:
+    """Train, then run the final evaluations unless the run was interrupted; return the exit code."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
     if not cfg.skip_train:
         reason = trainer.train()
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
-            if parts.state.iteration >= cfg.train_iters:  # a signal in the last iteration
+            if parts.state.iteration >= cfg.train_iters:  # a signal arrived in the last iteration
                 logger.warning(NO_FINAL_EVALUATION)
             return code
     for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):
@@ -165,7 +242,7 @@ def _train_and_evaluate(trainer: Trainer) -> int:
 
 
 def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
-    """Model, optimizer, schedule, checkpoint and data, in the order in which they need each other."""
+    """Build model, optimizer, schedule, checkpointer and data, and load the initial checkpoint. Collective."""
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model)
     report_parameters(model, groups)
@@ -185,13 +262,14 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
 
 
 def _load(parts: Components, cfg: PretrainConfig) -> Components:
-    """``parts`` with the checkpoint's state and the data."""
+    """Fill ``parts`` with the checkpoint's state and the data; return it."""
     task, groups = parts.task, parts.groups
     state = parts.checkpointer.load()
     if state is None and cfg.load_hf:
         load_hf_weights(cfg.load_hf, parts.model, parts.optimizer, groups)
     parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
+    _check_own_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
@@ -199,8 +277,21 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     return parts
 
 
+def _check_own_data(task: Task, datasets: dict[str, Any]) -> None:
+    """Check the first samples of data sets from a custom task, unless the task has a custom ``get_batch`` too."""
+    cls = type(task)
+    own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
+    provider, get_batch = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
+    if provider or not get_batch or not isinstance(task, LanguageModelTask) or task.cfg.dataloader_type == "external":
+        return
+    expected = task.random_sample(np.random.default_rng(0))
+    for name, dataset in datasets.items():
+        if name == "train" or not isinstance(dataset, list | tuple):  # lists are several validation sets
+            check_first_sample(dataset, expected, f"{cls.__name__}.train_valid_test_datasets_provider, {name} data")
+
+
 def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
-    """The optimizer's settings among those of a run."""
+    """Return the optimizer settings of a run."""
     return OptimizerConfig(
         **(values_of(RegularizationConfig, cfg) | values_of(MixedPrecisionConfig, cfg)),
         lr=cfg.lr,
@@ -215,7 +306,7 @@ def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
-    """The run as hooks see it at the start."""
+    """Return the description of the run for hooks at the start."""
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
@@ -225,7 +316,8 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
 
 
 def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
-    """This rank's micro-batches from the checkpoint's position on."""
+    """Return an iterator over this rank's micro-batches from the checkpoint's position. Raises UserError without
+    data."""
     if cfg.dataloader_type == "external":
         return iter(dataset)
     if dataset is None:
@@ -242,7 +334,7 @@ def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups:
 
 
 def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
-    """``loader``'s batches; running out of them is an error that says what to do."""
+    """Yield the batches of ``loader``; raise UserError when they are used up."""
     yield from loader
     raise UserError(
         f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"

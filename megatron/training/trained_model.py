@@ -1,28 +1,37 @@
-"""The model of a checkpoint, whole on one process: to be asked, not to be trained."""
+"""Load a checkpoint's full model on one process, for inference."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.export.hf import load_hf_settings
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.checkpoint.files import find_checkpoint
+from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import training_device
 from megatron.training.tasks.language_model import task_class
 
 TOOLS = {"gpt": "tools/generate.py", "t5": "tools/generate.py", "bert": "tools/fill_mask.py"}
-"""What asks a model of each family."""
+"""Inference tool of each model family."""
+
+ASKED = ("--skip-train", "--micro-batch-size", "1", "--eval-iters", "0")
+"""Flags of a run that does not train."""
 
 CHOICE_OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-"""What a run that goes on may change, but a model that is asked has to have as it was trained: some kinds of balancing
-choose experts in their own way. The second is as long as the first."""
+"""Settings that a resumed run may change but an inference model must keep as trained, because some balancing types
+select experts differently. Both hold one value per balancing type.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,24 +44,54 @@ class TrainedModel:
 
 
 def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel:
-    """The model, settings and tokenizer that the --save directory ``folder`` holds, of iteration ``step`` or the
-    latest.
+    """Return model, settings and tokenizer of a --save directory or a Hugging Face folder.
+
+    Args:
+        folder: value for --load.
+        step: iteration to load; None: the latest.
+        tool: path of the calling program, a value of :data:`TOOLS`.
 
     Raises:
-        UserError: ``tool`` is not for models of its family.
-        ValueError, OSError: there is no checkpoint, or it or its tokenizer cannot be read.
+        UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
     """
+    if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
+        return _load_hugging_face(folder, tool)
     stored = load_checkpoint_args(folder, step)
-    family = stored.get("model_family", "gpt")
-    if TOOLS.get(family) != tool:
-        raise UserError(f"--load {folder} holds a model of the family {family!r}, for which {TOOLS.get(family)} is")
-    argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune"]
-    argv += ["--skip-train", "--micro-batch-size", "1", "--eval-iters", "0"]
+    family = _checked_family(stored, folder, tool)
+    argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune", *ASKED]
     argv += [] if step is None else ["--ckpt-step", str(step)]
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family))
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
     cfg = validate_args(replace(parsed, **balancing), 1, announce=False)
+    built = _build(cfg)
+    Checkpointer(cfg, [built.model], None, None, groups=SINGLE_PROCESS, tokenizer=built.tokenizer).load()
+    return built
+
+
+def _load_hugging_face(folder: str, tool: str) -> TrainedModel:
+    family = _checked_family(load_hf_settings(folder), folder, tool)
+    cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED], needs_data=False, model_family=family))
+    if cfg.tokenizer_type is None:
+        raise UserError(f"--load {folder}: contains no tokenizer; add its tokenizer.json or vocab.txt")
+    longest = cfg.max_position_embeddings or cfg.seq_length
+    lengths: dict[str, Any] = {"seq_length": longest, "max_position_embeddings": longest}
+    if family == "t5":
+        lengths["decoder_seq_length"] = cfg.decoder_seq_length or longest
+    built = _build(validate_args(replace(cfg, **lengths), 1, announce=False))
+    load_hf_weights(folder, [built.model], None, SINGLE_PROCESS)
+    return built
+
+
+def _checked_family(settings: Mapping[str, Any], folder: str, tool: str) -> str:
+    """Return the model family of ``settings``; raise UserError if another tool serves it."""
+    family = settings.get("model_family", "gpt")
+    if TOOLS.get(family) != tool:
+        raise UserError(f"--load {folder} holds a model of the family {family!r}, for which {TOOLS.get(family)} is")
+    return family
+
+
+def _build(cfg: PretrainConfig) -> TrainedModel:
+    """Build the model of resolved settings, with initial weights, on this process's device."""
     tokenizer = build_tokenizer(cfg)
-    model = task_class(family)(cfg, tokenizer).model_provider().to(training_device()).eval()
-    Checkpointer(cfg, [model], None, None, groups=SINGLE_PROCESS, tokenizer=tokenizer).load()
+    model = task_class(cfg.model_family)(cfg, tokenizer).model_provider().to(training_device()).eval()
     return TrainedModel(cfg, tokenizer, model)

@@ -1,4 +1,4 @@
-"""The training loop. :meth:`Trainer.train` is the recipe; everything it calls is one idea with a name."""
+"""Training loop. :meth:`Trainer.train` is the outline; each method that it calls is one step of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads, mean_factor
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.statistics import StatisticsSum, Totals, invalid_values, losses_of, summaries
 from megatron.training.checkpoint.checkpointer import SaveReport
-from megatron.training.checks.finite import FiniteCheck, named_by_origin
+from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalSet, Evaluator
@@ -46,12 +46,14 @@ class Trainer:
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
         self.loss_names: list[str] | None = None
-        """As the last pipeline stage logs them; known after the first iteration."""
+        self.counted = torch.zeros((), dtype=torch.float64)
+        """Valid tokens and counts of all losses of the last global batch."""
+        """Loss names in the order of the last pipeline stage; known after the first iteration."""
         self.last_validation: tuple[int, list[EvalResult]] | None = None
-        """The iteration of the last evaluation of the validation sets, and its results."""
+        """Iteration and results of the last evaluation of the validation sets."""
 
     def train(self) -> conditions.ExitReason:
-        """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
+        """Run iterations, evaluations and saves until the first reason to stop; return that reason. Collective."""
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
         self.restart_timer()
@@ -74,7 +76,7 @@ class Trainer:
         return reason
 
     def train_step(self) -> StepMetrics:
-        """One update from one global batch; what it measured."""
+        """Run one optimizer step on one global batch and update the counters; return its measurements."""
         size = batch_sizes.running_global_batch_size(
             self.cfg, self.state.consumed_train_samples, self.cfg.data_parallel_size
         )
@@ -93,21 +95,20 @@ class Trainer:
         return metrics
 
     def read_checks(self) -> None:
-        """Whether all losses and gradients so far were finite; before anything that must not be done otherwise."""
+        """Raise if any loss or gradient so far was not finite. Waits for the device; call before a log, evaluation or
+        save."""
         if self.finite is not None:
             self.finite.read()
 
     def restart_timer(self) -> float:
-        """Seconds since the last call: an iteration's time, if evaluation and saving end with a call too."""
+        """Return the seconds since the last call: the iteration time, as evaluation and saving also end with a call."""
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
     def _update(self, size: int) -> StepMetrics:
-        """Forward and backward over the micro-batches, the sum over ranks, the optimizer step.
-
-        The host waits for the device only with fp16, whose loss scale it keeps, and with
-        --no-check-for-nan-in-loss-and-grad, where it counts skipped iterations.
-        """
+        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer. Waits for the
+        device only with fp16 (loss scale on the host) and with --no-check-for-nan-in-loss-and-grad (counts skipped
+        steps)."""
         optimizer = self.parts.optimizer
         local, sums, factor, statistics = self._forward_backward(size)
         self.return_memory(1)
@@ -117,8 +118,10 @@ class Trainer:
         )  # fmt: skip
         invalid = invalid_values(statistics)
         checked = sums.pairs | invalid
-        losses = invalid | named_by_origin(local, sums.pairs)  # the layer first: a loss that is NaN tells less
+        losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
         if self.finite is None:
+            where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
+            check_has_tokens(self.counted.item(), where)
             if self.cfg.check_for_nan_in_loss_and_grad:
                 check_finite(
                     {name: pair[0] for name, pair in losses.items()}, iteration=self.state.iteration + 1,
@@ -129,10 +132,11 @@ class Trainer:
             metrics.skipped = not updated
         else:
             with self.timers("optimizer", log_level=1):
-                update = optimizer.update(self.finite.skip_update(checked), factor)
+                update = optimizer.update(self.finite.skip_update(checked, self.counted), factor)
             metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
-                self.state.iteration + 1, self.state.consumed_train_samples, losses, update.found_nonfinite
+                self.state.iteration + 1, self.state.consumed_train_samples, losses, self.counted,
+                update.found_nonfinite,
             )
             self.finite.read(keep=1)
         metrics.loss_scale = optimizer.get_loss_scale()
@@ -140,10 +144,10 @@ class Trainer:
         return metrics
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
-        """Gradients summed over the global batch, in ``main_grad``. Returns this rank's losses, those of all, the
-        factor that makes the gradients those of the mean loss per valid token, and the statistics of modules."""
+        """Accumulate and reduce the gradients of the global batch in ``main_grad``. Returns local losses, losses over
+        all ranks, the factor that makes the gradients those of the mean loss per valid token, and module statistics."""
         parts, cfg = self.parts, self.cfg
-        expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
+        expected_tokens = float(size * cfg.seq_length)  # keeps gradients in range until the true count is known
         for chunk in parts.model:
             chunk.zero_grad_buffer()
         num_microbatches = size // (cfg.micro_batch_size * parts.groups.dp.size)
@@ -160,13 +164,14 @@ class Trainer:
         finalize_model_grads(parts.model, groups=parts.groups, sum_statistics=False)
         sums.share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
         self.loss_names = list(sums.pairs)
+        self.counted = sums.count()
         statistics = self.statistics(self.device)
         sums.pairs |= losses_of(statistics)
-        # the optimizer multiplies gradients by the factor as it reads them, which saves a pass over all of them
+        # the optimizer applies the factor while it reads gradients, which saves a pass over them
         return local_losses, sums, mean_factor(expected_tokens, sums.num_tokens), statistics
 
     def _skip_batch(self, size: int) -> StepMetrics:
-        """--iterations-to-skip: the data is consumed, the weights stay."""
+        """Consume a global batch without updating the weights (--iterations-to-skip)."""
         for _ in range(size // (self.cfg.micro_batch_size * self.parts.groups.dp.size)):
             next(self.parts.train_iterator)  # type: ignore[arg-type]
         self.state.skipped_train_samples += size
@@ -185,7 +190,7 @@ class Trainer:
             state.floating_point_operations += self.flops_per_sample * size
 
     def evaluate(self, sets: list[EvalSet] | None = None, name: Any = "validation", final: bool = False) -> None:
-        """Evaluates and tells the hooks; a set that is not there is silently nothing to do."""
+        """Evaluate ``sets`` (default: validation sets) and call the hooks; does nothing without sets. Collective."""
         sets = self.parts.valid_sets if sets is None else sets
         if not sets:
             return
@@ -201,17 +206,17 @@ class Trainer:
         self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
-        """Those of --eval-interval at the last iteration serve as the final ones: same weights, same samples."""
+        """Return the results of --eval-interval at the last iteration as final ones (same weights and samples)."""
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation
-        if iteration != self.state.iteration or self.cfg.dataloader_type == "external":  # whose iterators have moved on
+        if iteration != self.state.iteration or self.cfg.dataloader_type == "external":  # its iterators have advanced
             return None
         return [replace(result, final=True) for result in results]
 
     def save(self, last: bool = False, fast: bool = False) -> None:
-        """Writes a checkpoint of this moment, if --save says where; the ``last`` one of the process never behind it.
-        ``fast``: one of --non-persistent-save-interval."""
+        """Write a checkpoint of the current state if --save is set, after a save in progress; the ``last`` one of the
+        process never in the background. ``fast``: to the folder of --non-persistent-save-interval. Collective."""
         self.read_checks()
         if self.cfg.save is None:
             return
@@ -222,14 +227,14 @@ class Trainer:
         self.restart_timer()
 
     def finish_save(self, wait: bool = False) -> None:
-        """Tells of the save in the background if it is over by now, or in the end."""
+        """Report a finished background save; ``wait=True`` blocks until it is finished. Collective."""
         checkpointer = self.parts.checkpointer
         if wait and checkpointer.saving is not None:
             self.hooks.on_save_wait(checkpointer.saving)
         self.tell_saved(checkpointer.finish_save(wait))
 
     def tell_saved(self, report: SaveReport | None) -> None:
-        """Tells the hooks of a save that is over, if it is complete."""
+        """Call the hooks for a finished save if it succeeded."""
         if report is not None and report.saved:
             self.hooks.on_saved(report.state)
             self.hooks.on_save_timed(
@@ -240,13 +245,13 @@ class Trainer:
             )  # fmt: skip
 
     def unsaved(self) -> conditions.ExitReason | None:
-        """The reason to stop where checkpoints cannot be written."""
+        """Return the reason to stop after too many failed saves, or None."""
         checkpointer, cfg = self.parts.checkpointer, self.cfg
         failed, why = checkpointer.failed_saves, checkpointer.last_failure
         return conditions.after_failed_saves(failed, cfg.max_failed_saves, cfg.save, why)
 
     def between_steps(self) -> None:
-        """Housekeeping that must happen at the same iteration on every rank."""
+        """Run housekeeping that must happen at the same iteration on every rank."""
         cfg, iteration = self.cfg, self.state.iteration
         if conditions.every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -254,12 +259,13 @@ class Trainer:
         self.collect_garbage(force=False)
 
     def return_memory(self, level: int) -> None:
-        """--empty-unused-memory-level: gives cached device memory back; 1 is before the optimizer steps, 2 after it."""
+        """Free cached device memory (--empty-unused-memory-level): level 1 before the optimizer step, 2 after it
+        too."""
         if self.cfg.empty_unused_memory_level >= level and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def collect_garbage(self, force: bool) -> None:
-        """--manual-gc: collections happen here and nowhere else."""
+        """With --manual-gc, collect garbage here only; ``force`` also disables automatic collection."""
         if not self.cfg.manual_gc:
             return
         if force:
@@ -269,5 +275,5 @@ class Trainer:
 
 
 def global_rank() -> int:
-    """This process, among all."""
+    """Return the global rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -1,3 +1,3 @@
-"""The name by which existing programs import :mod:`megatron.compat.training_utils`."""
+"""Alias of :mod:`megatron.compat.training_utils` for programs that import it by this name."""
 
 from megatron.compat.training_utils import *  # noqa: F403

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train, write_dataset
+from tests.test_utils import masked_runs
+from tests.test_utils.entry_scripts import run_script
+from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, read_records, train, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,16 +25,26 @@ def launch(warm_python):
     return partial(_launch, warm_python)
 
 
+@pytest.fixture(scope="module")
+def launch_failing(warm_python):
+    """``launch_failing(script, argv)``: the finished process."""
+    return partial(_start, warm_python)
+
+
 def _launch(python, script, argv, ranks=1):
+    result = _start(python, script, argv, ranks)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _start(python, script, argv, ranks=1):
     launcher = [python] if ranks == 1 else [
         python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
+    return subprocess.run(
         launcher + [script] + MODEL_FLAGS + argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +74,12 @@ EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-
 
 @pytest.mark.parametrize(
     "script, ranks, more",
-    [("2024", 2, []), ("2025", 2, ["--reset-attention-mask", "--reset-position-ids"]), ("2025", 1, ["--old-loss"]),
-     ("2024", 2, EXPERTS)],
+    [
+        ("2024", 2, []),
+        ("2025", 2, ["--reset-attention-mask", "--reset-position-ids"]),
+        ("2025", 1, ["--old-loss"]),
+        ("2024", 2, EXPERTS),
+    ],
     ids=["2024", "2025", "old-loss", "experts"],
 )
 def test_scripts_of_earlier_years_run_as_they_are(launch, flags, own_losses, tmp_path, gloo_pool, script, ranks, more):
@@ -94,3 +110,129 @@ def test_a_script_with_dropout_resumes_bit_for_bit(launch, flags, tmp_path):
     launch(script, parts + ["--exit-interval", "4"])
     launch(script, parts + ["--load", str(tmp_path / "parts")])
     assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (tmp_path / "parts/metrics.jsonl").read_bytes()
+
+
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+LAYOUTS = {
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "tp2-pp2": (4, TP2 + PP2),
+    "pp4": (4, ["--pipeline-model-parallel-size", "4"]),
+    "pp2-vpp2-tp2": (4, TP2 + PP2 + ["--num-layers-per-virtual-pipeline-stage", "1"]),
+}
+"""World sizes and flags."""
+
+DOCUMENTS = ["--reset-attention-mask", "--reset-position-ids"]
+HARD = [*DOCUMENTS, "--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "2"]
+"""Every rank must know document boundaries and which tokens count, and with dropout the sample indices."""
+
+
+def evaluations(folder):
+    return [record["lm loss"] for record in read_records(folder / "metrics.jsonl") if record["kind"] != "train"]
+
+
+def check_script(gloo_pool, folder, script, layout, argv, own):
+    """A script in a layout has the training and evaluation losses of the run in ``own``."""
+    world_size, flags = LAYOUTS[layout]
+    assert set(gloo_pool.run(run_script, world_size, script, [*argv, *flags, "--save", str(folder)])) == {0}
+    np.testing.assert_allclose(losses(folder), losses(own), rtol=2e-5)
+    np.testing.assert_allclose(evaluations(folder), evaluations(own), rtol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def own_hard_run(gloo_pool, flags, tmp_path_factory):
+    """Flags of a model of four layers, and the folder of our own program's run with them on one rank."""
+    folder = tmp_path_factory.mktemp("hard")
+    argv = [*flags, *HARD, "--num-layers", "4", "--make-vocab-size-divisible-by", "64", "--train-iters", "4"]
+    gloo_pool.run(train, 1, [*argv, "--save", str(folder)])
+    return argv, folder
+
+
+@pytest.mark.parametrize(
+    "script, layout",
+    [
+        ("2024", "tp2"), ("2024", "pp4"), ("2024", "pp2-vpp2-tp2"), ("2025", "tp2-pp2"), ("2025", "pp4"),
+        ("2026", "tp2"), ("2026", "pp4"), ("2026", "pp2-vpp2-tp2"),
+    ],
+)  # fmt: skip
+def test_scripts_that_read_data_on_some_ranks_match_our_program(gloo_pool, own_hard_run, tmp_path, script, layout):
+    """They build data on the first tensor-parallel rank of the outer pipeline stages and give middle stages nothing."""
+    argv, own = own_hard_run
+    check_script(gloo_pool, tmp_path, f"pretrain_classic_{script}", layout, argv, own)
+
+
+def test_a_model_provider_beside_parsed_settings_is_used(gloo_pool, own_hard_run, tmp_path):
+    argv, own = own_hard_run
+    check_script(gloo_pool, tmp_path, "pretrain_classic_2026", "tp2-pp2", [*argv, "--own-model"], own)
+
+
+def test_settings_that_a_script_assigns_after_parsing_hold(gloo_pool, flags, tmp_path):
+    script, argv = "pretrain_classic_2026", [*flags, "--mtp-num-layers", "1", "--train-iters", "3"]
+    for name, more in {"flag": ["--seed", "7"], "assigned": ["--changed-seed", "7"], "default": []}.items():
+        folder = ["--save", str(tmp_path / name)]
+        assert gloo_pool.run(run_script, 1, script, [*argv, *more, *folder]) == [0]
+    assert losses(tmp_path / "assigned") == losses(tmp_path / "flag") != losses(tmp_path / "default")
+
+
+def test_wrong_flags_of_a_script_end_in_one_message(launch_failing):
+    for script in ("2025", "2026"):
+        result = launch_failing(f"tests/functional_tests/scripts/pretrain_classic_{script}.py", ["--num-layerz", "2"])
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        assert "--num-layerz" in result.stderr and "--num-layers" in result.stderr
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp4", "tp2-pp2"])
+def test_data_sets_that_only_some_ranks_hold_are_shared(gloo_pool, tmp_path, layout):
+    argv = ["--num-layers", "4", "--train-iters", "4", "--num-experts", "4",
+            "--moe-ffn-hidden-size", "32"]  # fmt: skip
+    everywhere = tmp_path / "everywhere"
+    gloo_pool.run(run_script, 1, "pretrain_own_data", [*argv, "--data-on-every-rank", "--save", str(everywhere)])
+    check_script(gloo_pool, tmp_path / "some", "pretrain_own_data", layout, argv, everywhere)
+
+
+MASKED = ["--hidden-size", "32", "--num-attention-heads", "4", "--max-position-embeddings", "44", "--num-layers", "2",
+          "--micro-batch-size", "4", "--global-batch-size", "4", "--train-iters", "4", "--lr", "5e-3", "--eval-iters",
+          "1", "--seq-length", "32", "--split", "80,10,10", "--log-interval", "1", "--num-workers", "0"]  # fmt: skip
+FAMILIES = {
+    "bert": ["--make-vocab-size-divisible-by", "61", "--vocab-size", "61"],
+    "t5": ["--decoder-num-layers", "2", "--decoder-seq-length", "20", "--vocab-extra-ids", "30",
+           "--make-vocab-size-divisible-by", "91", "--vocab-size", "91"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_masked_runs(gloo_pool, tmp_path_factory):
+    """Flags of BERT and T5, and the folders of our own programs' runs with them on one rank."""
+    folder = tmp_path_factory.mktemp("masked")
+    masked_runs.write_corpora(folder)
+    data = ["--data-path", str(folder / "a"), "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file",
+            str(folder / "vocab.txt")]  # fmt: skip
+    runs = {}
+    for family, more in FAMILIES.items():
+        argv = [*MASKED, *more, *data]
+        gloo_pool.run(train, 1, [*argv, "--save", str(folder / family)], False, family)
+        runs[family] = argv, folder / family
+    return runs
+
+
+@pytest.mark.parametrize(
+    "family, layout, more",
+    [
+        ("bert", "tp2-pp2", []), ("bert", "pp2", ["--local-layers"]), ("t5", "tp2", ["--local-layers"]),
+        ("t5", "tp2", ["--masks-of-2024"]), ("t5", None, []),
+    ],
+)  # fmt: skip
+def test_masked_scripts_match_our_programs(gloo_pool, own_masked_runs, tmp_path, family, layout, more):
+    """One micro-batch is the global batch: the scripts' BERT loss is a mean of micro-batches' means."""
+    argv, own = own_masked_runs[family]
+    world_size, flags = LAYOUTS.get(layout, (1, []))
+    argv = [*argv, *flags, *more, "--save", str(tmp_path)]
+    assert set(gloo_pool.run(run_script, world_size, "pretrain_classic_masked", argv)) == {0}
+    for name in ("lm loss", "sop loss")[: 2 if family == "bert" else 1]:
+        found, expected = (
+            [record[name] for record in read_records(folder / "metrics.jsonl") if name in record]
+            for folder in (tmp_path, own)
+        )
+        assert len(found) == 6
+        np.testing.assert_allclose(found, expected, rtol=2e-5)

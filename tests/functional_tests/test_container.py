@@ -61,3 +61,19 @@ def test_its_steps_give_an_environment_in_which_a_recipe_runs(tmp_path):
     assert run("python -c 'import megatron_data_helpers as m; print(m.__file__)'").startswith(str(site))
     assert run("python -c 'import megatron.core as m; print(m.__file__)'").startswith(str(tree))
     assert "8,030,261,248" in run("examples/llama/train_llama3_8b.sh --dry-run")
+
+
+def test_the_image_has_the_libraries_of_infiniband_and_an_unprivileged_user():
+    (packages,) = (step for step in steps("RUN") if "apt-get install" in step)
+    assert {"libibverbs1", "librdmacm1", "ibverbs-providers", "g++", "libc6-dev"} <= set(packages.split())
+    (user,) = steps("USER")
+    assert user not in ("root", "0") and f"useradd --create-home --uid 1000 {user}" in steps("RUN")
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    installs = [number for number, line in enumerate(lines) if line.startswith("RUN")]
+    assert lines.index(f"USER {user}") > max(installs), "installing needs root"
+
+
+def test_the_base_image_names_a_patch_release_and_a_distribution():
+    (base,) = steps("ARG")
+    assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-[a-z]+(@sha256:[0-9a-f]{64})?", base)
+    assert steps("FROM") == ["${BASE}"]

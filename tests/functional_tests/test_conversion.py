@@ -3,13 +3,17 @@
 import json
 
 import pytest
+import torch
 
 from megatron.core.dist_checkpointing import CheckpointReader
-from megatron.core.export.hf import load_hf
+from megatron.core.export.hf import load_hf, save_hf
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.core.tokenizers import build_tokenizer
+from megatron.tools.checkpoint import convert, verify
 from megatron.training.arguments import parse_args
+from tests.test_utils import tiny_tokenizers
 from tests.test_utils.gpt_runs import losses, train_with_errors
-from tests.test_utils.hf_folders import LLAMA, tiny_llama
-from tools.checkpoint import convert
+from tests.test_utils.hf_folders import LLAMA, as_on_the_hub, random_model, tiny_llama, weights_in
 
 RUN = [
     "--seq-length", "32", "--tokenizer-type", "NullTokenizer", "--micro-batch-size", "2", "--global-batch-size", "8",
@@ -23,7 +27,12 @@ def llama(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("llama") / "hf")
 
 
-def run(rank, world_size, argv):
+def train_as_given(rank, world_size, argv):
+    """:func:`run` in the precision of the flags."""
+    return run(rank, world_size, argv, fp64=False)
+
+
+def run(rank, world_size, argv, fp64=True):
     """``pretrain_gpt.py`` with ``argv`` alone; exit code and stderr."""
     import contextlib
     import dataclasses
@@ -34,7 +43,7 @@ def run(rank, world_size, argv):
 
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        code = run_program(dataclasses.replace(parse_args(argv), fp64=True), GPTTask)
+        code = run_program(dataclasses.replace(parse_args(argv), fp64=fp64), GPTTask)
     return code, errors.getvalue()
 
 
@@ -57,6 +66,40 @@ def test_weights_of_hugging_face_train_on_any_layout_as_on_one_rank(gloo_pool, l
     for code, errors in gloo_pool.run(run, 2, argv):
         assert code == 0, errors
     assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-10)
+
+
+MIXTURE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu --normalization RMSNorm"
+    " --max-position-embeddings 64 --disable-bias-linear --add-qkv-bias --position-embedding-type rope --num-experts 4"
+    " --untie-embeddings-and-output-weights --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-router-pre-softmax"
+    " --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate --moe-aux-loss-coeff 0.01"
+)
+TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "flags, layout, ranks",
+    [
+        (LLAMA, TP2, 2),
+        (LLAMA, f"{TP4} --sequence-parallel", 4),  # two ranks share each key and value head
+        (LLAMA, f"{TP2} --use-torch-fsdp2", 4),
+        (MIXTURE.split(), f"{TP4} --sequence-parallel --expert-tensor-parallel-size 1 {EP2}", 4),
+        (MIXTURE.split(), f"--expert-tensor-parallel-size 2 {EP2}", 4),
+    ],
+    ids=["tp2", "tp4", "tp2-fsdp2", "tp4-etp1-ep2", "etp2-ep2"],
+)  # fmt: skip
+def test_every_layout_exports_the_bits_that_it_loaded(gloo_pool, tmp_path, flags, layout, ranks):
+    """After an iteration that changes no weight; random weights tell every row of every tensor apart."""
+    save_hf(random_model(flags, 64), tmp_path / "source")
+    iteration = ["--train-iters", "1", "--iterations-to-skip", "1"]
+    exports = ["--save", str(tmp_path), "--save-interval", "1", "--save-hf-interval", "1"]
+    argv = [*RUN, "--load-hf", str(tmp_path / "source"), *exports, *iteration, *layout.split()]
+    for code, errors in gloo_pool.run(train_as_given, ranks, argv):
+        assert code == 0, errors
+    source, exported = weights_in(tmp_path / "source"), weights_in(tmp_path / "hf" / "iter_0000001")
+    assert source.keys() == exported.keys()
+    assert [name for name, tensor in source.items() if not torch.equal(tensor, exported[name])] == []
 
 
 def test_a_converted_checkpoint_trains_as_the_folder_itself(gloo_pool, llama, one_rank, tmp_path):
@@ -98,10 +141,97 @@ def test_a_folder_that_does_not_fit_its_config_is_refused(gloo_pool, llama, tmp_
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 65}))
     ((code, errors),) = gloo_pool.run(run, 1, [*RUN, "--load-hf", str(folder)])
-    assert code == 1 and "embed_tokens" in errors and "Traceback" not in errors
+    assert code == 2 and "embed_tokens" in errors and "Traceback" not in errors
 
 
 def test_the_flags_of_the_folder_give_the_same_model(llama):
     settings = load_hf(llama).settings
     cfg = parse_args(LLAMA, needs_data=False)
     assert {name: getattr(cfg, name) for name in cfg.explicit} == {name: settings[name] for name in cfg.explicit}
+
+
+# ---- exports as other programs take them
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A repository of the hub: shards with their index, a tokenizer, ``generation_config.json``, other files."""
+    folder = tmp_path_factory.mktemp("hub")
+    tokens = ("<unk>", "<begin>", "<end>", "<pad>")
+    definition = tiny_tokenizers.byte_level_bpe(folder / "tokenizer.json", vocab_size=300, special=tokens)
+    names = {"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    words = build_tokenizer(tiny_tokenizers.flags("HuggingFaceTokenizer", tokenizer_model=definition)).vocab_size
+    save_hf(random_model(LLAMA, words), folder / "weights", max_shard_bytes=40_000)
+    for path in (folder / "weights").iterdir():
+        path.rename(folder / path.name)
+    (folder / "weights").rmdir()
+    (folder / "generation_config.json").unlink()
+    return as_on_the_hub(folder)
+
+
+def check_export(folder, files):
+    """The folder has these files and no others, is whole, and says how text begins and ends."""
+    assert {path.name for path in folder.iterdir()} == files
+    assert verify.main([str(folder)]) == 0
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    config = json.loads((folder / "config.json").read_text())
+    assert {name: config[name] for name in ids} == ids
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert {name: generation[name] for name in (*ids, "temperature")} == {**ids, "temperature": 0.6}
+
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_run_from_a_folder_of_the_hub_is_exported(gloo_pool, hub, tmp_path):
+    tokenizer = RUN.index("--tokenizer-type")
+    exports = ["--save", str(tmp_path), "--save-interval", "1", "--save-hf-interval", "1", "--train-iters", "1"]
+    argv = [*RUN[:tokenizer], *RUN[tokenizer + 2 :], "--load-hf", str(hub), *exports]
+    ((code, errors),) = gloo_pool.run(run, 1, argv)
+    assert (code, errors) == (0, "")
+    check_export(tmp_path / "hf" / "iter_0000001", FILES)
+    places = ["--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "converted")]
+    assert convert.main(["--saver", "hf", *places]) == 0  # from the run's own checkpoint
+    check_export(tmp_path / "converted", FILES)
+
+
+def test_a_checkpoint_that_holds_other_files_of_its_tokenizers_folder_is_exported_without_them(hub, tmp_path):
+    """Checkpoints of earlier versions hold every JSON file of the folder, the index of its weights too."""
+    model = load_hf(hub)
+    model.assets = {f"tokenizer/{path.name}": path for path in hub.iterdir() if path.suffix == ".json"}
+    assert "tokenizer/model.safetensors.index.json" in model.assets
+    model.settings |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(hub)}
+    save_hf(model, tmp_path / "export")
+    check_export(tmp_path / "export", FILES)
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer"])
+def test_generate_ends_at_the_end_token_of_an_export(kind, tmp_path, monkeypatch):
+    """A model whose logits are all zero gives token 0, which ends text in both tokenizers; without one nothing does."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    values = {"vocab_size": 600} if kind == "NullTokenizer" else {}
+    if kind == "HuggingFaceTokenizer":
+        values = {"tokenizer_model": tiny_tokenizers.byte_level_bpe(tmp_path / "tokenizer.json")}
+    elif kind == "GPT2BPETokenizer":
+        values = dict(zip(("vocab_file", "merge_file"), tiny_tokenizers.gpt2_files(tmp_path)))
+    tokenizer = build_tokenizer(tiny_tokenizers.flags(kind, **values))
+    model = random_model(LLAMA, tokenizer.vocab_size)
+    zeros = torch.zeros_like(model.tensors["model.decoder.final_layernorm.weight"].read())
+    model.tensors["model.decoder.final_layernorm.weight"] = LazyTensor.of(zeros)
+    model.settings |= {"tokenizer_type": kind, **values}
+    save_hf(model, tmp_path / "export")
+    foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    generated = foreign.generate(torch.tensor([[5, 7]]), max_new_tokens=6, do_sample=False)[0].tolist()
+    ends = kind != "NullTokenizer"
+    assert generated == [5, 7, *[0] * (1 if ends else 6)] and (not ends or tokenizer.eod == 0)
+
+
+def test_an_export_that_fails_ends_the_run_with_an_error(gloo_pool, llama, tmp_path):
+    (tmp_path / "hf").write_text("in the way of the folder of exports")
+    argv = [*RUN, "--load-hf", str(llama), "--save", str(tmp_path), "--save-interval", "2", "--save-hf-interval", "2"]
+    ((code, errors),) = gloo_pool.run(run, 1, argv)
+    assert code == 1 and len(losses(tmp_path)) == 3
+    (line,) = errors.splitlines()
+    assert line.startswith("error: --save-hf-interval: iter_0000002 was not converted: ") and str(tmp_path) in line

@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import os
+import subprocess
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -11,6 +14,8 @@ import torch
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.evaluate import Evaluator
 from tests.test_utils.gpt_runs import VOCAB_SIZE, losses, read_records, train, train_with_errors, write_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def data_flags(dataset, save):
@@ -135,7 +140,7 @@ def test_a_second_start_into_a_used_folder_is_refused_or_starts_over(gloo_pool, 
     assert gloo_pool.run(train, world_size, argv) == [0] * world_size
     before = contents(save)
     codes, messages = zip(*gloo_pool.run(train_with_errors, world_size, argv))
-    assert set(codes) == {1} and f"--load {save}" in messages[0] and "--start-over" in messages[0]
+    assert set(codes) == {2} and f"--load {save}" in messages[0] and "--start-over" in messages[0]
     assert not any(messages[1:]), "the first rank says it for all"
     assert contents(save) == before
     assert gloo_pool.run(train, world_size, [*argv, "--start-over"]) == [0] * world_size
@@ -245,9 +250,81 @@ def train_on_data_that_is_cut(rank, world_size, argv, path):
         return train_with_errors(rank, world_size, argv)
 
 
+def train_without_tokens(rank, world_size, argv, evaluation):
+    """Every loss mask is 0 from the third batch on (in evaluation: from the first); exit code and message."""
+    from unittest import mock
+
+    import torch
+
+    from megatron.training.tasks.language_model import LanguageModelTask
+
+    loss_func, calls = LanguageModelTask.loss_func, []
+
+    def unmasked(self, batch, *outputs):
+        calls.append(torch.is_grad_enabled())
+        if (evaluation and not calls[-1]) or (not evaluation and sum(calls) > 4):
+            batch = {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
+        return loss_func(self, batch, *outputs)
+
+    with mock.patch.object(LanguageModelTask, "loss_func", unmasked):
+        return train_with_errors(rank, world_size, argv)
+
+
+@pytest.mark.parametrize(
+    "flags, world_size, where",
+    [
+        ([], 1, "iteration 2 (samples from 8 on)"),
+        (["--fp16"], 1, "iteration 2 (samples from 8 on)"),
+        (["--pipeline-model-parallel-size", "2"], 2, "iteration 2 (samples from 8 on)"),
+        (["--eval-interval", "2"], 1, "evaluation"),
+        (["--eval-interval", "2", "--pipeline-model-parallel-size", "2"], 2, "evaluation"),
+    ],
+    ids=["fp32", "fp16", "pp2", "eval", "eval-pp2"],
+)
+def test_a_loss_without_tokens_is_an_error(gloo_pool, dataset, tmp_path, flags, world_size, where):
+    argv = [*data_flags(dataset, tmp_path / "run"), "--micro-batch-size", "2", *flags]
+    results = gloo_pool.run(train_without_tokens, world_size, argv, "--eval-interval" in flags)
+    assert all(code == 2 for code, _ in results)
+    text = "".join(message for _, message in results)
+    assert f"{where}: no token contributes to the loss" in text, text
+    assert not list((tmp_path / "run").glob("iter_*")) or "--eval-interval" in flags
+
+
+LOSE_ALL_DATA = """
+import os, sys
+from megatron.training.tasks.gpt import GPTTask
+from tests.test_utils.gpt_runs import train
+
+path, get_batch, calls = sys.argv.pop(1), GPTTask.get_batch, []
+
+def cut(self, iterator):
+    calls.append(1)
+    if len(calls) == 3:
+        os.truncate(path, 0)  # reads raise SIGBUS: no page is left
+    return get_batch(self, iterator)
+
+GPTTask.get_batch = cut
+sys.exit(train(0, 1, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_process_whose_mapped_data_is_truncated_names_the_file(warm_python, tmp_path, workers):
+    data = write_dataset(tmp_path / "numbers", num_documents=4000)
+    argv = [*data_flags(data, tmp_path / "run"), "--log-interval", "100", "--num-workers", str(workers)]
+    program = tmp_path / "program.py"
+    program.write_text(LOSE_ALL_DATA)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [warm_python, str(program), f"{data}.bin", *argv, "--train-iters", "100", "--global-batch-size", "64"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 2, result
+    assert f"error: {data}.bin was cut while this run read it" in result.stderr
+    assert "continue from the last checkpoint" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_data_that_is_cut_under_a_run_is_named_and_nothing_is_saved_of_it(gloo_pool, tmp_path):
     data = write_dataset(tmp_path / "numbers")
     argv = [*data_flags(data, tmp_path / "run"), "--save-interval", "1", "--log-interval", "100"]
     [(code, message)] = gloo_pool.run(train_on_data_that_is_cut, 1, argv, f"{data}.bin")
-    assert code == 1 and f"{data}.bin was cut while this run read it" in message
+    assert code == 2 and f"{data}.bin was cut while this run read it" in message
     assert not list((tmp_path / "run").glob("iter_*")), "it was cut in the first iteration"

@@ -6,31 +6,37 @@ Then it is written by ``save_hf`` and loaded by ``transformers`` again: the same
 """
 
 import json
+import re
 
 import pytest
 import torch
 
 from tests.test_utils.foreign_comparison import compare_gradients, compare_losses, random_text
 from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of
-from tests.test_utils.hf_folders import LLAMA, random_model
+from tests.test_utils.foreign_variants import VARIANTS
+from tests.test_utils.hf_folders import LLAMA, as_on_the_hub, random_model, weights_in
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
-
-from safetensors.torch import load_file  # noqa: E402
 
 from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.core.export.hf.registry import known_families  # noqa: E402
+from megatron.tools.checkpoint import verify  # noqa: E402
 
-EVERY = {**MODELS, **MIXTURES}
+EVERY = {**MODELS, **MIXTURES, **VARIANTS}
 SIZES = {
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "n_embd", "n_head",
     "num_attention_heads", "max_position_embeddings", "n_layer", "n_positions", "num_local_experts",
-    "num_experts_per_tok",
+    "num_experts_per_tok", "dim", "hidden_dim", "n_heads", "n_layers",
 }  # fmt: skip
 """Keys that every config.json says."""
-CHOSEN = {"t5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}}
+CHOSEN = {
+    "t5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
 """What makes the default configuration of a family one that can be converted."""
+WITHOUT_DEFAULTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mt5", "t5")
+"""Families whose config.json must hold all keys of sizes and experts."""
 CONVERTED = [name for name, model in EVERY.items() if any(
     family.architecture.startswith((f"{model.architecture}For", f"{model.architecture}LMHead"))
     for family in known_families().values()
@@ -68,9 +74,11 @@ def fill(ours, interchange):
 
 
 def saved(name, tmp_path, dtype=torch.float32):
+    """A model of ``transformers``, and the folder that it is in, in shards and with other files as on the hub."""
     foreign = build(EVERY[name]).to(dtype)
-    foreign.save_pretrained(tmp_path / "theirs")
-    return foreign, tmp_path / "theirs"
+    foreign.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    return foreign, as_on_the_hub(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -93,13 +101,14 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tmp_path):
     foreign, folder = saved(name, tmp_path, dtype)
-    save_hf(load_hf(folder), tmp_path / "again", max_shard_bytes=20_000)
-    before = load_file(folder / "model.safetensors")
-    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())["weight_map"]
-    after = {}
-    for file in set(index.values()):
-        after |= load_file(tmp_path / "again" / file)
-    assert before.keys() == after.keys() == index.keys()
+    shards = 20_000 if dtype == torch.float32 else 10**9
+    save_hf(load_hf(folder), tmp_path / "again", max_shard_bytes=shards)
+    assert verify.main([str(tmp_path / "again")]) == 0
+    files = {path.name for path in (tmp_path / "again").iterdir() if path.suffix != ".safetensors"}
+    index = {"model.safetensors.index.json"} if dtype == torch.float32 else set()
+    assert files == {"config.json", "generation_config.json"} | index
+    before, after = weights_in(folder), weights_in(tmp_path / "again")
+    assert before.keys() == after.keys()
     for key, value in before.items():
         assert value.dtype == after[key].dtype and value.shape == after[key].shape, key
         assert torch.equal(value.view(-1).view(torch.uint8), after[key].view(-1).view(torch.uint8)), key
@@ -113,7 +122,8 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     pairs = {key: (value, again.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
     # null means what the other one says: the default
     # transformers writes no layers of multi-token prediction, whatever its config says
-    free = ("_name_or_path", "num_nextn_predict_layers")
+    # where SmolLM3's layers are listed, their interval has no effect
+    free = ("_name_or_path", "num_nextn_predict_layers", "no_rope_layer_interval")
     different = {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key not in free}
     assert not different
     tokens = random_text()[0]
@@ -125,13 +135,13 @@ def test_a_family_that_pads_with_a_high_id_takes_a_small_vocabulary(tmp_path):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "phi3").config.pad_token_id is None
 
 
-@pytest.mark.parametrize("name", sorted(known_families()))
+@pytest.mark.parametrize("name", sorted(known_families().keys() & transformers.CONFIG_MAPPING.keys()))
 def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_refused(name):
     family, config = known_families()[name], transformers.CONFIG_MAPPING[name](**CHOSEN.get(name, {})).to_dict()
     settings, read = family.load_settings(config), {key for rule in family.config for key in rule.theirs}
-    needed = {*SIZES, "rope_parameters"} | (read if name in ("deepseek_v3", "t5") else set())
+    needed = {*SIZES, "rope_parameters"} | (read if name in WITHOUT_DEFAULTS else set())
     files_tell = {"num_nextn_predict_layers"}  # whether it counts
-    chosen = {"feed_forward_proj", "scale_decoder_outputs", "tie_word_embeddings"} if name in CHOSEN else set()
+    chosen = {"feed_forward_proj", "scale_decoder_outputs", "tie_word_embeddings"} if name == "t5" else set()
     for key in sorted(read & config.keys() - files_tell - chosen):
         try:
             assert family.load_settings({each: value for each, value in config.items() if each != key}) == settings, key
@@ -139,14 +149,50 @@ def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_refuse
             assert key in needed and (f"{key} is missing" in str(error) or key == "rope_parameters")
 
 
-def test_transformers_reads_our_layers_of_multi_token_prediction(tmp_path, monkeypatch):
+def test_experts_without_groups_are_one_group_of_deepseek(tmp_path):
+    flags = re.sub(r"--moe-router-(num-groups|group-\S+) \d", "", " ".join(flags_of(EVERY["deepseek-v3-few-choices"])))
+    exported = random_model(flags.split(), VOCAB)
+    save_hf(exported, tmp_path / "ours")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (config["n_group"], config["topk_group"]) == (1, 1)
+    foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    again = load_hf(tmp_path / "ours")
+    ours = our_model(again.settings).eval()
+    fill(ours, again)
+    tokens = random_text()[0]
+    found = ours(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[..., :VOCAB]
+    torch.testing.assert_close(found, foreign(input_ids=tokens).logits.to(found.dtype), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"moe_router_group_score_topk": None}, "moe_router_group_score_topk is 1, the family adds up the 2 best scores"),
+    ({"moe_router_group_score_topk": 1}, "moe_router_group_score_topk is 1, the family adds up the 2 best scores"),
+])  # fmt: skip
+def test_groups_that_are_scored_otherwise_are_no_deepseek(change, said, tmp_path):
+    exported = random_model(flags_of(EVERY["deepseek-v3-few-choices"]), VOCAB)
+    exported.settings |= change
+    with pytest.raises(UserError, match=said):
+        save_hf(exported, tmp_path / "ours", family="deepseek_v3")
+
+
+def test_a_single_expert_that_is_normalized_cannot_be_represented():
+    config = transformers.DeepseekV3Config(num_experts_per_tok=1, n_group=1, topk_group=1).to_dict()
+    with pytest.raises(UserError, match="norm_topk_prob is True, but must be False for num_experts_per_tok 1"):
+        known_families()["deepseek_v3"].load_settings(config)
+
+
+@pytest.mark.parametrize("name, attention", [
+    ("deepseek-v3", ("self_attention.linear_kv_up_proj", "self_attn.kv_b_proj")),
+    ("glm4-moe", ("self_attention.linear_proj", "self_attn.o_proj")),
+])  # fmt: skip
+def test_transformers_reads_our_layers_of_multi_token_prediction(name, attention, tmp_path, monkeypatch):
     from transformers.modeling_layers import MtpModel
 
-    flags = [*flags_of(EVERY["deepseek-v3"]), "--mtp-num-layers", "2"]
+    flags = [*flags_of(EVERY[name]), "--mtp-num-layers", "2"]
     save_hf(random_model(flags, VOCAB), tmp_path / "ours", max_shard_bytes=20_000)
-    monkeypatch.setattr(  # theirs is a constant for the published number of layers
-        transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[23]\..*"]
-    )
+    kind = getattr(transformers, f"{EVERY[name].architecture}ForCausalLM")
+    # theirs is a constant for the published number of layers
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[23]\..*"])
     foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     found = MtpModel.from_pretrained(foreign).state_dict()
     weights = load_hf(tmp_path / "ours").tensors
@@ -154,7 +200,7 @@ def test_transformers_reads_our_layers_of_multi_token_prediction(tmp_path, monke
         here, there = f"model.mtp.layers.{depth}", f"layers.{depth}"
         for ours, theirs in (
             ("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("final_layernorm", "post_norm"),
-            ("mtp_model_layer.self_attention.linear_kv_up_proj", "mtp_block.self_attn.kv_b_proj"),
+            tuple(f"{block}.{part}" for block, part in zip(("mtp_model_layer", "mtp_block"), attention)),
             ("mtp_model_layer.mlp.router", "mtp_block.mlp.gate"),
         ):  # fmt: skip
             assert torch.equal(found[f"{there}.{theirs}.weight"], weights[f"{here}.{ours}.weight"].read()), theirs

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.test_utils.foreign_comparison import assert_close
-from tests.test_utils.foreign_masked_models import ANSWER, FAMILIES, build, compare_losses, flags_of, random_arrays
+from tests.test_utils.foreign_masked_models import ANSWER, build, compare_losses, flags_of, random_arrays
+from tests.test_utils.foreign_masked_models import CONVERTED as FAMILIES
 from tests.test_utils.foreign_models import LENGTH, VOCAB
-from tests.test_utils.hf_folders import random_model
+from tests.test_utils.hf_folders import as_on_the_hub, random_model, weights_in
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
 
@@ -22,9 +23,10 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
+from megatron.tools.checkpoint import verify  # noqa: E402
 
-ENCODERS = ["bert", "megatron-bert", "modern-bert"]
-CONVERTED = [*ENCODERS, "t5", "t5-v1.1"]
+ENCODERS = ["bert", "megatron-bert", "modern-bert", "distilbert"]
+CONVERTED = list(FAMILIES)
 
 
 def our_model(settings):
@@ -81,9 +83,11 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tmp_path):
     foreign = build(FAMILIES[name]).to(dtype)
-    foreign.save_pretrained(tmp_path / "theirs")
+    foreign.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (as_on_the_hub(tmp_path / "theirs") / "model.safetensors.index.json").is_file()
     save_hf(load_hf(tmp_path / "theirs"), tmp_path / "again")
-    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "again"))
+    assert verify.main([str(tmp_path / "again"), *(["--decoder-seq-length", "8"] if FAMILIES[name].is_t5 else [])]) == 0
+    before, after = (weights_in(tmp_path / each) for each in ("theirs", "again"))
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert value.dtype == after[key].dtype and value.shape == after[key].shape, key
@@ -134,7 +138,8 @@ def test_a_bert_without_the_head_for_the_order_begins_with_a_random_one(tmp_path
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_random_weights_of_flags_write_is_read_back(name, tmp_path):
     ours = random_model(flags_of(FAMILIES[name]), VOCAB, model_family="bert")
-    save_hf(ours, tmp_path / "theirs")
+    # a model without pairs of texts is BertForMaskedLM where nothing else is asked for
+    save_hf(ours, tmp_path / "theirs", family=name if name == "distilbert" else None)
     again = load_hf(tmp_path / "theirs")
     assert all(torch.equal(again.tensors[key].read(), value.read()) for key, value in ours.tensors.items())
     assert not (tmp_path / "theirs" / "generation_config.json").exists()

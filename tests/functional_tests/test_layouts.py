@@ -12,12 +12,16 @@ The matrix is worth its time: every planted bug turns it red, and the first para
 """
 
 import dataclasses
+import itertools
 
 import pytest
 
+from megatron.core.distributed.replicas import tensor_hash
+from megatron.training.model_description import describe_run
+from tests.test_utils.declared_table import DECLARED_ROWS, missing_axes
 from tests.test_utils.layout_suite import EXTENDED, EXTENDED_THROUGH_COPY_ENGINES
-from tests.test_utils.layout_table import TABLE, THROUGH_COPY_ENGINES, row
-from tests.test_utils.layouts import FEW_STEPS, compare_with_reference, configure
+from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, row
+from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, compare_with_reference, configure, running
 
 EMBEDDING = "embedding.word_embeddings.weight"
 NORM = "decoder.layers.0.input_layernorm.weight"
@@ -70,8 +74,11 @@ GOES_ON = ("expert-bias", "global_aux_loss", "--bf16", "--fp16")
 
 def in_the_suite(name):
     """A row with four steps (the rate rises, peaks, falls; every buffer is used again), or all ten for models with a
-    memory of their own. ``tests/torture/layouts.py`` takes ten of every row."""
+    memory of their own; two steps show a gradient that is not summed or counted. ``tests/torture/layouts.py`` takes ten
+    of every row."""
     one = row(name)
+    if name in DECLARED_ROWS:
+        return dataclasses.replace(one, steps=2)
     return one if any(part in one.model for part in GOES_ON) else dataclasses.replace(one, steps=FEW_STEPS)
 
 
@@ -91,6 +98,20 @@ def test_the_table_is_large_enough():
     assert len({(name, *rest) for name, *rest in TABLE.values()}) == len(TABLE) >= 240
     assert set(TABLE) > EXTENDED and len(TABLE) - len(EXTENDED) >= 105
     assert set(THROUGH_COPY_ENGINES) > EXTENDED_THROUGH_COPY_ENGINES
+
+
+def test_every_declared_parameter_and_loss_meets_every_axis():
+    """A parameter of any model is in a row with TP 2 and 4, with and without sequence parallelism, context and data
+    parallelism, several micro-batches, ZeRO-1 and FSDP2; of experts also EP and ETP above and below TP."""
+    in_suite = [row(name) for name in TABLE if name not in EXTENDED]
+    assert missing_axes(map(row, TABLE), in_suite, VOCAB_SIZE) == {}
+
+
+def test_a_parameter_without_a_row_is_reported():
+    rows = [row(name) for name in TABLE if name not in EXTENDED and name != "full-tp4"]
+    missing = missing_axes([row("mtp-cp2")], rows, VOCAB_SIZE)
+    assert missing["gpt: mtp.layers.*.eh_proj.weight (split over nothing)"] == ["tp4"]
+    assert "gpt: decoder.final_layernorm.weight (split over nothing)" not in missing
 
 
 def short(name):
@@ -124,6 +145,29 @@ def test_a_layout_repeats_bit_for_bit(matrix, name):
 def test_a_run_that_does_not_repeat_is_found(matrix):
     one = short("dp2")
     assert digests(matrix, one, "masks_from_the_clock") != digests(matrix, one, "masks_from_the_clock")
+
+
+def first_step(rank, world_size, one):
+    """A task of the pool: (losses, {(name, rectangle): hash of the gradient}) of the first step on this rank."""
+    with running(one, world_size) as traces:
+        _, step = itertools.islice(traces, 2)
+        return step.losses, {(each.name, each.rectangle): int(tensor_hash(each.local)) for each in step.gradients}
+
+
+@pytest.mark.parametrize("model, tp", [("full", 4), ("full-latent", 2)])
+def test_sequence_parallelism_changes_no_bit_of_split_parameters(matrix, model, tp):
+    """In float32 on the same ranks; parameters that every rank holds sum their positions in another order."""
+    one = Layout(MODELS[model], f"--micro-batch-size 8 --tensor-model-parallel-size {tp}", tp, "fp32", 1)
+    split = dataclasses.replace(one, layout=f"{one.layout} --sequence-parallel")
+    cfg = configure(one.argv, tp, "fp32")
+    params = describe_run(cfg, VOCAB_SIZE).params()
+    tensor_parallel = {param.name for param in params if "tp" in param.mesh and param.tied_to is None}
+    plain, sequence = (matrix.pool.run(first_step, tp, each) for each in (one, split))
+    for (losses, gradients), (other_losses, other_gradients) in zip(plain, sequence):
+        assert losses == other_losses and gradients.keys() == other_gradients.keys()
+        assert {name for name, _ in gradients} > tensor_parallel
+        differing = {name for name, at in gradients if gradients[name, at] != other_gradients[name, at]}
+        assert not differing & tensor_parallel
 
 
 def test_overlap_changes_no_bit(matrix):

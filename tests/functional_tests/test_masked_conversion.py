@@ -26,6 +26,12 @@ MODELS = {
     "t5 1.0": ("t5", f"{T5} --disable-bias-linear --relu --scale-decoder-outputs"),
     "t5 1.1": ("t5", f"{T5} --disable-bias-linear --geglu --untie-embeddings-and-output-weights"),
 }
+FAMILIES = {
+    "distilbert": f"{MODELS['bert'][1]} --bert-no-binary-head --norm-epsilon 1e-12",
+    "mt5": MODELS["t5 1.1"][1],
+}
+"""Families that are written only if they are asked for."""
+MODELS |= {name: ("t5" if name == "mt5" else "bert", flags) for name, flags in FAMILIES.items()}
 OWN = {"bert": [], "t5": ["--decoder-seq-length", "16"]}
 WORDPIECE = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-extra-ids", "5"]
 TEXT = "The quick<extra_id_1> foxes jump, the fox [MASK] jumps."
@@ -50,7 +56,8 @@ def run(rank, world_size, argv, kind):
 def test_a_folder_trains_on_two_layouts_and_is_exported_with_its_tokenizer(gloo_pool, tmp_path, name, monkeypatch):
     kind, flags = MODELS[name]
     vocabulary = tiny_tokenizers.bert_vocab(tmp_path / "words.txt")
-    save_hf(random_model(flags.split(), 19, torch.float64, model_family=kind), tmp_path / "hf")
+    model = random_model(flags.split(), 19, torch.float64, model_family=kind)
+    save_hf(model, tmp_path / "hf", family=name if name in FAMILIES else None)
     argv = [*RUN, *OWN[kind], *WORDPIECE, "--vocab-file", vocabulary, "--load-hf", str(tmp_path / "hf")]
     for layout, ranks in (("one", 1), ("tp", 2)):
         more = ["--tensor-model-parallel-size", "2"] if ranks == 2 else []
@@ -59,7 +66,7 @@ def test_a_folder_trains_on_two_layouts_and_is_exported_with_its_tokenizer(gloo_
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "tp"), rel=1e-10)
     exported = tmp_path / "one" / "hf" / "iter_0000002"
     config, first = (json.loads((each / "config.json").read_text()) for each in (exported, tmp_path / "hf"))
-    assert config["architectures"] == first["architectures"]
+    assert config["architectures"] == first["architectures"] and config["model_type"] == first["model_type"]
     assert load_hf(exported).tensors.keys() == load_hf(tmp_path / "hf").tensors.keys()
     # its tokenizer, and that of a run that goes on from the export
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -96,7 +103,7 @@ def test_pieces_of_a_t5_are_read_as_ours(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_a_checkpoint_of_another_program_is_refused(gloo_pool, tmp_path, kind, said):
     """Its own native checkpoint, by --load with and without --use-checkpoint-args, and by --pretrained-checkpoint."""
-    from tools.checkpoint import convert
+    from megatron.tools.checkpoint import convert
 
     if kind == "gpt":
         save_hf(random_model(MODELS["bert"][1].split(), 64, model_family="bert"), tmp_path / "hf")

@@ -15,12 +15,18 @@ import torch
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context_parallel_support import supports_context_parallel
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.checkpoint.settings import ARCHITECTURE, check_args, settings_of_weights
 from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.pipeline import stages_of
+from tests.test_utils.gated_recurrence import GatedRecurrence
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
 from tests.test_utils.layout_table import CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB
 from tests.test_utils.layouts import VOCAB_SIZE, Layout, configure
@@ -275,3 +281,59 @@ def test_the_library_does_not_name_it():
     for path in (ROOT / "megatron").rglob("*.py"):
         text = path.read_text().lower()
         assert "recurrence" not in text and "gated_recurrence" not in text, path
+
+
+# ---- context parallelism
+
+
+class Declared(GatedRecurrence):
+    supports_context_parallel = True
+
+
+class DeclaredAgain(Declared):
+    def forward(self, x, ctx):
+        return super().forward(x, ctx)
+
+
+class Renamed(Declared):
+    """Leaves ``forward`` alone, so that the declaration still covers it."""
+
+
+@pytest.mark.parametrize(
+    "kind, supported",
+    [
+        (GatedRecurrence, False), (Declared, True), (DeclaredAgain, False), (Renamed, True), (SelfAttention, True),
+        (MLP, True), (MoELayer, True), (TransformerLayer, True), (torch.nn.Identity, False),
+    ],
+)  # fmt: skip
+def test_context_parallel_support_is_declared_for_the_forward_that_runs(kind, supported):
+    assert supports_context_parallel(kind) == supported
+
+
+def test_dry_run_rejects_an_undeclared_mixer_under_context_parallelism():
+    flags = f"{MIXED} --context-parallel-size 2 --attention-dropout 0"
+    with pytest.raises(ConfigError, match=r"--context-parallel-size 2.*GatedRecurrence.*supports_context_parallel"):
+        settings(flags, 2)
+
+
+def _reason(rank, world_size, argv):
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from tests.test_utils.gated_recurrence import mixed_layers
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    config = core_transformer_config_from_args(configure(argv, world_size, "fp32"))
+    config = dataclasses.replace(config, context_parallel_size=2)
+    try:
+        GPTModel(config, mixed_layers(config), VOCAB_SIZE, 64)
+    except UserError as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+    return None
+
+
+def test_a_model_rejects_an_undeclared_mixer_under_context_parallelism(gloo_pool):
+    argv = Layout(f"{MIXED} --attention-dropout 0", "--micro-batch-size 2", 2).argv
+    for reason in gloo_pool.run(_reason, 2, argv):
+        assert reason is not None and "GatedRecurrence" in reason and "context_parallel_size 2" in reason

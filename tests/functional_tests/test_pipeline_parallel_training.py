@@ -164,12 +164,12 @@ def library_loop(rank, world_size):
     )  # fmt: skip
     names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
     have_gradients = all(parameter.grad is not None for chunk in chunks for parameter in chunk.parameters())
-    return names, [result.logged["lm loss"].tolist() for result in results], have_gradients
+    return names, [result["lm loss"].item() for result in results], have_gradients
 
 
 def test_a_program_of_its_own_runs_interleaved_chunks(gloo_pool):
     """The provider takes no stage; losses come out on the last rank, one per micro-batch."""
     (first, no_losses, first_complete), (second, found, second_complete) = gloo_pool.run(library_loop, 2)
-    assert first_complete and second_complete and no_losses == [] and [pair[1] for pair in found] == [1.0] * 3
+    assert first_complete and second_complete and no_losses == [] and [1 < loss < 10 for loss in found] == [True] * 3
     layers = sorted({int(name.split(".")[2]) for name in first + second if name.startswith("decoder.layers")})
     assert layers == [0, 1, 2, 3, 4] and not set(first) & set(second)

@@ -92,7 +92,7 @@ def test_the_balancing_loss_is_theirs_over_the_number_of_chosen_experts(name):
     assert all(model.weights[f"decoder.layers.{layer}.mlp.router.weight"].grad.any() for layer in (0, 1))
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-without-query-latent"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-without-query-latent", "glm4-moe"])
 def test_tokens_further_ahead_are_predicted_as_by_transformers(name):
     from transformers.modeling_layers import MtpModel
 

@@ -92,7 +92,7 @@ def test_another_width_and_the_dense_folder_are_refused(gloo_pool, dataset, dens
     def told(flags, save):
         argv = f"--data-path {dataset} --split 9,1,0 {DENSE} {START} --load {dense} --save {save} {flags}"
         ((code, errors),) = gloo_pool.run(train_with_errors, 1, argv.split(), True)
-        assert code == 1, errors
+        assert code == 2, errors
         return errors
 
     slices = "--moe-upcycling-granularity 2 --moe-ffn-hidden-size"

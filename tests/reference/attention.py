@@ -72,7 +72,7 @@ def grouped_heads(net, x: Tensor, at: str, number: int) -> tuple[Tensor, Tensor,
         query, key = query.reshape(b, s, g, -1, d), key.reshape(b, s, g, 1, d)
     if c.qk_l2_norm:
         query, key = (y / (y.square().mean(-1, keepdim=True) + c.norm_epsilon).sqrt() for y in (query, key))
-    if c.position_embedding_type in ("rope", "yarn"):
+    if c.position_embedding_type in ("rope", "yarn") and not skips_rotation(c, number):
         is_yarn, width = c.position_embedding_type == "yarn", int(d * c.rotary_percent)
         if c.rotary_base_local is not None and has_window(c, number):
             c = Settings(**{**vars(c), "rotary_base": c.rotary_base_local, "use_rope_scaling": False,
@@ -115,6 +115,12 @@ def has_window(c: Settings, number: int) -> bool:
     skip = c.window_attn_skip_freq
     windowed = skip is None or (bool(skip[number - 1]) if isinstance(skip, list) else number % skip != 0)
     return c.window_size is not None and windowed
+
+
+def skips_rotation(c: Settings, number: int) -> bool:
+    """Layers without positions (NoPE): every so many, or those that a list marks with 1."""
+    skip = c.no_rope_freq
+    return bool(skip[number - 1]) if isinstance(skip, list) else skip is not None and number % skip == 0
 
 
 def in_reach(c: Settings, number: int, length: int, causal: bool) -> Tensor:

@@ -71,9 +71,9 @@ class Bert(Model):
             x = self.layer(x, f"encoder.layers.{layer}", layer + 1)
         return self.norm(x, "encoder.final_layernorm")
 
-    def raw_embedding(self, tokens: Tensor) -> Tensor:
+    def raw_embedding(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         types = self.weights.get("embedding.tokentype_embeddings.weight")
-        x = super().raw_embedding(tokens)
+        x = super().raw_embedding(tokens, positions)
         return x if types is None else x + types[torch.from_numpy(self.batch.types)]
 
     def visible(self, number: int) -> Tensor:

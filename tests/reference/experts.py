@@ -113,7 +113,8 @@ def limited(c: Settings, scores: Tensor) -> Tensor:
     if c.moe_router_group_topk is None:
         return scores
     groups = scores.unflatten(-1, (c.moe_router_num_groups, -1))
-    worth = groups.topk(c.moe_router_topk // c.moe_router_group_topk, dim=-1).values.sum(dim=-1)
+    summed = c.moe_router_group_score_topk or c.moe_router_topk // c.moe_router_group_topk
+    worth = groups.topk(summed, dim=-1).values.sum(dim=-1)
     return groups.masked_fill(best(worth, c.moe_router_group_topk)[..., None] == 0, -torch.inf).flatten(-2)
 
 

@@ -51,12 +51,13 @@ class Model:
             x = self.layer(x, f"decoder.layers.{layer}", layer + 1)
         x = self.norm(x, "decoder.final_layernorm")
         labels, mask = torch.from_numpy(self.batch.labels), torch.from_numpy(self.batch.loss_mask)
+        positions = torch.from_numpy(self.batch.positions)
         losses = self.cross_entropy(x, labels)
         for depth in range(c.mtp_num_layers or 0 if self.training else 0):
-            tokens, labels, mask = (F.pad(each[:, 1:], (0, 1)) for each in (tokens, labels, mask))
+            tokens, positions, labels, mask = (F.pad(x[:, 1:], (0, 1)) for x in (tokens, positions, labels, mask))
             depth = 0 if c.mtp_use_repeated_layer else depth  # the same layer, whatever it is applied to
             at = f"mtp.layers.{depth}"
-            both = self.norm(self.embedding(tokens), f"{at}.enorm"), self.norm(x, f"{at}.hnorm")
+            both = self.norm(self.embedding(tokens, positions), f"{at}.enorm"), self.norm(x, f"{at}.hnorm")
             x, number = self.linear(torch.cat(both, dim=-1), f"{at}.eh_proj"), c.num_layers + depth + 1
             x = self.norm(self.layer(x, f"{at}.mtp_model_layer", number), f"{at}.final_layernorm")
             self.later_losses.append(((self.cross_entropy(x, labels) * mask).sum(dim=1), mask.sum(dim=1)))
@@ -81,18 +82,21 @@ class Model:
         """Added to scores."""
         return 0.0
 
-    def embedding(self, tokens: Tensor) -> Tensor:
-        x = self.raw_embedding(tokens)
+    def embedding(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``positions`` int64 [b, s] of the tokens; None: the batch's."""
+        x = self.raw_embedding(tokens, positions) * self.c.embedding_multiplier
         return self.dropout(x * math.sqrt(self.c.hidden_size) if self.c.apply_embedding_scaling else x, "embedding")
 
-    def raw_embedding(self, tokens: Tensor) -> Tensor:
+    def raw_embedding(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.weights["embedding.word_embeddings.weight"][tokens]
         if self.c.position_embedding_type == "learned_absolute":
-            x = x + self.weights["embedding.position_embeddings.weight"][torch.from_numpy(self.batch.positions)]
+            positions = torch.from_numpy(self.batch.positions) if positions is None else positions
+            x = x + self.weights["embedding.position_embeddings.weight"][positions]
         return x
 
     def layer(self, x: Tensor, at: str, number: int) -> Tensor:
         behind, c = self.c.apply_residual_connection_post_layernorm, self.c
+        factor = c.residual_multiplier
 
         def norm(y: Tensor, name: str, unless: str) -> Tensor:
             return y if c.norm_placement == unless else self.norm(y, f"{at}.{name}_layernorm")
@@ -100,17 +104,18 @@ class Model:
         normed = norm(x, "input", "post")
         branch = norm(attention(self, normed, f"{at}.self_attention", number), "post_self_attention", "pre")
         x = normed if c.embed_layernorm and number == 1 else x
-        seen, x = x, (normed if behind else x) + self.dropout(branch, *self.site(number), "attention output")
+        seen, x = x, (normed if behind else x) + factor * self.dropout(branch, *self.site(number), "attention output")
         x = self.between(x, at, number)
         normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
         has_experts = f"{at}.mlp.router.weight" in self.weights
         branch = norm((mixture if has_experts else Model.mlp)(self, normed, f"{at}.mlp"), "post_mlp", "pre")
-        return (normed if behind else x) + self.dropout(branch, *self.site(number), "mlp output")
+        return (normed if behind else x) + factor * self.dropout(branch, *self.site(number), "mlp output")
 
     def logits(self, x: Tensor) -> Tensor:
         tied = not self.c.untie_embeddings_and_output_weights
         logits = x @ self.weights["embedding.word_embeddings.weight" if tied else f"{self.head}.weight"].T
-        return capped(logits + self.weights.get(f"{self.head}.bias", 0.0), self.c.final_logit_softcapping)
+        logits = (logits + self.weights.get(f"{self.head}.bias", 0.0)) / self.c.logits_scaling
+        return capped(logits, self.c.final_logit_softcapping)
 
     def between(self, x: Tensor, at: str, number: int) -> Tensor:
         """What a layer does between attention and feed-forward network."""

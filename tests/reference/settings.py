@@ -15,6 +15,7 @@ NETWORK = {
     "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None,
     "normalization": "LayerNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False,
     "norm_placement": "pre", "use_parallel_residual": False, "apply_embedding_scaling": False,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
     "final_logit_softcapping": None, "apply_residual_connection_post_layernorm": False, "disable_bias_linear": False,
     "add_qkv_bias": False,
     "no_bias_gelu_fusion": False, "swiglu": False, "squared_relu": False, "quick_geglu": False,
@@ -26,8 +27,8 @@ NETWORK = {
 }  # fmt: skip
 POSITIONS = {
     "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0,
-    "rotary_base_local": None, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": 1,
-    "use_rope_scaling": False,
+    "rotary_base_local": None, "no_rope_freq": None, "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": 1, "use_rope_scaling": False,
     "rope_scaling_factor": 8.0, "rotary_scaling_factor": 1.0, "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "no_yarn_correction_range_round_to_int": False, "mscale": 1.0,
     "mscale_all_dim": 0.0,
@@ -40,6 +41,7 @@ EXPERTS = {
     "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False, "moe_router_topk": 2, "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "moe_router_group_score_topk": None,
     "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
     "moe_router_quantile_balancing_ema": 0.0, "moe_router_bias_update_rate": 1e-3,
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,

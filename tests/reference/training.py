@@ -238,12 +238,23 @@ def samples_of_evaluation(c: Settings) -> int:
     return c.eval_iters * (c.eval_global_batch_size or lowered(c, final_batch_size(c)))
 
 
+def num_evaluations(c: Settings, iterations: int) -> int:
+    """Evaluations that Megatron-LM prepares validation samples for: the shuffle depends on the number of samples."""
+    if not c.eval_interval:
+        return 1
+    return max(iterations // c.eval_interval - c.start_eval_at_iter // c.eval_interval + 1, 1)
+
+
 def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = (), recipe: Recipe = GPT) -> Run:
     """The whole run. Which iterations overflow in fp16 depends on kernels: it is given, what follows from it is not."""
     batches = all_batches(c)
     stream = samples_of(c, corpora, 0, c.train_samples or sum(batches[-1]), recipe.cut)[0]
-    wanted = None if c.full_validation else samples_of_evaluation(c)
-    sets = {kind: samples_of(c, corpora, which, wanted, recipe.cut) for which, kind in ((1, "valid"), (2, "test"))}
+    one = samples_of_evaluation(c)
+    counts = {"valid": one * num_evaluations(c, len(batches)), "test": one}
+    sets = {
+        kind: samples_of(c, corpora, which, None if c.full_validation else counts[kind], recipe.cut)
+        for which, kind in ((1, "valid"), (2, "test"))
+    }
     weights = recipe.initial_weights(c)
     run = Run({name: weight.clone() for name, weight in weights.items()}, weights)
     optimizer, scale = Optimizer(c, weights), LossScale(c)

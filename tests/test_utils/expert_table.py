@@ -22,7 +22,7 @@ EXPERT_MODELS = {
     "moe": f"{EXPERTS} {NO_DROPOUT} {BALANCED}",
     "moe-sgd": f"{EXPERTS} {NO_DROPOUT} {BALANCED} {SGD}",
     "moe-shared": f"{EXPERTS} {SHARED} {DROPOUT} {BALANCED} --moe-input-jitter-eps 0.1",
-    "moe-deepseek": f"{EXPERTS} {NO_DROPOUT} {DEEPSEEK} --moe-layer-freq ([0]+[1]*1)",
+    "moe-deepseek": f"{EXPERTS} {NO_DROPOUT} {DEEPSEEK} --moe-router-group-score-topk 1 --moe-layer-freq ([0]+[1]*1)",
     "moe-biases": f"--num-experts 4 --moe-router-topk 3 --moe-router-pre-softmax {NO_DROPOUT} {BALANCED}",
     "moe-global": f"{EXPERTS} {NO_DROPOUT} {BALANCE} global_aux_loss --moe-aux-loss-coeff 0.05",
     "moe8": f"{EXPERTS} --num-experts 8 --moe-router-topk 3 {SHARED} {DROPOUT} {BALANCED} {SGD}",

@@ -52,7 +52,7 @@ class Family:
 
     @property
     def is_t5(self) -> bool:
-        return self.architecture.startswith("T5")
+        return self.architecture.startswith(("T5", "MT5"))
 
 
 def bert(norms: list[str]) -> tuple[Part, ...]:
@@ -172,6 +172,22 @@ FAMILIES = {
         f"{T5_FLAGS} --geglu --untie-embeddings-and-output-weights", length=ANSWER,
     ),
 }  # fmt: skip
+
+
+CONVERTED = {
+    **FAMILIES,
+    "distilbert": Family(
+        "DistilBertForMaskedLM", (), {"dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": FILTER},
+        f"--ffn-hidden-size {FILTER} --norm-epsilon 1e-12 --no-bias-gelu-fusion --bert-no-binary-head"
+        " --apply-residual-connection-post-layernorm",
+    ),
+    "mt5": Family("MT5ForConditionalGeneration", (), {**T5_SIZES, "tie_word_embeddings": False}, "", length=ANSWER),
+    "mt5-relu": Family(
+        "MT5ForConditionalGeneration", (), {**T5_SIZES, "feed_forward_proj": "relu", "tie_word_embeddings": False}, "",
+        length=ANSWER,
+    ),
+}  # fmt: skip
+"""Models that can be converted. The new ones compute as the others do, so they have no parts."""
 
 
 def flags_of(family: Family) -> list[str]:

@@ -14,38 +14,25 @@ from functools import cache
 import torch
 
 from megatron.core.export.hf import conversion
-from megatron.core.export.hf.families import gpt, llama, mixtures
+from megatron.core.export.hf.families import deepseek as deepseek_tables
+from megatron.core.export.hf.families import glm, gpt, llama, mixtures, squared_relu, starcoder
 from megatron.core.export.hf.family import Family as Table
 from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.layouts import QueryKeyValue, Weights
+from megatron.core.export.hf.layouts import Weights
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 VOCAB, LENGTH = 53, 24
 LAYERS, HIDDEN, HEADS = 2, 32, 4
 
 ATTENTION, MLP = "decoder.layers.*.self_attention", "decoder.layers.*.mlp"
-LAYER, GPT2_LAYER = "model.layers.*", "transformer.h.*"
+LAYER = "model.layers.*"
 LLAMA = llama.WEIGHTS
-PLAIN_MLP: Weights = {**LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.up_proj"}
-STARCODER2: Weights = {
-    **LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.c_fc", f"{MLP}.linear_fc2": f"{LAYER}.mlp.c_proj",
-}  # fmt: skip
-GLM: Weights = {**LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.gate_up_proj"}
-GLM4: Weights = {
-    **GLM, "decoder.layers.*.post_self_attention_layernorm": f"{LAYER}.post_self_attn_layernorm",
-    "decoder.layers.*.post_mlp_layernorm": f"{LAYER}.post_mlp_layernorm",
-}  # fmt: skip
 PERSIMMON: Weights = {
     **LLAMA, f"{ATTENTION}.linear_qkv": f"{LAYER}.self_attn.query_key_value",
     f"{ATTENTION}.q_layernorm": f"{LAYER}.self_attn.q_layernorm",
     f"{ATTENTION}.k_layernorm": f"{LAYER}.self_attn.k_layernorm",
     f"{ATTENTION}.linear_proj": f"{LAYER}.self_attn.dense", f"{MLP}.linear_fc1": f"{LAYER}.mlp.dense_h_to_4h",
     f"{MLP}.linear_fc2": f"{LAYER}.mlp.dense_4h_to_h", "decoder.final_layernorm": "model.final_layernorm",
-}  # fmt: skip
-BIGCODE: Weights = {
-    **gpt.GPT2.weights, f"{ATTENTION}.linear_qkv": QueryKeyValue(f"{GPT2_LAYER}.attn.c_attn"),
-    f"{ATTENTION}.linear_proj": f"{GPT2_LAYER}.attn.c_proj", f"{MLP}.linear_fc1": f"{GPT2_LAYER}.mlp.c_fc",
-    f"{MLP}.linear_fc2": f"{GPT2_LAYER}.mlp.c_proj",
 }  # fmt: skip
 EXPERTS_IN_MEMORY: Weights = {
     f"{MLP}.experts.linear_fc1.weight": f"{LAYER}.mlp.experts.gate_up_proj",
@@ -55,6 +42,8 @@ EXPERTS_IN_MEMORY: Weights = {
 MIXTURE: Weights = {**LLAMA, **llama.EXPERTS, **EXPERTS_IN_MEMORY}
 QWEN2_MIXTURE: Weights = {**mixtures.QWEN2_MOE.weights, **EXPERTS_IN_MEMORY}
 DEEPSEEK: Weights = {**mixtures.DEEPSEEK_V3.weights, **EXPERTS_IN_MEMORY}
+DEEPSEEK_V2: Weights = {**deepseek_tables.DEEPSEEK_V2.weights, **EXPERTS_IN_MEMORY}
+GLM4_MIXTURE: Weights = {**glm.GLM4_MOE.weights, **EXPERTS_IN_MEMORY}
 NEOX: Weights = {**gpt.GPT_NEOX.weights, "output_layer": "lm_head"}  # as in memory
 GPT2, FUSED, GPT_OSS = (each.weights for each in (gpt.GPT2, llama.PHI3, mixtures.GPT_OSS))
 GEMMA = OLMO = llama.POST_NORMS
@@ -185,21 +174,27 @@ GEMMA3_ROTATIONS = {
 }
 
 
-def deepseek(attention, yarn=False, **settings):
-    """DeepSeek-V3 of 8 experts in 4 groups, of which 2 groups and 4 experts are chosen; a dense layer first. The norms
-    of its latents have an epsilon of their own, 1e-6."""
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "rms_norm_eps": 1e-6}
+LATENT_FLAGS = (
+    f"{ROPE} --normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-6 --swiglu --ffn-hidden-size 48 {UNTIED}"
+    " --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 10"
+    " --qk-layernorm"
+)
+
+
+def deepseek(attention, yarn=False, topk=4, groups=(4, 2), **settings):
+    """DeepSeek-V3 of 8 experts in groups[0] groups; each token chooses ``topk`` experts of groups[1] groups; a dense
+    layer first. The norms of its latents have an epsilon of their own, 1e-6."""
     scaling = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.9}
     positions = rope(kind="yarn", **scaling) if yarn else rope()
-    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "rms_norm_eps": 1e-6}
-    experts = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2}
+    experts = {"n_routed_experts": 8, "n_group": groups[0], "topk_group": groups[1], "num_experts_per_tok": topk,
+               "n_shared_experts": 2}  # fmt: skip
     return Family(
         "DeepseekV3", DEEPSEEK,
-        {**GATED, **positions, **latent, **experts, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+        {**GATED, **positions, **LATENT, **experts, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
          "routed_scaling_factor": 2.5, **settings},
-        f"--normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-6 --swiglu --ffn-hidden-size 48 {UNTIED}"
-        f" --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 10"
-        f" --qk-layernorm --position-embedding-type rope {attention} {EXPERTS} 4 --moe-layer-freq [0,1]"
-        " --moe-router-score-function sigmoid --moe-router-num-groups 4 --moe-router-group-topk 2"
+        f"{LATENT_FLAGS} {attention} {EXPERTS} {topk} --moe-layer-freq [0,1]"
+        f" --moe-router-score-function sigmoid --moe-router-num-groups {groups[0]} --moe-router-group-topk {groups[1]}"
         " --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5"
         " --moe-shared-expert-intermediate-size 48",
     )  # fmt: skip
@@ -241,7 +236,8 @@ MODELS = {
                               "--norm-epsilon 1e-3 --ffn-hidden-size 40"),
     "gpt2-untied": Family("GPT2", GPT2, {**GPT2_SETTINGS, "tie_word_embeddings": False},
                           f"--norm-epsilon 1e-3 {UNTIED}"),
-    "gpt-bigcode": Family("GPTBigCode", BIGCODE, GPT2_SETTINGS, f"--norm-epsilon 1e-3 {GROUPS} 1"),
+    "gpt-bigcode": Family("GPTBigCode", starcoder.GPT_BIGCODE.weights, GPT2_SETTINGS,
+                          f"--norm-epsilon 1e-3 {GROUPS} 1"),
     "llama": llama(),
     "llama-tied": Family("Llama", LLAMA, {**GATED, **rope(), "tie_word_embeddings": True}, SWIGLU),
     "llama-groups": llama(f"{GROUPS} 2", num_key_value_heads=2),
@@ -284,11 +280,11 @@ MODELS = {
     "phi4-partial-rotary": Family("Phi3", FUSED, {**GATED, **rope(partial_rotary_factor=0.75)},
                                   f"{SWIGLU} {UNTIED} --rotary-percent 0.75"),
     "glm-interleaved": Family(
-        "Glm", GLM, GLM_SETTINGS,
+        "Glm", glm.GLM.weights, GLM_SETTINGS,
         f"{SWIGLU} {UNTIED} --add-qkv-bias --rotary-percent 0.5 --rotary-interleaved {GROUPS} 2",
     ),
     "glm4-sandwich": Family(
-        "Glm4", GLM4, GLM_SETTINGS,
+        "Glm4", glm.GLM4.weights, GLM_SETTINGS,
         f"{SWIGLU} {UNTIED} --add-qkv-bias --rotary-percent 0.5 --rotary-interleaved --norm-placement sandwich"
         f" {GROUPS} 2",
     ),
@@ -298,20 +294,24 @@ MODELS = {
                        f"{SWIGLU} {UNTIED} --rotary-interleaved"),
     "seed-oss": Family(
         "SeedOss", LLAMA, {**GATED, **rope(), "head_dim": 8, "attention_bias": True, "attention_out_bias": False,
-                           "residual_dropout": 0.0},
+                           "residual_dropout": 0.0, "attention_dropout": 0.0},
         f"{SWIGLU} {UNTIED} --add-qkv-bias",
     ),
-    "arcee": Family("Arcee", PLAIN_MLP, {**GATED, **rope()},
+    "arcee": Family("Arcee", squared_relu.ARCEE.weights, {**GATED, **rope()},
                     f"{RMS} --squared-relu --ffn-hidden-size 48 {UNTIED}"),
     "nemotron": Family(
-        "Nemotron", PLAIN_MLP,
+        "Nemotron", squared_relu.NEMOTRON.weights,
         {**LN, "norm_eps": 1e-3, **rope(partial_rotary_factor=0.5)},
         f"{LAYERNORM} {UNTIED} --disable-bias-linear --squared-relu --apply-layernorm-1p --rotary-percent 0.5",
     ),
     "starcoder2": Family(
-        "Starcoder2", STARCODER2, {**LN, **rope(), "norm_epsilon": 1e-3, "num_key_value_heads": 2, "use_bias": True,
-                                   "residual_dropout": 0.0, "embedding_dropout": 0.0, **SLIDING},
+        "Starcoder2", starcoder.STARCODER2.weights,
+        {**LN, **rope(), "norm_epsilon": 1e-3, "num_key_value_heads": 2, **SLIDING},
         f"{LAYERNORM} {UNTIED} {GROUPS} 2 --window-size 5,0",
+    ),
+    "smollm3": Family(
+        "SmolLM3", LLAMA, {**GATED, **rope(), "num_key_value_heads": 2, "no_rope_layers": [1, 0]},
+        f"{SWIGLU} {UNTIED} {GROUPS} 2 --no-rope-freq [0,1]",
     ),
     "stablelm": Family(
         "StableLm", LLAMA,
@@ -343,9 +343,10 @@ MODELS = {
     ),
     "granite": Family(
         "Granite", LLAMA,
-        {**GATED, **rope(), "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
-         "attention_multiplier": 8**-0.5},
-        f"{SWIGLU} {UNTIED}",
+        {**GATED, **rope(), "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.22,
+         "attention_multiplier": 0.25},
+        f"{SWIGLU} {UNTIED} --embedding-multiplier 3 --logits-scaling 4 --residual-multiplier 0.22"
+        " --softmax-scale 0.25",
     ),
 }  # fmt: skip
 MIXTURES = {
@@ -371,6 +372,33 @@ MIXTURES = {
         " --mscale 0.7 --mscale-all-dim 0.9", yarn=True, q_lora_rank=24,
     ),
     "deepseek-v3-without-query-latent": deepseek("--rope-type rope", q_lora_rank=None),
+    # a group's score is the sum of its 2 best, however many experts are chosen: 1, 3 and 1.5 per group
+    "deepseek-v3-few-choices": deepseek(
+        "--rope-type rope --moe-router-group-score-topk 2", topk=2, q_lora_rank=None
+    ),
+    "deepseek-v3-many-choices": deepseek(
+        "--rope-type rope --moe-router-group-score-topk 2", topk=3, groups=(2, 1), q_lora_rank=None
+    ),
+    "deepseek-v3-uneven-choices": deepseek(
+        "--rope-type rope --moe-router-group-score-topk 2", topk=3, q_lora_rank=None
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2", DEEPSEEK_V2,
+        {**GATED, **rope(), **LATENT, "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+         "n_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+        f"{LATENT_FLAGS} --q-lora-rank 24 --rope-type rope {EXPERTS} 3 --moe-layer-freq [0,1] --moe-router-pre-softmax"
+        " --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 48",
+    ),
+    "glm4-moe": Family(
+        "Glm4Moe", GLM4_MIXTURE,
+        {**GATED, **rope(partial_rotary_factor=0.5), "attention_bias": True, "head_dim": 12, "num_key_value_heads": 2,
+         "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 24,
+         "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+        f"{SWIGLU} {UNTIED} --rotary-percent 0.5 --add-qkv-bias --kv-channels 12 {GROUPS} 2 {EXPERTS} 3"
+        " --moe-layer-freq [0,1] --moe-router-score-function sigmoid --moe-router-num-groups 1"
+        " --moe-router-group-topk 1 --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5"
+        " --moe-shared-expert-intermediate-size 48",
+    ),
     "gpt-oss": Family(  # a window in every other layer, sinks, biases, YaRN with an unrounded range, a clamp that acts
         "GptOss", GPT_OSS,
         {**GATED, **rope(kind="yarn", factor=8.0, original_max_position_embeddings=16, truncate=False), **SLIDING,

@@ -31,6 +31,29 @@ def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.fl
     return Interchange(settings | {"vocab_size": vocab_size, "model_family": model_family}, tensors)
 
 
+def as_on_the_hub(folder: Path) -> Path:
+    """``folder`` with the files that repositories of the hub hold beside weights and config.json."""
+    files = {
+        "generation_config.json": '{"do_sample": true, "temperature": 0.6, "transformers_version": "4.43.0"}',
+        "README.md": "---\nlicense: other\n---", ".gitattributes": "*.safetensors filter=lfs", "LICENSE": "text",
+        "configuration_model.py": "raise SystemExit", "training_args.bin": "not weights", "trainer_state.json": "{}",
+        "pytorch_model.bin.index.json": '{"weight_map": {}}', "model.safetensors.index.fp32.json": "{}",
+    }  # fmt: skip
+    for name, text in files.items():
+        if not (folder / name).exists():
+            (folder / name).write_text(text, encoding="utf-8")
+    (folder / "original").mkdir(exist_ok=True)
+    (folder / "original" / "params.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the safetensors files in ``folder``."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
 def tiny_llama(folder: Path, vocab_size: int = 64, dtype: torch.dtype = torch.float32) -> Path:
     """``folder``, with a random LLaMA of the flags ``LLAMA``."""
     from megatron.core.export.hf import save_hf

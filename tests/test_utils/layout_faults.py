@@ -212,7 +212,7 @@ def loss_mask_wears_off(rank):
 def every_rank_pools_its_own_first_position(rank):
     """Under sequence parallelism the binary head reads the first position of every rank."""
     where = module("megatron.core.models.bert.heads")
-    return mock.patch.object(where, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
+    return mock.patch.object(where, "reduce_from_region", lambda x, group: x)
 
 
 def pairs_weigh_as_on_one_rank(rank):

@@ -1,5 +1,6 @@
 """The rows of the matrix: models (flags that change the numbers) and layouts (flags that must not)."""
 
+from tests.test_utils.declared_table import DECLARED_MODELS, DECLARED_ROWS
 from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS
 from tests.test_utils.layouts import Layout
 from tests.test_utils.masked_layouts import BERT_MODELS, BERT_ROWS
@@ -29,6 +30,7 @@ MODELS = {
     **EXPERT_MODELS,
     **BERT_MODELS,
     **T5_MODELS,
+    **DECLARED_MODELS,
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
     "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
     "sgd": f"{DROPOUT} --optimizer sgd --lr 0.3 --clip-grad 0",
@@ -37,7 +39,8 @@ MODELS = {
     "mqa": f"{LLAMA} {GROUPS} 1 --qk-layernorm",
     "llama-sgd": f"{LLAMA} {GROUPS} 2 --optimizer sgd --lr 0.3",
     "packed": f"{DROPOUT} --reset-position-ids --reset-attention-mask --apply-layernorm-1p",
-    "window": f"{NO_DROPOUT} --position-embedding-type rope --squared-relu --window-size 8,0 --window-attn-skip-freq 2",
+    "window": f"{NO_DROPOUT} --position-embedding-type rope --squared-relu --window-size 8,0 --window-attn-skip-freq 2"
+              " --no-rope-freq 2",
     "gpt-oss": (  # its dense parts, windows in every second layer
         f"{NO_DROPOUT} {UNTIED} {GROUPS} 2 {YARN} --no-yarn-correction-range-round-to-int --normalization RMSNorm"
         " --quick-geglu --activation-func-clamp-value 0.02 --glu-linear-offset 1 --window-size 8,0"
@@ -73,6 +76,7 @@ MODELS = {
     "gemma-2": (
         f"{DROPOUT} --position-embedding-type rope --geglu --apply-layernorm-1p --norm-placement sandwich {GROUPS} 2"
         " --attn-logit-softcapping 0.05 --final-logit-softcapping 0.1 --softmax-scale 0.4 --apply-embedding-scaling"
+        " --embedding-multiplier 0.7 --residual-multiplier 0.8 --logits-scaling 0.5"
         " --window-size 8,0 --window-attn-skip-freq 2"
     ),
     "gemma-3": (
@@ -361,7 +365,7 @@ LATENTS = {
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
     **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
-    **FAMILIES, **BERT_ROWS, **T5_ROWS,
+    **FAMILIES, **BERT_ROWS, **T5_ROWS, **DECLARED_ROWS,
 }  # fmt: skip
 
 

@@ -67,7 +67,6 @@ def prepare():
     dist.init_process_group("gloo")
     OnCpu().__enter__()
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
-
     from megatron.core.tensor_parallel import random
 
     filesystem_async.mp = async_utils.mp = types.SimpleNamespace(get_context=lambda _: Threads(), Queue=queue.Queue)
@@ -225,7 +224,6 @@ def t5(config, a, **options):
     from megatron.core.models.T5.t5_model import T5Model
     from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     specs = (TransformerBlockSubmodules([each()] * a.num_layers, layer_norm=WrappedTorchNorm)

@@ -56,12 +56,20 @@ POSITIONS = {
     "rotary-share": f"{ROPE} --rotary-percent 0.5 --rotary-base 100",
     "rotary-interleaved": f"{ROPE} --rotary-interleaved --rotary-percent 0.25 --seed 9",
     "rotary-interpolated": f"{ROPE} --rotary-seq-len-interpolation-factor 3",
+    "layers-without-rotation": f"{ROPE} --num-layers 4 --no-rope-freq 2 --init-method-std 0.3",
+    "listed-layers-without-rotation": f"{ROPE} --num-layers 3 --no-rope-freq [1,0,1] --window-size 5,0 --rotary-base 50"
+                                      " --init-method-std 0.3",
     "llama-3-scaling": f"{ROPE} --use-rope-scaling --rope-scaling-factor 32 --rotary-base 500000",
     "llama-3-scaling-by-8": f"{ROPE} --use-rope-scaling --rotary-base 300000 --rotary-interleaved",
     "yarn": f"{YARN} --yarn-beta-fast 1.5 --yarn-beta-slow 0.1 --mscale 0.7 --mscale-all-dim 0.3",
     "yarn-unrounded": f"{YARN} --yarn-beta-fast 2 --no-yarn-correction-range-round-to-int --rotary-percent 0.75",
 }
 FAMILIES = {
+    "granite": "--embedding-multiplier 3 --residual-multiplier 0.3 --logits-scaling 5 --softmax-scale 0.2 --swiglu"
+               f" --init-method-std 0.3 {ROPE} {DROPOUT}",
+    "granite-in-chunks": f"{ROPE} --embedding-multiplier 0.5 --residual-multiplier 2 --logits-scaling 0.3"
+                         " --mtp-num-layers 1 --final-logit-softcapping 0.5 --cross-entropy-chunk-tokens 7"
+                         " --norm-placement sandwich",
     "gemma": f"--geglu --apply-layernorm-1p --apply-embedding-scaling --init-method-std 0.1 {ROPE} {DROPOUT}",
     "gemma-2": "--geglu --glu-linear-offset 0.3 --norm-placement sandwich --attn-logit-softcapping 0.3"
                " --final-logit-softcapping 0.5 --softmax-scale 0.4 --init-method-std 0.3 --window-size 5,0"
@@ -166,6 +174,9 @@ MIXTURES = {
     "square-root-of-softplus": f"{EIGHT} {SIGMOID} --moe-router-score-function sqrtsoftplus --moe-router-topk 1"
                                " --moe-aux-loss-coeff 0.1",
     "groups": f"{EIGHT} {GROUP_CHOICE} --moe-aux-loss-coeff 0.2",
+    "groups-by-their-best": f"{EIGHT} {SIGMOID} {GROUP_CHOICE} --moe-router-group-score-topk 1",
+    "groups-by-two-scores": f"{EIGHT} {SIGMOID} --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2"
+                            " --moe-router-group-score-topk 2",
     "groups-of-softmax": f"{EIGHT} {GROUP_CHOICE} --moe-router-pre-softmax --moe-router-topk-scaling-factor 3",
     "capacity": f"{MOE} --moe-expert-capacity-factor 0.8 --micro-batch-size 2 --moe-aux-loss-coeff 0.1"
                 " --eval-interval 6 --eval-micro-batch-size 1",
@@ -203,6 +214,8 @@ LATENTS = {
 }  # fmt: skip
 AHEADS = {
     "tokens-ahead": f"{AHEAD} 1 --mtp-loss-scaling-factor 0.4 --eval-interval 8",
+    "tokens-ahead-at-learned-positions": f"{FEW} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --init-method-std"
+                                         " 0.3",
     "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad"
                          " 0.5",
     "experts-ahead": f"{AHEAD} 2 --mtp-loss-scaling-factor 0.3 {EIGHT} --moe-aux-loss-coeff 0.2 --moe-layer-freq [0,1]",

@@ -12,21 +12,22 @@ ROOT = Path(__file__).resolve().parents[2]
 # A graph without cycles (tested); by it the subject of a file decides where it lives, not what it imports.
 CORE = {
     "config": "",
-    "groups": "config",
+    "safe_files": "",
+    "groups": "config safe_files",
     "fusions": "config",
     "random": "fusions",
     "schedules": "config",
     "timers": "config",
     "enums": "",
-    "tokenizers": "config",
-    "datasets": "config data tokenizers",
+    "tokenizers": "config safe_files",
+    "datasets": "config data safe_files tokenizers",
     "inference": "config",
     "extensions": "config fusions",
     "sharding": "config groups random",
     "statistics": "groups",
     "parallel_state": "config groups",
-    "dist_checkpointing": "config groups sharding",
-    "export": "attention config dist_checkpointing models sharding tokenizers",
+    "dist_checkpointing": "config groups safe_files sharding",
+    "export": "attention config dist_checkpointing models safe_files sharding tokenizers",
     "distributed": "config dist_checkpointing groups parallel_state sharding statistics",
     "tensor_parallel": "config extensions fusions groups parallel_state random sharding",
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",
@@ -67,7 +68,7 @@ TRAINING = {
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
         "tasks train_state trainer watchdog",
-    "entry": "arguments config report run tasks",
+    "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }
 
@@ -75,7 +76,14 @@ TRAINING = {
 def _rooms():
     """room -> allowed rooms, by full names. ``core`` in a row of TRAINING: every room of the library."""
     library = [f"megatron.core.{room}" for room in CORE]
-    table = {"megatron.data": {"megatron.core.config"}, "megatron.compat": {"*"}}
+    table = {
+        "megatron.data": {"megatron.core.config", "megatron.core.safe_files"},
+        "megatron.compat": {"*"},
+        "megatron.tools": {"*"},
+        "megatron.console": {"megatron.core.config", "megatron.training.entry"},
+        "megatron.__main__": {"megatron.console"},
+        "megatron.version": set(),
+    }
     for room, allowed in CORE.items():
         table[f"megatron.core.{room}"] = {
             f"megatron.{name}" if name == "data" else f"megatron.core.{name}" for name in allowed.split()
@@ -94,16 +102,17 @@ MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
-MAX_LIBRARY_LINES = 46_425  # all of them counted
+MAX_LIBRARY_LINES = 57_000  # raised for model families, calls of other programs and complete docstrings
 MAX_ENTRY_LINES = 60
 OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
-                         "megatron/core/tokenizers/", "megatron/training/hooks/")
+                         "megatron/core/tokenizers/", "megatron/tools/", "megatron/training/hooks/")
 
 # path or path::name -> reason; each entry lifts the budget rules for that place
 EXCEPTIONS = {
     "megatron/core/models/gpt/gpt_model.py::__init__": "the constructor that existing programs call by name",
     "megatron/core/models/bert/bert_model.py::__init__": "the constructor that existing programs call by name",
     "megatron/core/models/t5/t5_model.py::__init__": "the constructor that existing programs call by name",
+    "megatron/core/models/t5/t5_model.py::forward": "the call that existing programs make by position",
     "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
     "megatron/compat/dataset_helpers.py::build_mapping": "a signature of Megatron-LM's",
     "megatron/compat/dataset_helpers.py::build_blocks_mapping": "a signature of Megatron-LM's",
@@ -181,7 +190,7 @@ def test_a_room_imports_only_the_rooms_that_it_may(path):
     assert home is not None, f"{module} stands in no room: add it to one, or a room to the table above"
     for imported, line in imported_modules(path, tree_of(path)):
         assert imported not in SHIMS, f"{path}:{line}: {imported} is a name for existing programs"
-        if imported in NAMESPACES:
+        if imported in (*NAMESPACES, "megatron.version"):
             continue
         target = room_of(imported)
         assert target is not None, f"{path}:{line}: {imported} stands in no room"

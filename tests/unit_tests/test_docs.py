@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.console import MODELS, TOOLS
 from megatron.core.config import absent
 from megatron.core.config.cli import flags_of, normalize
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
@@ -77,7 +78,7 @@ def test_pages_speak_of_the_program_alone(page):
 
 @pytest.fixture(scope="module")
 def known_flags():
-    folders = ("tools", "benchmarks", "examples", "tests")
+    folders = ("tools", "megatron/tools", "benchmarks", "examples", "tests")
     programs = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     specs = (*flag_specs(), *flags_of(PreprocessConfig))
     known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")}
@@ -138,3 +139,11 @@ def test_pages_that_the_code_names_exist():
             continue
         named = re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
         assert [page for page in named if not (ROOT / page).is_file()] == [], path
+
+
+def test_every_command_is_documented_with_its_script():
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    for name, (module, description) in TOOLS.items():
+        script = f"tools/{module.replace('.', '/')}.py"
+        assert f"| `megatron {name}` | `python {script}` | {description} |" in text and (ROOT / script).is_file()
+    assert all(f"| `megatron pretrain {name}` | `pretrain_{name}.py` |" in text for name in MODELS)

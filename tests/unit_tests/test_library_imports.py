@@ -5,12 +5,17 @@ from importlib import import_module
 
 import pytest
 
-from megatron.compat import unavailable
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import MissingFamily
 
 NAMES = {
     "megatron.core": "parallel_state mpu tensor_parallel dist_checkpointing",
+    "megatron.core.package_info": "__version__",
+    "megatron.core.utils":
+        "StragglerDetector divide flatten_batch_for_packed_sequences get_attr_wrapped_model get_batch_on_this_cp_rank "
+        "get_batch_on_this_hybrid_cp_rank get_batch_on_this_tp_rank get_model_config get_te_version "
+        "get_thd_batch_on_this_cp_rank get_torch_version is_te_min_version is_torch_min_version",
     "megatron.core.parallel_state":
+        "get_hybrid_data_context_parallel_groups "
         "initialize_model_parallel destroy_model_parallel model_parallel_is_initialized "
         "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size get_tensor_model_parallel_group "
         "get_pipeline_model_parallel_rank get_pipeline_model_parallel_world_size get_pipeline_model_parallel_group "
@@ -26,7 +31,12 @@ NAMES = {
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.models.gpt.gpt_layer_specs":
         "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec "
-        "get_gpt_mtp_block_spec",
+        "get_gpt_mtp_block_spec get_gpt_decoder_layer_specs get_gpt_layer_with_inference_spec",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs":
+        "get_transformer_block_with_experimental_attention_variant_spec "
+        "get_transformer_layer_with_experimental_attention_variant_spec",
+    "megatron.core.models.hybrid.hybrid_model": "HybridModel",
+    "megatron.core.transformer.multi_token_prediction": "get_mtp_ranks mtp_on_this_rank",
     "megatron.core.transformer": "TransformerConfig MLATransformerConfig",
     "megatron.core.transformer.transformer_config": "TransformerConfig MLATransformerConfig",
     "megatron.core.transformer.module": "MegatronModule",
@@ -64,10 +74,16 @@ NAMES = {
     "megatron.training.datasets.sft_dataset": "SFTDataset",
     "megatron.training.datasets.fim_dataset": "GPTFIMDataset GPTFIMDatasetConfig",
     "megatron.training":
-        "get_args get_timers get_tokenizer print_rank_0 print_rank_last pretrain get_model initialize_megatron",
+        "get_args get_timers get_tokenizer print_rank_0 print_rank_last pretrain get_model initialize_megatron "
+        "inprocess_restart set_startup_timestamps",
+    "megatron.training.training": "pretrain get_model set_startup_timestamps update_seqlen_stats_from_cu_seqlens",
+    "megatron.training.argument_utils":
+        "gpt_config_from_args hybrid_config_from_args pretrain_cfg_container_from_args PretrainConfigContainer",
+    "megatron.training.distillation": "LossFuncCallable",
+    "megatron.legacy.model": "BertModel GPTModel T5Model",
     "megatron.training.program": "run",
     "megatron.core.placement": "parameter Shard",
-    "megatron.training.arguments": "core_transformer_config_from_args",
+    "megatron.training.arguments": "core_transformer_config_from_args parse_and_validate_args",
 }
 
 
@@ -79,10 +95,23 @@ def test_names_of_existing_programs_are_where_they_look_for_them(module):
             import_module(f"{module}.{name}")  # `from package import module`
 
 
-@pytest.mark.parametrize("name", unavailable.__all__)
-def test_names_of_what_is_not_there_are_an_error_when_used(name):
-    with pytest.raises(UserError, match="not available; "):
-        getattr(unavailable, name)(None)
+MISSING_FAMILIES = {
+    "megatron.core.datasets.multimodal_dataset": "vision-language models",
+    "megatron.core.models.multimodal.llava_model": "vision-language models",
+    "megatron.core.datasets.retro.query.retro_dataset": "Retro models",
+    "megatron.core.models.retro.utils": "Retro models",
+    "megatron.legacy.data.biencoder_dataset_utils": "ICT",
+    "megatron.core.models.mamba.mamba_layer_specs": "Mamba and hybrid models",
+    "megatron.core.models.hybrid.hybrid_layer_specs": "Mamba and hybrid models",
+}
+
+
+@pytest.mark.parametrize("module", MISSING_FAMILIES)
+def test_modules_of_missing_families_name_the_family(module):
+    for _ in range(2):  # a failed import is tried again
+        with pytest.raises(MissingFamily, match=f"{MISSING_FAMILIES[module]}.* not available") as raised:
+            import_module(module)
+    assert isinstance(raised.value, ImportError) and not isinstance(raised.value, ModuleNotFoundError)
 
 
 DEFAULTS = {

@@ -1,6 +1,7 @@
-"""Which kernel computes attention: chosen once, from everything that the choice depends on, with the reasons in words.
+"""Select a layer's attention kernel from a :class:`Request` (backend flag, dtype, head dim, GPU, mask) once, at build.
 
-One list of candidates for what was asked for, best first; each kernel's file says whether it can serve, or why not.
+:func:`_candidates` lists the kernels for the requested backend, best first. Each kernel's file has a ``supports``
+function that returns None or the reason for rejection; the first supported kernel is chosen.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TITLES = {
     "flash-attn 4": "flash-attn, FlashAttention 4",
 }
 UNEQUAL_HEADS = ("unfused", "torch", "math")
-"""Kernels that take, over whole sequences, values with heads of another size than keys."""
+"""Kernels that support different key and value head dims on full sequences."""
 _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
     "cudnn": torch_sdpa.cudnn_supports,
     "flash": torch_sdpa.flash_supports,
@@ -49,7 +50,7 @@ _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
 
 
 class Choice(NamedTuple):
-    """A kernel and why."""
+    """The name of the selected kernel and the reason; ``str`` gives both for the log."""
 
     kernel: str
     reason: str
@@ -62,8 +63,9 @@ def request_of(
     config: TransformerConfig, window: Window | None, form: Form = "whole", channels: int | None = None, *,
     biased: bool = False,
 ) -> Request:  # fmt: skip
-    """The request of a configuration's layer with ``window`` on this machine; ``channels`` of heads where these are not
-    ``config.kv_channels``."""
+    """Build the request of a layer of ``config`` with ``window`` on this machine. Reads the current GPU's capability
+    and may import flash-attn 4, which takes seconds. ``channels``: head dim if not ``config.kv_channels``. ``biased``:
+    scores get a bias by distance."""
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,
@@ -83,17 +85,14 @@ def request_of(
 
 
 def _version_4_is_usable(config: TransformerConfig) -> bool:
-    """Tries to import it, which takes seconds, only where it may be chosen."""
+    """Return whether flash-attn 4 works. Imports it (takes seconds) only if it is a candidate."""
     may_be_chosen = config.attention_backend in ("auto", "flash") and not config.attention_dropout
     return torch.cuda.is_available() and may_be_chosen and flash_attn_4.is_usable()
 
 
 def choose_kernel(request: Request) -> Choice:
-    """The kernel of a layer.
-
-    Raises:
-        UserError: what was asked for by name cannot serve, with the reason.
-    """
+    """Return the best supported kernel for ``request``; the reason lists rejected better ones. No device access. Raises
+    UserError if the backend or version requested by flag does not support the request, with every reason."""
     if request.backend in ("unfused", "local"):
         return Choice("unfused", f"--attention-backend {request.backend}")
     if request.dropout:
@@ -128,7 +127,7 @@ def _first_that_serves(request: Request) -> Choice:
 
 
 def _candidates(request: Request) -> Iterator[str]:
-    """Best first. Packages that are not installed are not spoken of."""
+    """Yield candidate kernels, best first. Skips packages that are not installed, unless requested by version."""
     if request.flash_version is not None:
         yield f"flash-attn {request.flash_version}"
         return
@@ -140,7 +139,7 @@ def _candidates(request: Request) -> Iterator[str]:
     if request.dtype in SIXTEEN_BIT:
         packages = {"flash": (4, 3), "auto": (4,)}.get(request.backend, ())
         yield from (f"flash-attn {version}" for version in packages if version in request.flash_packages)
-        # cuDNN through SDPA would need a mask of the whole sequence for a window: s^2 memory and time
+        # SDPA passes a window to cuDNN only as a dense mask: s^2 memory and time
         if not banded and (request.backend == "fused" or request.capability >= (9, 0) and request.backend == "auto"):
             yield "cudnn"
         if request.backend != "fused" or banded:
@@ -152,7 +151,7 @@ def _candidates(request: Request) -> Iterator[str]:
 
 
 def _remarks(name: str, request: Request) -> Iterator[str]:
-    """Remarks on a choice for the user."""
+    """Yield notes for the log about a selected flash-attn package: speed, minimum length, compile time."""
     if name == "flash-attn 3" and request.flash_version is None:
         yield "installed, and twice as fast as FlashAttention 2"
     if name != "flash-attn 4":
@@ -164,18 +163,18 @@ def _remarks(name: str, request: Request) -> Iterator[str]:
 
 
 def without_version_4(request: Request) -> Request:
-    """The request of a machine that lacks flash-attn-4."""
+    """Return ``request`` as if flash-attn-4 were not installed."""
     return replace(request, flash_packages=tuple(version for version in request.flash_packages if version != 4))
 
 
 def make_kernel(
     request: Request, config: TransformerConfig, layer_number: int, scale: float
 ) -> tuple[Choice, Kernel]:  # fmt: skip
-    """The choice for a layer (from 1), and the kernel with everything set but tensors and mask.
+    """Select and build the kernel of layer ``layer_number`` (from 1) with softmax scale ``scale``; return both.
 
-    Raises:
-        UserError: as :func:`choose_kernel`.
-    """
+    For a ring with a sliding window, first runs the GPU kernel on the ring's band tiles (once per process, head dim and
+    dtype). If its results are wrong, logs a warning and returns ``UnfusedAttention``. Raises UserError as
+    :func:`choose_kernel`."""
     choice = choose_kernel(request)
     has_bands = request.form == "ring" and request.window is not None and choice.kernel != "unfused"
     if has_bands and not _bands_are_right_here(choice.kernel, request.channels, request.dtype):
@@ -212,7 +211,7 @@ def _build(choice: Choice, request: Request, scale: float, config: TransformerCo
 
 @functools.lru_cache(maxsize=16)
 def _bands_are_right_here(name: str, channels: int, dtype: torch.dtype) -> bool:
-    """Whether the current GPU's kernels are right on the bands of rings, found out once."""
+    """Return whether the current GPU's kernel ``name`` is correct on a ring's band tiles (runs it; cached)."""
     scale = channels**-0.5
     kernel: FlashKernel = torch_sdpa.TorchAttention(name, scale)
     if name == "flash-attn 4":

@@ -1,10 +1,10 @@
-"""Describes the attention of ``transformer/attention.py`` and ``cross_attention.py``. Torch-free."""
+"""Parameters, FLOPs, traffic and saved activations of self- and cross-attention layers. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.attention.window import layer_window
+from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear, norm
 
@@ -12,15 +12,15 @@ SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
     "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_layernorm_across_heads", "qk_l2_norm", "softmax_scale",
     "attn_logit_softcapping", "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_percent",
-    "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
-    "apply_query_key_layer_scaling", "softmax_type",
+    "rotary_interleaved", "no_rope_freq", "use_rope_scaling", "rope_scaling_factor", "window_size",
+    "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
-"""Settings that its weights depend on."""
+"""Configuration fields that determine the layer's weights and the meaning of their values."""
 
 
 def visible_pairs(config: Config, place: LayerPlace) -> float:
-    """Query-key pairs of one sequence, by areas: the triangles s^2 / 2 before a query and, unless attention is causal,
-    behind it, each less the triangle outside of the window."""
+    """Return the number of visible query-key pairs of one sequence, approximated by areas: the triangle s^2 / 2 before
+    the diagonal and, unless attention is causal, the one after it, each less the triangle outside the window."""
     length = place.seq_length
     sides = layer_window(config.window_size, config.window_attn_skip_freq, place.layer_number) or (-1, -1)
     seen = sides[:1] if place.causal else sides
@@ -29,7 +29,7 @@ def visible_pairs(config: Config, place: LayerPlace) -> float:
 
 
 def describe_attention(config: Config, place: LayerPlace) -> Piece:
-    """Query-key-value projection, attention, output projection."""
+    """Describe self-attention: QKV projection, head norms, rotary embedding, core attention, output projection."""
     heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
     query = heads // tp * channels
@@ -46,7 +46,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
         attention_core(config, place, query, key_value // 2, query),
         gemm(proj[0], config, place.seq_length, saved=(Saved("mixed values", query * item),)),
     ]
-    if place.rotary:
+    if place.rotary and has_rotation(config.no_rope_freq, place.layer_number):
         ops.insert(1, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
     head_norms: list[Param] = []
     if config.qk_layernorm and not config.qk_l2_norm:
@@ -58,7 +58,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
 
 
 def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
-    """Projections of queries, and of keys and values of the encoder's output; attention, output projection."""
+    """Describe cross-attention: projections of queries and of the encoder's output, core attention, projection."""
     heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
     query, key_value = heads // tp * channels, 2 * max(groups // tp, 1) * channels
@@ -77,13 +77,13 @@ def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
 
 
 def sink_params(config: Config) -> list[Param]:
-    """The logit of each head's sink, where these are learned."""
+    """Return the parameter of learned attention sinks (one logit per head); empty without learned sinks."""
     learned = config.softmax_type == "learnable"
     return [Param("core_attention.softmax_offset", (config.num_attention_heads,), {"tp": 0}, ndim=1)] if learned else []
 
 
 def is_unfused(config: Config) -> bool:
-    """Whether whole sequences are attended to by plain torch, as the settings ask."""
+    """Return whether the settings select unfused attention on full sequences: by backend, dropout or soft cap."""
     is_asked_for = config.attention_backend in ("unfused", "local")
     return bool(config.attention_dropout or config.attn_logit_softcapping) or is_asked_for
 
@@ -91,16 +91,17 @@ def is_unfused(config: Config) -> bool:
 def attention_core(
     config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0
 ) -> Op:  # fmt: skip
-    """Attention between its projections; what it keeps beside its inputs and its output. ``query``, ``key`` and
-    ``output`` are elements per token on this rank; ``num_keys``: of another sequence, all of which are seen."""
+    """Describe core attention (between the projections): FLOPs, gradient bytes and activations saved in addition to its
+    inputs and output. ``query``, ``key`` and ``output`` are elements per token on this rank. ``num_keys``: length of
+    the other sequence in cross-attention, all visible; 0 for self-attention."""
     pairs = float(place.seq_length * num_keys) if num_keys else visible_pairs(config, place)
     tp = config.tensor_model_parallel_size
     item, heads = activation_bytes(config), config.num_attention_heads // tp
     kept = 4.0 * heads  # log-sum-exp
     if config.context_parallel_size > 1 or config.softmax_type != "vanilla":
-        kept += output * item  # the ring's output in its own order
+        kept += output * item  # the merged output of blocks, saved in its own memory layout
     elif is_unfused(config):
-        copies = (query + key) * item  # of queries and scaled keys, in the order of the GEMM
+        copies = (query + key) * item  # queries and scaled keys, copied to the layout of the GEMM
         scores = (2 * item + 1 if config.attention_dropout else item) + (item if config.attn_logit_softcapping else 0)
         kept = heads * (num_keys or place.seq_length) * scores + copies
     saved = (Saved("attention", kept, ("core_attn",)),)

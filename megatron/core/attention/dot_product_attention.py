@@ -1,12 +1,12 @@
-"""The attention core: queries, keys and values in, mixed values out.
+"""Core attention: the module between the QKV projection and the output projection.
 
-    softmax(scale Q K^T, soft-capped, plus a bias by distance, where asked for,
-            over the visible keys and a sink, if there is one) V
+    out = softmax(softcap(scale Q K^T) + bias(distance), over the visible keys and the sink) V
 
-One module for any number of context-parallel ranks: a kernel, chosen once (``choose.py``), and a form that lets queries
-meet all keys. With one rank that is a ring of one: the kernel itself, over whole sequences.
+Soft cap, bias and sink are optional. The module combines a kernel, selected once at construction (``choose.py``), with
+a context-parallel strategy (``context_parallel/forms.py``). Without context parallelism it calls the kernel on full
+sequences.
 
-Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, d head dim, e head dim of
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, e head dim of
 values.
 """
 
@@ -33,18 +33,20 @@ from megatron.core.random.dropout import DropoutCoordinates
 
 
 class CoreAttention(nn.Module):
-    """Query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] of this rank's tokens -> [s, b, a * e].
+    """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] of this rank's tokens and heads to [s, b, a * e].
 
     Args:
-        attention_type: ``cross``: keys are of another sequence than queries, and no window is on them. ``relative``:
-            scores get a bias by head and distance, which ``forward`` is given.
+        layer_number: from 1; selects window, communication type and dropout masks.
+        attention_type: ``cross``: keys belong to another sequence than queries, without causality or window.
+            ``relative``: ``forward`` adds its ``position_bias`` to scores.
         softmax_scale: None: ``config.softmax_scale``, or 1 / sqrt(d).
         k_channels: d; None: ``config.kv_channels``.
         v_channels: e; None: d.
 
-    Raises:
-        UserError: the kernel that was asked for by name cannot serve here.
-    """
+    Raises UserError if the backend requested by flag does not support this layer, or ``groups`` has another
+    context-parallel size than ``config``."""
+
+    supports_context_parallel = True
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class CoreAttention(nn.Module):
         scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
         request = request_of(config, self.visibility.window, layout.needs, max(keys, values), biased=biased)
         self.choice, kernel = make_kernel(request, config, layer_number, scale)
-        """The kernel that was chosen, and why."""
+        """Selected kernel and reason."""
         self.form, self.first_head = layout.form(kernel), layout.first_head
         self._filled = ""
         if keys != values and (self.choice.kernel not in UNEQUAL_HEADS or not isinstance(self.form, WholeSequence)):
@@ -96,9 +98,14 @@ class CoreAttention(nn.Module):
         dropout: DropoutCoordinates | None = None,
         position_bias: Tensor | None = None,
     ) -> Tensor:
-        """``attention_mask`` bool, True where hidden, broadcasts to [b, a, s, t] and adds to causality and window;
-        ``position_bias`` [a, n] is added to scores by head and distance (``position_bias.py``).
-        Boundaries of packed documents count tokens of the whole sequences."""
+        """Attend and return [s, b, a * e]; collective over the context-parallel group.
+
+        Args:
+            attention_mask: bool, True where hidden, broadcastable to [b, a, s, t]; applied in addition to causality and
+                window. Some kernels and context parallelism reject it (UserError).
+            packed_seq_params: document bounds in full sequences, also with context parallelism.
+            dropout: coordinates of the tokens; required in training with dropout (else ValueError).
+            position_bias: [a, n], added to scores by head and distance (``position_bias.py``)."""
         documents = packed_seq_params
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
@@ -107,7 +114,7 @@ class CoreAttention(nn.Module):
 
     @property
     def description(self) -> str:
-        """For the log: the kernel, why, and the form of context parallelism."""
+        """Text for the log: kernel, reason and context-parallel strategy."""
         form = self.form.inner if isinstance(self.form, EqualHeads) else self.form
         words = f"{self.choice}{self._filled}"
         if isinstance(form, WholeSequence):

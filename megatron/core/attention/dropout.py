@@ -1,7 +1,8 @@
-"""Dropout of attention weights: the mask is a function of sample, layer, global head, query and key position.
+"""Layout-independent dropout of attention weights.
 
-So no layout, block or form of context parallelism changes it. Kernels would draw masks of their own: only the plain one
-takes this.
+The mask is a function of sample, layer, global head, query position and key position, so that parallel layout, key
+blocks and context-parallel strategy do not change it. Only the unfused kernel supports it: fused kernels generate masks
+that depend on the kernel's tiling.
 
 Legend: b batch, a heads (local), q queries, k keys of a tile.
 """
@@ -26,17 +27,18 @@ class WeightDropout:
     rate: float
     site: tuple[str | int, ...]
     first_head: int
-    """Global number of the first local head."""
+    """Global index of the first local head."""
     sample_b: Tensor
     """Global sample counter, int64 [b]."""
 
     @property
     def scale(self) -> float:
-        """Factor of what is kept."""
+        """Scale of kept weights: 1 / (1 - rate), with the rate rounded to the generator's multiple of 2**-16."""
         return 1.0 / (1.0 - DropoutStream.exact_rate(self.rate))
 
     def keep(self, tile: Tile, num_heads: int) -> Tensor:
-        """[b, a, q, k] bool. Tiles must not join stretches of the sequence."""
+        """Return the mask of kept weights of ``tile``, bool [b, a, q, k]; b is 1 for a tile of one row. Positions must
+        be consecutive: tiles that merge ranges (``plan_tiles(merge=True)``) would get wrong masks."""
         device = self.sample_b.device
         samples = self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]
         positions = torch.arange(tile.query_position, tile.query_position + tile.num_queries, device=device)
@@ -54,9 +56,9 @@ class WeightDropout:
         return mask
 
     def __call__(self, weights: Tensor, tile: Tile) -> Tensor:
-        """``weights`` [b, a, q, k]; differentiable, keeps the bool mask for backward."""
+        """Drop out ``weights`` [b, a, q, k] of ``tile``; differentiable, saves the bool mask for backward."""
         return ScaleByMask.apply(weights, self.keep(tile, weights.shape[1]), self.scale)
 
     def factors(self, tile: Tile, num_heads: int, dtype: torch.dtype) -> Tensor:
-        """[b, a, q, k]: 0 where dropped, else 1 / (1 - rate)."""
+        """Return the multipliers of weights, ``dtype`` [b, a, q, k]: 0 where dropped, else :attr:`scale`."""
         return self.keep(tile, num_heads).to(dtype).mul_(self.scale)

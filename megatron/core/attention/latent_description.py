@@ -1,4 +1,4 @@
-"""Describes the multi-latent attention of ``transformer/multi_latent_attention.py``. Torch-free."""
+"""Parameters, FLOPs, traffic and saved activations of multi-latent attention. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ SETTINGS = (
     "rotary_base", "rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim", "window_size",
     "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
-"""Settings that its weights depend on."""
+"""Configuration fields that determine the layer's weights and the meaning of their values."""
 
 
 def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
-    """Projections to latents and up from them, attention, output projection."""
+    """Describe multi-latent attention: down- and up-projections, rotary embedding, core attention, projection."""
     heads, value, item = config.num_attention_heads, config.v_head_dim, activation_bytes(config)
     local, key = heads // config.tensor_model_parallel_size, config.qk_head_dim + config.qk_pos_emb_head_dim
     params, ops = _projections(config, place.seq_length)
-    # flash kernels and blocks of keys take heads of one size; elsewhere values are kept with what they were split from
+    # flash kernels and key blocks need equal head dims, so that values are padded copies; otherwise values are views
+    # of the up-projection's output, which stays alive as one tensor
     unfused = item > 2 or is_unfused(config)
     in_blocks = config.context_parallel_size > 1 or config.softmax_type != "vanilla"
     is_filled = key != value and (in_blocks or not unfused)
@@ -43,7 +44,7 @@ def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
 
 
 def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
-    """Down to the latents and up from them, in the order in which they are built."""
+    """Return parameters and ops of the down- and up-projections, in the module's construction order."""
     hidden, heads, query_rank, rank = (
         config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
     )  # fmt: skip
@@ -57,7 +58,7 @@ def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
         ops.append(gemm(params[-1], config, tokens))
 
     def up(name: str, norm_name: str, size: int, out: int) -> None:
-        """With the norm before it, which keeps the latent as the GEMM keeps what it gets: of this rank's positions."""
+        """Add an up-projection and its norm; each saves its latent input for this rank's positions."""
         per_rank = config.tensor_model_parallel_size if config.sequence_parallel else 1
         kept = size / per_rank * activation_bytes(config)
         if config.qk_layernorm:

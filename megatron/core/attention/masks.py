@@ -1,8 +1,8 @@
-"""The mask as data: causality, a window, documents; never a tensor of all pairs but on the plain path.
+"""Attention masks as data: causality, window and documents. Only the unfused kernel builds a tensor of all pairs.
 
-A query sees a key of its own document within a band around its position. Padded rows are documents too: what is used,
-and the rest (:meth:`PackedSeqParams.of_lengths`); where keys are of another sequence, documents have bounds of queries
-and others of keys (:meth:`PackedSeqParams.of_keys`).
+A query sees the keys of its document within a band around its position. A padded row is two documents, its tokens and
+its padding (:meth:`PackedSeqParams.of_lengths`). In cross-attention, documents have separate bounds for queries and
+keys (:meth:`PackedSeqParams.of_keys`).
 
 Legend: b batch, s sequence, q query positions, k key positions.
 """
@@ -22,26 +22,26 @@ from megatron.core.attention.tiles import Bounds, Tile, Visibility
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys the queries of a batch may see."""
+    """Visible query-key pairs of a batch, with dropout and bias of their scores."""
 
     visibility: Visibility = Visibility()
     documents: PackedSeqParams | None = None
-    """What whole sequences see, also where ranks hold parts of them."""
+    """Document bounds in full sequences, also with context parallelism."""
     hidden: Tensor | None = None
-    """Bool, True where hidden, broadcasts to [b, a, q, k] and adds to the rest; plain path only."""
+    """Dense mask, bool, True where hidden, broadcastable to [b, a, q, k], in addition; unfused and torch kernels."""
     dropout: WeightDropout | None = None
-    """Dropout of the attention weights; plain path only."""
+    """Dropout of attention weights; unfused kernel only."""
     bias: Tensor | None = None
-    """Added to scaled scores by head and distance, [a, n] (``position_bias.py``)."""
+    """Bias [a, n] added to scaled scores by head and distance (``position_bias.py``)."""
 
     @property
     def bounds(self) -> tuple[Bounds, Bounds] | None:
-        """The documents' boundaries among queries and among keys, on the host; None without documents."""
+        """Host bounds of query and key documents; None without documents. The first access may wait for the GPU."""
         return None if self.documents is None else self.documents.all_bounds()
 
 
-@functools.lru_cache(maxsize=4)  # all layers of a kind ask for the same
-@torch.inference_mode(False)  # what is kept must serve training too, which may save it for backward
+@functools.lru_cache(maxsize=4)  # equal for all layers of one kind
+@torch.inference_mode(False)  # the cached tensor may be saved for backward later, which inference tensors cannot
 def _hidden_pairs(
     num_queries: int, num_keys: int, left: int | None, right: int | None, device: torch.device | None
 ) -> Tensor:
@@ -55,12 +55,13 @@ def _hidden_pairs(
 
 
 def hidden_pairs(tile: Tile, device: torch.device | None = None) -> Tensor | None:
-    """[q, k], True where the tile's band hides a pair; None where it hides none."""
+    """Return bool [q, k], True for pairs outside the tile's band; None if the tile is full. Cached: do not write."""
     return None if tile.is_full else _hidden_pairs(tile.num_queries, tile.num_keys, tile.left, tile.right, device)
 
 
 def document_mask(documents: PackedSeqParams, batch: int, num_queries: int, num_keys: int) -> Tensor:
-    """[b, 1, q, k]: pairs of tokens of different documents. Dense, for the reference path only."""
+    """Return the dense mask [b, 1, q, k], True for pairs of tokens of different documents. No host sync. Needs memory
+    for all pairs: for the unfused kernel, and for bounds that only the GPU knows."""
 
     def number(cu_seqlens: Tensor | None, length: int) -> Tensor:
         assert cu_seqlens is not None

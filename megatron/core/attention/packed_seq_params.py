@@ -1,58 +1,117 @@
-"""Boundaries of the documents that are packed into a batch."""
+"""Document boundaries of packed or padded batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import UserError
+
 
 def host_may_read(x: Tensor) -> bool:
-    """Whether a decision may depend on the values of ``x``: the host would wait for a GPU, and a CUDA graph repeats
-    what was decided while it was recorded."""
+    """Return whether ``x`` is on the CPU, so that Python may branch on its values (on a GPU: a sync, and the branch
+    would be fixed in CUDA graphs)."""
     return not x.is_cuda
 
 
 def lengths_of_mask(mask: Tensor) -> Tensor:
-    """Tokens of each row [b] of a mask [b, s] that is 1 for tokens and 0 for the padding behind them.
-
-    Raises:
-        ValueError: padding before a token (on GPUs nothing is raised: that would wait).
-    """
+    """Return the number of tokens per row, int64 [b], of a mask [b, s] with 1 for tokens, followed by 0 for padding.
+    Raises ValueError if padding precedes a token (not checked on GPUs, as that would wait)."""
     mask = mask.long()
     if host_may_read(mask) and bool((mask.diff(dim=1) > 0).any()):
         raise ValueError("attention_mask: padding stands behind all tokens of a row, here it is before some")
     return mask.sum(1)
 
 
+def _require_equal(queries: Tensor, keys: Tensor) -> None:
+    equal = (queries == keys).all() if queries.shape == keys.shape else torch.zeros((), dtype=torch.bool)
+    if not host_may_read(equal):
+        torch._assert_async(equal)
+    elif not equal:
+        raise ValueError("cu_seqlens_kv: must equal cu_seqlens_q; queries and keys are of the same tokens")
+
+
+def _with_padding(actual: Tensor, padded: Tensor, num_tokens: int) -> Tensor:
+    """Return int32 bounds [2n + 2] of documents, each followed by its padding, up to ``num_tokens``. ``actual``
+    [n + 1]: cumulative lengths without padding; ``padded`` [n + 1]: starts of padded documents. Raises ValueError if a
+    document exceeds its padded length (not checked on GPUs)."""
+    starts, ends = padded[:-1], padded[:-1] + actual.diff()
+    if host_may_read(padded) and bool((ends > padded[1:]).any()):
+        raise ValueError("cu_seqlens_q: a document is longer than its place in cu_seqlens_q_padded")
+    bounds = torch.stack((starts, ends), dim=1).flatten()
+    tail = torch.stack((padded[-1], torch.full_like(padded[-1], num_tokens)))
+    return torch.cat((bounds, tail)).to(torch.int32)
+
+
 @dataclass
 class PackedSeqParams:
-    """Cumulative document lengths, int32 [documents + 1], over the flattened batch.
-
+    """Cumulative document lengths, int32 [documents + 1], over the flattened batch; same fields as Megatron-LM's class.
     The batch is flattened row by row ([b, s] -> [b * s]), every row boundary is a document boundary, and documents
-    attend only to themselves. The first entry is 0, the last b * s. ``max_seqlen_*`` (the longest document) saves
-    attention kernels some empty blocks; without it the row length stands in.
-    """
+    attend only to themselves. The first entry is 0, the last b * s. ``max_seqlen_*`` is the longest document; without
+    it kernels launch blocks for the row length. Megatron-LM's programs may pass lengths without padding in
+    ``cu_seqlens_*`` and the starts of the padded documents in ``cu_seqlens_*_padded``; :meth:`documents` converts them.
+    Raises UserError if ``local_cp_size`` is set."""
 
-    qkv_format: str = "thd"
+    qkv_format: str | None = None
+    """Ignored, except that "thd" is rejected with context parallelism: Megatron-LM's programs then split each document
+    over the ranks, while this library splits rows (``get_batch_on_this_cp_rank``)."""
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
     bounds: tuple[int, ...] | None = None
-    """``cu_seqlens_q`` on the host: reading it from a GPU would wait for it."""
+    """``cu_seqlens_q`` on the host, so that it is not read from the GPU, which would wait."""
     key_bounds: tuple[int, ...] | None = None
-    """The same of ``cu_seqlens_kv``, where keys are of another sequence than queries."""
+    """``cu_seqlens_kv`` on the host, in cross-attention."""
     _split: tuple[int, PackedSeqParams | None] | None = field(default=None, repr=False, compare=False)
-    """What :meth:`whole_rows` found: all layers ask."""
+    """Cached result of :meth:`whole_rows`, used by all layers."""
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    """What :meth:`ranges` found: all layers ask for the same."""
+    """Cached result of :meth:`ranges`, used by all layers."""
+    local_cp_size: int | None = field(default=None, kw_only=True)
+    cp_group: Any = field(default=None, kw_only=True)
+    total_tokens: int | None = field(default=None, kw_only=True)
+    seq_idx: Tensor | None = field(default=None, kw_only=True)
+    pad_between_seqs: bool | None = field(default=None, kw_only=True)
+    """Ignored, like ``cp_group``, ``total_tokens`` and ``seq_idx``; accepted for Megatron-LM's programs."""
+
+    def __post_init__(self) -> None:
+        if self.local_cp_size is not None:
+            raise UserError(
+                f"local_cp_size {self.local_cp_size}: a context-parallel size per micro-batch is not available; leave "
+                "it None"
+            )
+
+    def documents(self, num_tokens: int, context_parallel_size: int = 1) -> PackedSeqParams:
+        """Normalize the bounds of a batch of ``num_tokens`` tokens (in full sequences) for self-attention.
+
+        With ``cu_seqlens_q_padded``, each document's padding becomes a separate document, which no other token sees.
+        Returns ``self`` if nothing changes. Raises UserError for "thd" or padded bounds with context parallelism, and
+        ValueError if a document exceeds its padded length (not checked on GPUs, as that would wait) or key bounds
+        differ from query bounds (on GPUs a device assertion)."""
+        if context_parallel_size > 1 and (self.qkv_format == "thd" or self.cu_seqlens_q_padded is not None):
+            raise UserError(
+                f"packed_seq_params: {context_parallel_size} context-parallel ranks split rows, not documents; split "
+                "batches by get_batch_on_this_cp_rank, and leave out qkv_format and cu_seqlens_*_padded"
+            )
+        queries, padded = self.cu_seqlens_q, self.cu_seqlens_q_padded
+        if queries is not None and self.cu_seqlens_kv is not None and self.cu_seqlens_kv is not queries:
+            _require_equal(queries, self.cu_seqlens_kv)
+            return replace(self, cu_seqlens_kv=queries).documents(num_tokens, context_parallel_size)
+        if queries is None or padded is None or padded is queries:
+            return self
+        bounds = _with_padding(queries, padded, num_tokens)
+        # the longest document is unknown: it may be padding
+        return PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, length: int) -> PackedSeqParams:
-        """Rows of ``length`` tokens of which the first ``lengths`` (int [b]) count: padding is a document by itself, so
-        that no token sees it."""
+        """Build from padded rows [b, length]: each row becomes two documents, its first ``lengths[i]`` tokens (int [b])
+        and its padding, so that no token sees padding. No host sync."""
         starts = torch.arange(0, len(lengths) * length, length, device=lengths.device)
         bounds = torch.stack((starts, starts + lengths), dim=1).flatten()
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=len(lengths) * length).to(torch.int32)
@@ -60,17 +119,14 @@ class PackedSeqParams:
 
     @classmethod
     def of_padding(cls, lengths: Tensor, length: int) -> PackedSeqParams | None:
-        """:meth:`of_lengths`; None where no row has padding and the host can know."""
+        """Return :meth:`of_lengths`, or None if ``lengths`` is on the CPU and no row has padding."""
         return None if host_may_read(lengths) and int(lengths.min()) == length else cls.of_lengths(lengths, length)
 
     @classmethod
     def of_keys(cls, lengths: Tensor, num_queries: int, num_keys: int) -> PackedSeqParams:
-        """Rows of ``num_queries`` queries that see the first ``lengths`` (int [b], at least 1) of their row's
-        ``num_keys`` keys; the other keys are a document without queries.
-
-        Raises:
-            ValueError: a row without keys (on GPUs nothing is raised: that would wait).
-        """
+        """Build for cross-attention: the ``num_queries`` queries of row i see the first ``lengths[i]`` (int [b], at
+        least 1) of its ``num_keys`` keys; the remaining keys form a document without queries. Raises ValueError for a
+        row without keys (not checked on GPUs, as that would wait)."""
         if host_may_read(lengths) and bool((lengths < 1).any()):
             raise ValueError("a row of padding alone gives the other sequence nothing to see")
         keys = cls.of_lengths(lengths, num_keys).cu_seqlens_q
@@ -79,7 +135,7 @@ class PackedSeqParams:
         return cls(cu_seqlens_q=queries, cu_seqlens_kv=keys, max_seqlen_q=num_queries, max_seqlen_kv=num_keys)
 
     def on(self, device: torch.device) -> PackedSeqParams:
-        """The same on ``device``; what is on the host now is remembered there."""
+        """Return a copy with bounds on ``device`` (non-blocking) and on the host, or ``self`` if nothing moves."""
         queries, keys = self.cu_seqlens_q, self.cu_seqlens_kv
         if queries is None or queries.device == device:
             return self
@@ -90,16 +146,16 @@ class PackedSeqParams:
 
     @property
     def cu_seqlens_k(self) -> Tensor | None:
-        """Bounds of the documents' keys: those of queries unless others are given."""
+        """Key bounds: ``cu_seqlens_kv``, or ``cu_seqlens_q`` if unset."""
         return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 
     @property
     def known(self) -> bool:
-        """Whether the host knows the boundaries, or may read them."""
+        """Whether the bounds are available on the host without waiting for a GPU."""
         return self.bounds is not None or self.cu_seqlens_q is None or host_may_read(self.cu_seqlens_q)
 
     def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """:meth:`document_bounds` of queries and of keys, each read from its device once."""
+        """Return (query bounds, key bounds) as integers, None without documents. The first call waits for a GPU."""
         queries = self.document_bounds()
         if queries is None or self.cu_seqlens_kv is None or self.cu_seqlens_kv is self.cu_seqlens_q:
             return None if queries is None else (queries, queries)
@@ -108,14 +164,15 @@ class PackedSeqParams:
         return queries, self.key_bounds
 
     def document_bounds(self) -> tuple[int, ...] | None:
-        """``cu_seqlens_q`` as integers, read from its device once; None without documents."""
+        """Return ``cu_seqlens_q`` as integers (None without documents). The first call waits for a GPU; cached."""
         if self.bounds is None and self.cu_seqlens_q is not None:
             self.bounds = tuple(self.cu_seqlens_q.tolist())
         return self.bounds
 
     def whole_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
-        """How many of the ``batch`` rows at the front are one document each, and the documents of the others, None
-        where none are left. (0, all) where the boundaries are on a device alone: reading them would wait."""
+        """Split off the leading rows that are one document each; return (their number, documents of all other rows).
+        The second is None if no row remains. Returns (0, ``self``) if the bounds are on a GPU only, as reading them
+        would wait. Cached: ``batch``, the number of rows, must not change."""
         if self.bounds is None or self.cu_seqlens_q is None:
             return 0, self
         if self._split is None:
@@ -130,7 +187,7 @@ class PackedSeqParams:
             next((place // length for place in each if place % length), batch) for each, length in zip(bounds, lengths)
         )
         start = tuple(whole * length for length in lengths)
-        # empty documents share a boundary: the last that both sides have there
+        # empty documents repeat a boundary: take the last index at which queries and keys are both there
         first = max((index for index, pair in enumerate(zip(*bounds)) if pair == start), default=0)
         if whole == batch or not first:
             return (whole, None) if whole == batch else (0, self)
@@ -139,7 +196,8 @@ class PackedSeqParams:
         return whole, replace(self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys)
 
     def ranges(self, batch: int, length: int) -> Tensor:
-        """int32 [2, batch, length]: where in its row each token's document begins, and where it has ended."""
+        """Return the start and end position in its row of each token's document, int32 [2, batch, length]. Cached; no
+        host sync. Requires equal query and key bounds (self-attention)."""
         bounds = self.cu_seqlens_q
         assert bounds is not None and self.cu_seqlens_k is bounds, "documents of one sequence"
         if self._ranges is None:
@@ -149,14 +207,15 @@ class PackedSeqParams:
         return self._ranges
 
     def check(self, batch: int, length: int) -> None:
-        """ValueError unless the documents are all tokens of ``batch`` rows of ``length``, none of them in two rows; on
-        GPUs a device assertion, which does not wait. Kernels leave gradients of other tokens as memory was."""
+        """Raise ValueError unless documents cover all tokens of ``batch`` rows of ``length`` and none spans two rows.
+        On GPUs this is a device assertion, which does not wait. Kernels do not write the gradients of uncovered tokens,
+        so that they would contain uninitialized memory."""
         bounds = self.cu_seqlens_q
         if bounds is None:
             return
         rows = torch.arange(0, batch * length, length, device=bounds.device)
         ends = (bounds[0] == 0) & (bounds[-1] == batch * length)
-        # not isin, which sorts out duplicates and waits for how many are left
+        # searchsorted instead of isin, which syncs with the host for the number of unique elements
         starts = bounds[torch.searchsorted(bounds, rows).clamp(max=len(bounds) - 1)] == rows
         fits = ends & (bounds.diff() >= 0).all() & starts.all()
         if not host_may_read(bounds):

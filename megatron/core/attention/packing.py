@@ -1,7 +1,7 @@
-"""Tiles of many documents as few calls of a variable-length kernel.
+"""Group the tiles of many documents into few calls of a variable-length kernel.
 
-A kernel launch per document would cost more than the documents' attention. Tiles with the same band go into one group
-as long as no query and no key is in it twice, so that results can be written back by index, without atomic additions.
+One kernel launch per document would cost more than the attention itself. Tiles with the same band form a group if no
+query and no key occurs twice in it, so that results can be written back by index, without atomic additions.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Group = tuple[Tile, ...]
 
 
 _TILES_PER_DOCUMENT = 16
-"""Two stretches of queries times two of keys times three or four parts. Tiles of other documents share no token, and
-those of one document come one after the other."""
+"""Upper bound: two query ranges x two key ranges x up to four tiles. Only tiles of the same document can share tokens,
+and they are consecutive, so that :func:`group_tiles` compares with this many tiles only."""
 
 
 class Segments(NamedTuple):
-    """A group on a device: where its tokens stand in tensors flattened [s, b] -> [s * b], and their boundaries."""
+    """Device tensors of one group: token indices into tensors flattened from [s, b] to [s * b], and segment bounds."""
 
     query_index: Tensor
     key_index: Tensor
     query_bounds: Tensor
-    """int32 [tiles + 1], cumulative lengths."""
+    """Cumulative segment lengths, int32 [tiles + 1]."""
     key_bounds: Tensor
     longest_query: int
     longest_key: int
@@ -37,13 +37,13 @@ class Segments(NamedTuple):
 
 
 def kernel_window(tile: Tile) -> tuple[int, int]:
-    """The band as flash kernels count it, from the lower right corner; -1 is no limit."""
+    """Return the tile's band (left, right) relative to the lower right corner, for flash kernels; -1 is no limit."""
     shift = tile.num_keys - tile.num_queries
     return -1 if tile.left is None else tile.left + shift, -1 if tile.right is None else tile.right - shift
 
 
 def _meet(one: Tile, other: Tile) -> bool:
-    """Whether two tiles share a query or a key."""
+    """Return whether two tiles share a query or a key."""
     queries = one.query < other.query + other.num_queries and other.query < one.query + one.num_queries
     keys = one.key < other.key + other.num_keys and other.key < one.key + one.num_keys
     return one.row == other.row and (queries or keys)
@@ -51,7 +51,7 @@ def _meet(one: Tile, other: Tile) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
-    """Tiles of single rows by band, no token twice among a group's queries or keys."""
+    """Group tiles of single rows so that each group has one band and no query or key twice. Cached by ``tiles``."""
     groups: list[tuple[tuple[int, int], list[Tile]]] = []
     for tile in tiles:
         window = kernel_window(tile)
@@ -66,7 +66,7 @@ def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
 
 @functools.lru_cache(maxsize=64)
 def segments(group: Group, batch: int, device: torch.device) -> Segments:
-    """``group`` for tensors [s, batch, ...] on ``device``; kept, since all layers of a model ask for the same."""
+    """Return indices and bounds of ``group`` for tensors [s, batch, ...] on ``device``. Cached for all layers."""
     queries = [(tile.query, tile.num_queries, tile.row or 0) for tile in group]
     keys = [(tile.key, tile.num_keys, tile.row or 0) for tile in group]
     return Segments(

@@ -1,6 +1,7 @@
-"""A bias on scores by head and distance (key - query), as data: [a, n], the middle one for a key at the query itself.
+"""Score bias by head and distance (key position - query position), stored as [a, n].
 
-So a sequence of s tokens has n = 2 s - 1, whichever rank holds which of them, and no tensor of all pairs is needed.
+The middle entry is distance 0, so that sequences of s tokens have n = 2 s - 1 on every rank, and no tensor of all pairs
+is needed.
 
 Legend: a heads (local), n distances, q queries and k keys of a tile.
 """
@@ -14,22 +15,22 @@ from megatron.core.attention.tiles import Tile
 
 
 def middle_of(bias: Tensor, tile: Tile) -> int:
-    """Where the bias of the tile's first query and first key stands."""
+    """Return the index in dim 1 of ``bias`` of the distance between the tile's first query and first key."""
     return bias.shape[1] // 2 + tile.key_position - tile.query_position
 
 
 def of_pairs(bias: Tensor, tile: Tile) -> Tensor:
-    """[a, q, k] of the tile; differentiable."""
+    """Expand ``bias`` [a, n] to the pairs of ``tile``, [a, q, k]; differentiable."""
     first = middle_of(bias, tile) - (tile.num_queries - 1)
     used = bias[:, first : first + tile.num_queries + tile.num_keys - 1]
     return used.unfold(1, tile.num_keys, 1).flip(1)
 
 
 def of_distances(pairs: Tensor, bias: Tensor, tile: Tile) -> Tensor:
-    """Sums of ``pairs`` [a, q, k] by distance, in the shape of ``bias``: the gradient of :func:`of_pairs`."""
+    """Sum ``pairs`` [a, q, k] by distance into the shape of ``bias`` [a, n]; the backward of :func:`of_pairs`."""
     heads, num_queries, num_keys = pairs.shape
     size, margin = num_queries + num_keys - 1, num_queries - 1
-    # a row further, a column further: rows of the padded tensor that begin one later each hold one diagonal per column
+    # a row stride of width + 1 shifts each row by one column: each column of the view is one diagonal (distance)
     padded = F.pad(pairs, (margin, margin))
     width = padded.shape[2]
     sums = padded.as_strided((heads, num_queries, size), (num_queries * width, width + 1, 1)).sum(1)

@@ -1,10 +1,10 @@
-"""Rotary position embeddings: the frequency of every channel pair, and the tables of cosines and sines.
+"""Rotary position embeddings: channel-pair frequencies and tables of cosines and sines.
 
     angle(position m, pair i) = m * base^(-2i/r)       (Su et al. 2021; r rotated channels)
 
-Longer contexts than trained on come from slower angles: linear interpolation divides all positions (Chen et al. 2023),
-Llama 3 slows only the pairs that turn slowly, YaRN (Peng et al. 2023) blends between both and sharpens the attention.
-These scalings are plain data; ``RotaryEmbedding`` makes tables of the angles.
+Context extension lowers the frequencies: linear interpolation divides all positions (Chen et al. 2023), Llama 3 scales
+only low-frequency pairs, YaRN (Peng et al. 2023) blends both by frequency and lowers the attention temperature. The
+scalings are dataclasses; ``RotaryEmbedding`` computes the tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines [s, 1, 1, r / 2] of the angles of each position and channel pair."""
+    """Cosines and sines [s, 1, 1, r / 2] per position and channel pair."""
 
     cos: Tensor
     sin: Tensor
@@ -31,8 +31,8 @@ class RotaryTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Pairs with a wavelength above original / low turn ``factor`` times slower, those below original / high as
-    before."""
+    """Llama 3 frequency scaling: divide by ``factor`` for wavelengths above original / low_freq_factor, keep those
+    below original / high_freq_factor, interpolate between."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -51,14 +51,14 @@ class Llama3Scaling:
 
 
 def sharpening(factor: float, mscale: float) -> float:
-    """YaRN: sqrt of the inverse temperature of an attention that is stretched by ``factor``."""
+    """Return YaRN's mscale: the square root of the inverse attention temperature, for extension by ``factor``."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: pairs that make more than beta_fast turns in the original context are kept, less than beta_slow slowed
-    fully."""
+    """YaRN frequency scaling: keep pairs with more than ``beta_fast`` rotations in the original context, divide by
+    ``factor`` those with less than ``beta_slow``, and interpolate linearly by pair index between."""
 
     factor: float
     original_max_position_embeddings: int
@@ -69,7 +69,7 @@ class YarnScaling:
     round_to_int: bool = True
 
     def _pair_with_turns(self, turns: float, base: float, width: int) -> float:
-        """Index of the pair that makes this many turns within the original context (fractional)."""
+        """Return the fractional index of the pair that makes ``turns`` rotations within the original context."""
         return width * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
@@ -85,7 +85,7 @@ class YarnScaling:
 
     @property
     def concentration(self) -> float:
-        """Multiplies cosines and sines: sqrt of the inverse attention temperature."""
+        """Factor of cosines and sines: square root of the inverse attention temperature (ratio of both mscales)."""
         return sharpening(self.factor, self.mscale) / sharpening(self.factor, self.mscale_all_dim)
 
 
@@ -93,10 +93,9 @@ Scaling = Llama3Scaling | YarnScaling
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables of cosines and sines, fp32 (fp64 for an fp64 model), cached for the longest length asked for.
-
-    ``rotary_percent`` of the ``kv_channels`` are rotated; ``interpolation`` divides positions.
-    """
+    """Tables of cosines and sines, fp32 (fp64 if ``dtype`` is), cached for the longest length requested. Rotates the
+    fraction ``rotary_percent`` (0 to 1) of ``kv_channels``; ``interpolation`` divides positions. Raises UserError
+    unless the number of rotated channels is even and at least 2."""
 
     def __init__(
         self,
@@ -121,15 +120,15 @@ class RotaryEmbedding(nn.Module):
         self._share = (1, 0)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """Radians per position of every pair, float64 [r / 2]."""
+        """Return the scaled frequency of each pair in radians per position, float64 [r / 2]."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
         frequencies = self.base**-exponents
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
 
-    @torch.inference_mode(False)  # what is kept must serve training too, which saves it for backward
+    @torch.inference_mode(False)  # cached tables are saved for backward later, which inference tensors cannot be
     def tables(self, positions: Tensor) -> RotaryTables:
-        """Cosines and sines [s, 1, 1, r / 2] at any positions [s]. Angles are computed in fp64: fp32 loses 1e-2 at
-        100k."""
+        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s]. Angles are computed in fp64: in
+        fp32 their error reaches 1e-2 at position 100k."""
         angles = torch.outer(positions.double() / self.interpolation, self.frequencies(positions.device))[:, None, None]
         concentration = 1.0 if self.scaling is None else self.scaling.concentration
         return RotaryTables(
@@ -139,8 +138,8 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, length: int, device: torch.device | str | None = None, context: Group = SINGLE_PROCESS.cp
     ) -> RotaryTables:
-        """Tables of positions 0 to ``length`` - 1; or of the ``length`` tokens of this rank, where the ranks of
-        ``context`` share sequences."""
+        """Return the tables of positions 0 to ``length`` - 1, or, with a context-parallel group ``context``, of this
+        rank's ``length`` zig-zag tokens. The results are views of cached tables: do not write to them."""
         device, share = torch.device(device or "cpu"), (context.size, context.rank)
         cached = self._tables
         stale = cached is None or cached.cos.device != device or self._share != share
@@ -152,7 +151,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnScaling:
-    """YaRN as a configuration describes it. ValueError where the original context length is needed and missing."""
+    """Build the YaRN scaling of ``config``; ``max_sequence_length`` replaces an unset original context length. Raises
+    UserError if the context is extended, the original length is unset, and attention is not multi-latent."""
     original = config.yarn_original_max_position_embeddings
     if original is None and config.rotary_scaling_factor > 1 and not config.multi_latent_attention:
         raise UserError(
@@ -171,11 +171,11 @@ def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnSca
 
 
 LATENT_CONTEXT = 4096
-"""Context before stretching of multi-latent attention, where nothing says it: DeepSeek's, and Megatron-LM's default."""
+"""Default original context length of multi-latent attention: DeepSeek's, and Megatron-LM's default."""
 
 
 def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
-    """The rotation of multi-latent attention. As in Megatron-LM, ``percent`` is one of the plain kind alone."""
+    """Build the rotary embedding of multi-latent attention. As in Megatron-LM, YaRN ignores ``percent``."""
     channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
     if config.rope_type == "rope":
         return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)
@@ -184,6 +184,6 @@ def latent_rotary(config: TransformerConfig, base: float, percent: float) -> Rot
 
 
 def latent_softmax_scale(config: TransformerConfig) -> float:
-    """The factor of multi-latent attention's logits, rotated channels and the others, for either kind of rotation."""
+    """Return the softmax scale of multi-latent attention: mscale^2 / sqrt(nope dim + rope dim), for both rope types."""
     sharp = sharpening(config.rotary_scaling_factor, config.mscale_all_dim)
     return sharp**2 / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)

@@ -1,14 +1,13 @@
-"""Attention sinks: a logit per head that joins the softmax and takes part in nothing else (GPT-OSS; off by one: Miller
-2023).
+"""Attention sinks: one logit per head in the softmax denominator only (GPT-OSS; off-by-one: Miller 2023).
 
     p_k = exp(s_k) / (sum_j exp(s_j) + exp(sink))
 
-Kernels know nothing of it. With their log-sum-exp lse, over all keys,
+Kernels do not implement sinks. The sink is added to their output with the log-sum-exp over all keys, lse:
 
     lse' = log(exp(lse) + exp(sink)),    out' = out exp(lse - lse')
 
-and their own backward, given out' and lse', is that of the softmax with the sink, since sum_k p_k dp_k is still the
-product of out' and its gradient. That product times -exp(sink - lse') is the sink's gradient.
+A kernel's backward with out' and lse' gives the gradients of the softmax with the sink, because sum_k p_k dp_k still
+equals the dot product of out' and its gradient. The sink's gradient is that product times -exp(sink - lse').
 
 Legend: s sequence (local), b batch, a query heads (local), d head dim.
 """
@@ -28,7 +27,8 @@ def has_sink(config: TransformerConfig) -> bool:
 
 
 def add_sink(module: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> None:
-    """Gives ``module`` its ``softmax_offset`` [a]: None, zeros (off-by-one) or a parameter."""
+    """Set ``module.softmax_offset`` [a] for this rank's heads: None (vanilla), a buffer of zeros (off-by-one), or a
+    parameter sharded over the tensor-parallel group (learnable)."""
     heads = config.num_attention_heads
     if config.softmax_type == "learnable":
         module.softmax_offset = parameter(
@@ -41,13 +41,13 @@ def add_sink(module: nn.Module, config: TransformerConfig, groups: ProcessGroups
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``out`` [s, b, a, d] and ``lse`` [s, b, a] (fp32 or fp64) over all keys, and ``sink`` [a] as well; out in
-    ``dtype``."""
+    """Add the sink logits ``sink`` [a] to ``out`` [s, b, a, d] and ``lse`` [s, b, a] (fp32 or fp64, over all keys);
+    return the new out in ``dtype`` and the new lse."""
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * torch.exp(lse - total).unsqueeze(-1)).to(dtype), total
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The gradient of ``sink`` [a] from the output's; ``out`` and ``lse`` are those with it."""
+    """Return the gradient of ``sink`` [a] over local tokens; ``grad`` is dout, ``out`` and ``lse`` include the sink."""
     delta_sba = (grad.to(lse.dtype) * out).sum(-1)
     return -(torch.exp(sink.to(lse.dtype) - lse) * delta_sba).sum((0, 1)).to(sink.dtype)

@@ -1,13 +1,13 @@
-"""Attention between stretches of a sequence as data: a list of rectangles, each with a band of visible pairs.
+"""Tiles: blockwise attention as a list of rectangles of query-key pairs, each with a band of visible pairs.
 
-A rank's queries and a block of keys are a few stretches of consecutive global positions. Causality, a sliding window
-and document boundaries all say: in the rectangle of query i and key j (local indices), the pair is visible where
--left <= j - i <= right. So every case is a list of tiles, fully hidden pairs are in none of them, and no mask larger
-than a tile is ever built.
+A rank's queries and a block of keys are a few ranges of consecutive global positions. In the rectangle of two ranges,
+causality, sliding windows and document boundaries reduce to one condition: query i sees key j (local indices) if
+-left <= j - i <= right. Every mask is therefore a list of tiles without fully hidden pairs, and no mask larger than a
+tile is built.
 
-Tiles are what fused kernels take. Rectangles that a causal mask cuts are split into a part without a mask and a square
-on the diagonal. Bands with a limit on the left never have more queries than keys: flash kernels put the number of keys
-in the place of a missing limit on the right, which is too small then (the first queries would miss the last keys).
+Tiles have shapes that fused kernels support. A rectangle cut by the causal diagonal is split into a full tile and a
+square on the diagonal. Tiles with a left limit never have more queries than keys: flash kernels replace a missing right
+limit by the number of keys, which is then too small (the first queries would miss the last keys).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bounds = tuple[int, ...]
 
 
 class Tile(NamedTuple):
-    """Queries [query, query + num_queries) against keys [key, key + num_keys), both counted in local tensors."""
+    """Queries [query, query + num_queries) and keys [key, key + num_keys), as indices in local tensors, with a band."""
 
     row: int | None
     """Row of the batch; None: all rows."""
@@ -50,22 +50,22 @@ class Tile(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which pairs of positions of one document may meet."""
+    """Visible pairs of positions within one document: causality and window."""
 
     causal: bool = True
     window: tuple[int, int] | None = None
-    """Keys seen to the left and right; -1 is unlimited."""
+    """Visible keys to the left and right; -1 is unlimited."""
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """Keys seen before and after a query's own position; None is unlimited."""
+        """Numbers of visible keys before and after a query's position; None is unlimited."""
         left, right = (None if side < 0 else side for side in self.window or (-1, -1))
         return left, 0 if self.causal else right
 
 
 def whole_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
-    """All queries against all keys of one sequence; the last query stands at the last key's position."""
-    if visibility == Visibility(False):  # positions are in no relation: queries and keys may be of two sequences
+    """Return the tile of all queries and all keys of one sequence; the last query has the last key's position."""
+    if visibility == Visibility(False):  # positions are unrelated: queries and keys may belong to two sequences
         return Tile(None, 0, num_queries, 0, num_keys, None, None, 0, 0)
     (before, after), shift = visibility.limits, num_keys - num_queries
     left = None if before is None or before >= num_keys - 1 else before - shift
@@ -83,12 +83,14 @@ def plan_tiles(
     merge: bool = True,
     keys: tuple[Bounds, int] | None = None,
 ) -> tuple[Tile, ...]:
-    """All visible pairs of the queries at ``query_spans`` and the keys at ``key_spans`` of sequences of ``length``.
+    """Return tiles of all visible pairs of the queries at ``query_spans`` and the keys at ``key_spans``. Cached.
 
-    ``merge`` joins tiles across stretches where only the order of positions matters (fewer and larger kernels); then
-    a tile's positions are those of its first query and key alone. ``keys``: bounds of documents among keys, and the
-    length of their sequences, where these are others than the queries'.
-    """
+    Args:
+        length: tokens per full query sequence, used with ``documents``.
+        documents: document bounds over the flattened batch; tiles are then per row, else for all rows.
+        merge: join tiles across ranges if the mask depends only on the order of positions (fewer, larger kernel calls).
+            The positions of a merged tile are valid for its first query and key only.
+        keys: document bounds and sequence length of keys if they differ from the queries'."""
     order_matters_only = documents is None and visibility in (Visibility(True, None), Visibility(False, None))
     if merge and order_matters_only:
         tile = _single_tile(query_spans, key_spans, visibility.causal)
@@ -104,7 +106,7 @@ def plan_tiles(
 
 
 def _single_tile(queries: Spans, keys: Spans, causal: bool) -> Tile | None:
-    """The one tile that says it all, in the four cases that zig-zag halves meet in; None in any other."""
+    """Return the single tile equivalent to two zig-zag parts in one of the four possible cases; None otherwise."""
     num_queries, num_keys = (sum(stop - start for start, stop in each) for each in (queries, keys))
     first = queries[0][0], keys[0][0]
     if not causal or queries[0][0] >= keys[-1][1]:
@@ -112,17 +114,17 @@ def _single_tile(queries: Spans, keys: Spans, causal: bool) -> Tile | None:
     if queries == keys:
         return Tile(None, 0, num_queries, 0, num_keys, None, 0, *first)
     if len(queries) == 2 and queries[0][1] <= keys[0][0] and queries[1][0] >= keys[-1][1]:
-        early, late = queries  # the early queries see nothing, the late ones see all
+        early, late = queries  # the early queries see no key, the late queries see all keys
         skipped = early[1] - early[0]
         return Tile(None, skipped, late[1] - late[0], 0, num_keys, None, None, late[0], first[1])
     if len(keys) == 2 and queries[0][0] >= keys[0][1] and queries[-1][1] <= keys[1][0]:
-        early = keys[0]  # all queries see the early keys and none of the late ones
+        early = keys[0]  # all queries see the early keys and no late key
         return Tile(None, 0, num_queries, 0, early[1] - early[0], None, None, *first)
     return None
 
 
 def _documents(bounds: Bounds, length: int) -> Iterator[tuple[int, int, int]]:
-    """Row of each document, and its positions [start, stop) within the row."""
+    """Yield (row, start, stop) of each document, with positions [start, stop) in the row."""
     for start, stop in zip(bounds, bounds[1:]):
         row = start // length
         yield row, start - row * length, stop - row * length
@@ -153,7 +155,8 @@ def _clipped(start: int, stop: int, document: tuple[int, int] | None) -> tuple[i
 
 
 def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator[Tile]:
-    """``tile`` without the queries and keys that see nothing, its band in local indices; nothing if all is hidden."""
+    """Yield tiles of the visible pairs of ``tile``, with the band in local indices: without queries and keys that have
+    no visible pair, and split as the module docstring says. Yields nothing if all pairs are hidden."""
     distance = tile.query_position - tile.key_position
     low = -tile.num_queries if before is None else distance - before  # visible: low <= j - i <= high
     high = tile.num_keys if after is None else distance + after
@@ -176,15 +179,15 @@ def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator
 
 
 def _rows_of(tile: Tile, first: int, count: int) -> Tile:
-    """``count`` queries of a tile, its band forgotten."""
+    """Return ``count`` queries of a tile from index ``first``, without a band."""
     return tile._replace(
         query=tile.query + first, num_queries=count, query_position=tile.query_position + first, left=None, right=None
     )
 
 
 def _split_at_the_diagonal(tile: Tile) -> Iterator[Tile]:
-    """A causal trapezium as up to three tiles: keys that all queries see, the square on the diagonal, queries that
-    see all its keys."""
+    """Split a causal trapezoid into up to three tiles: the keys that all queries see, the square on the diagonal, and
+    the queries that see all keys of that square. Other bands are yielded unchanged."""
     right = tile.right
     if tile.left is not None or right is None:
         yield tile

@@ -2,7 +2,8 @@
 answers.
 
 Each row has five columns, separated by tabs: spellings (``--flag=value``: that value alone; none where only programs
-name it), status, number of values (empty: a switch), ``setting=default``, answer. The status is one of
+name it), status, number of values (empty: a switch; ``int>=1``: one integer of at least 1), ``setting=default``,
+answer. The status is one of
 
 - ``not yet``: a capability that does not exist; refused unless left at its default. The answer names the capability.
 - ``no effect``: accepted, with one notice that gives the answer.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config import cli
+from megatron.core.config.ranges import INT64_MAX, Range
 
 OPERANDS = "*"
 LEAVE_OUT = "leave it out"
@@ -106,6 +108,11 @@ def _spec(row: Absent) -> cli.FlagSpec:
     """How a row's flag is read, for the rows that are accepted at all."""
     field = next(iter(row.settings), row.names[0])  # a spelling alone is nobody's setting
     default = row.settings.get(field)
+    if row.nargs.startswith("int"):
+        low = int(row.nargs.partition(">=")[2] or -INT64_MAX)
+        return cli.FlagSpec(
+            field, row.names, default, int, "int", (), None, True, None, None, Range(low, INT64_MAX), None, Absent
+        )
     nargs = None if row.nargs in ("", "1") else row.nargs
     on = next((name for name in row.names if default is True and name[2:].replace("-", "_") == field), None)
     return cli.FlagSpec(

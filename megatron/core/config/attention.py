@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.cli import flag
-from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, PositiveInt, Probability
+from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability, RotaryBase
 
 
 def parse_window(text: str) -> tuple[int, int]:
@@ -62,81 +62,83 @@ class AttentionConfig:
     """Attention"""
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    """Kernel that computes attention. flash: version 4 or 3 of the flash-attn package where it is installed, else
-    torch's FlashAttention 2; fused: cuDNN; unfused or local: plain torch operations, the reference; auto: what was
-    measured to be the fastest. What was chosen, and why, is printed at the start."""
+    """Attention kernel. flash: flash-attn 4 or 3 if installed, else torch's FlashAttention 2; fused: cuDNN; unfused or
+    local: plain torch operations, the reference; auto: the fastest measured. The choice and its reasons are logged at
+    the start."""
 
     flash_attention_version: Literal[2, 3, 4] | None = None
-    """Compute attention with this version of the flash-attn package: 2, 3 for Hopper, or 4 for Hopper and Blackwell."""
+    """Version of the flash-attn package that computes attention: 2, 3 (Hopper), or 4 (Hopper and Blackwell)."""
 
     attention_dropout: Probability = 0.1
     """Dropout probability of the attention weights."""
 
     attention_softmax_in_fp32: bool = False
-    """Compute the softmax of attention in float32 also on the unfused path."""
+    """Compute the softmax of unfused attention in float32 too."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-    """What joins the softmax of attention and is then dropped. vanilla: nothing; off-by-one: a logit of zero;
-    learnable: a learned logit per head (attention sinks, GPT-OSS)."""
+    """Attention sink. vanilla: none; off-by-one: a zero logit; learnable: a learned logit per head (GPT-OSS). The
+    sink's weight is dropped after the softmax."""
 
     softmax_scale: PositiveFloat | None = None
-    """Multiplies the products of queries and keys; default: 1 / sqrt(channels of a head). Gemma's
-    query_pre_attn_scalar is 1 / the square of it."""
+    """Scale of the query-key scores; default: 1 / sqrt(head channels). For Gemma: 1 / sqrt(query_pre_attn_scalar)."""
 
     attn_logit_softcapping: PositiveFloat | None = None
-    """Cap the scaled products of queries and keys softly: cap * tanh(products / cap) (Gemma 2). Plain torch operations
-    then compute attention."""
+    """Soft cap of the scaled query-key scores: cap * tanh(scores / cap) (Gemma 2). Attention then uses plain torch
+    operations."""
 
     apply_query_key_layer_scaling: bool = False
-    """Scale the products of queries and keys by 1 / layer number and undo it in a float32 softmax; for float16."""
+    """Scale query-key scores by 1 / layer number and undo it in a float32 softmax (for float16)."""
 
     qk_layernorm: bool = False
     """Normalize queries and keys per head before the rotary embedding (Qwen3)."""
 
     qk_layernorm_across_heads: bool = False
-    """Let --qk-layernorm normalize the queries of all heads together, and the keys (OLMo 2). RMSNorm only."""
+    """Let --qk-layernorm normalize the queries of all heads together, and likewise the keys (OLMo 2). RMSNorm only."""
 
     qk_l2_norm: bool = False
     """Scale queries and keys of every head to unit length times sqrt(channels), without weights (Llama 4)."""
 
     window_size: tuple[int, int] | None = flag("--window-size", parse=parse_window, metavar="LEFT,RIGHT")
-    """Sliding-window attention: tokens that a token sees to its left and right, such as 127,0; -1 means unlimited."""
+    """Sliding-window attention: tokens to the left and right that a token attends to, such as 127,0; -1: unlimited."""
 
     window_attn_skip_freq: int | list[int] | None = flag(
         "--window-attn-skip-freq", parse=parse_layer_pattern, metavar="N|LIST"
     )
-    """Layers that keep full attention in spite of --window-size: every N-th, or those with a 0 in a list of 0 and 1."""
+    """Layers with full attention despite --window-size: every N-th, or those with a 0 in a list of 0 and 1."""
 
-    rotary_base_local: PositiveInt | None = None
-    """Base of the rotary frequencies, unscaled, in layers with a sliding window (Gemma 3); default: that of all
+    rotary_base_local: RotaryBase | None = None
+    """Base of the rotary frequencies in layers with a sliding window, never scaled (Gemma 3); default: the base of all
     layers."""
 
     rotary_interleaved: bool = False
-    """Rotate neighbouring channels (0, 1), (2, 3) ... instead of (0, d/2), (1, d/2 + 1) ..."""
+    """Rotate adjacent channels (0, 1), (2, 3) ... instead of (0, d/2), (1, d/2 + 1) ..."""
+
+    no_rope_freq: int | list[int] | None = flag("--no-rope-freq", parse=parse_layer_pattern, metavar="N|LIST")
+    """Layers without rotary positions despite --position-embedding-type rope (SmolLM3): every N-th, or those with a 1
+    in a list of 0 and 1."""
 
     apply_rope_fusion: bool = flag("--no-rope-fusion", default=True)
-    """Plain torch operations for the rotary embedding instead of one kernel that also splits queries, keys and
-    values."""
+    """Fused kernel for the rotary embedding, which also splits queries, keys and values."""
 
     yarn_original_max_position_embeddings: Dim | None = None
-    """Context length that the model was trained with before YaRN stretches it."""
+    """YaRN: context length of the original training."""
 
     yarn_beta_fast: PositiveFloat = 32.0
-    """YaRN: channels that turn more often than this within the original context stay as they are."""
+    """YaRN: channels with more rotations than this within the original context are not scaled."""
 
     yarn_beta_slow: PositiveFloat = 1.0
-    """YaRN: channels that turn less often than this within the original context are fully interpolated."""
+    """YaRN: channels with fewer rotations than this within the original context are fully interpolated."""
 
     yarn_correction_range_round_to_int: bool = flag(
         "--no-yarn-correction-range-round-to-int", default=True, on="--yarn-correction-range-round-to-int"
     )
-    """Do not round the channel range that YaRN blends over to whole channels."""
+    """Rounding of YaRN's blended range to whole channels."""
 
     rotary_scaling_factor: PositiveFloat = 1.0
-    """YaRN: factor by which the context is stretched."""
+    """YaRN: factor by which the context is extended."""
 
     mscale: NonNegativeFloat = 1.0
     """YaRN: weight of the attention temperature."""
 
     mscale_all_dim: NonNegativeFloat = 0.0
-    """YaRN: weight of the attention temperature that acts on all channels (multi-latent attention)."""
+    """YaRN: weight of the attention temperature that applies to all channels (multi-latent attention)."""

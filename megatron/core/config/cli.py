@@ -72,6 +72,7 @@ def flag(
     metavar: str | None = None,
     on: str | None = None,
     check: Callable[[str], object] | None = None,
+    meant: Mapping[str, str] | None = None,
 ) -> Any:
     """A dataclass field whose flag is irregular.
 
@@ -84,8 +85,11 @@ def flag(
         parse: from the text on the command line to the value; raises ``ValueError`` with the reason.
         on: a further spelling that sets a default-true boolean to True.
         check: raises ``ValueError`` with the reason for a text that no other setting could make sensible.
+        meant: choice to suggest for names that other programs use, in lower case.
     """
-    metadata = {"names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on, "check": check}
+    metadata = {
+        "names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on, "check": check, "meant": meant,
+    }  # fmt: skip
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -113,6 +117,8 @@ class FlagSpec:
     range: Range | None
     verify: Callable[[str], object] | None
     group: type
+    meant: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Choice to suggest for names that other programs use, in lower case."""
 
     @property
     def is_bool(self) -> bool:
@@ -120,7 +126,10 @@ class FlagSpec:
 
     @property
     def help(self) -> str:
-        return " ".join(field_docs(self.group).get(self.field, "").split())
+        """The field's docstring on one line; of a switch that is on by default and that the flag turns off, after
+        ``Disable:``."""
+        text = " ".join(field_docs(self.group).get(self.field, "").split())
+        return f"Disable: {text[:1].lower()}{text[1:]}" if self.is_bool and self.default is True else text
 
     def check(self, value: Any) -> Any:
         """``value``, or a ``ValueError`` with the reason."""
@@ -128,6 +137,8 @@ class FlagSpec:
             known = {str(choice).lower(): choice for choice in self.choices}
             close = difflib.get_close_matches(str(value).lower(), known, n=1)
             hint = f"; did you mean {known[close[0]]}?" if close else ""
+            if (meant := self.meant.get(str(value).lower())) is not None:
+                hint = f"; use {meant}"
             raise ValueError(f"must be one of {', '.join(map(str, self.choices))}{hint}")
         if self.verify is not None:
             self.verify(value)
@@ -226,7 +237,7 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)
     return FlagSpec(
         field.name, tuple(names), default, convert, type_name, choices, nargs, optional, meta.get("metavar"),
-        meta.get("on"), valid, meta.get("check"), cls,
+        meta.get("on"), valid, meta.get("check"), cls, meta.get("meant") or {},
     )  # fmt: skip
 
 
@@ -440,10 +451,9 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} [{show(action.default)}]"
 
 
-def report_and_exit(error: ConfigError, prog: str = "") -> None:
-    """Print every problem to stderr, one line each, and end the program with status 2."""
+def report(error: ConfigError, prog: str = "") -> None:
+    """Print every problem to stderr, one line each."""
     prog = prog or sys.argv[0].rpartition("/")[2]
     count = len(error.problems)
     sys.stderr.write(f"{prog}: {count} problem{'s' if count != 1 else ''} with the settings\n")
     sys.stderr.writelines(f"  {problem}\n" for problem in error.problems)
-    raise SystemExit(2)

@@ -5,6 +5,11 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+EXIT_BAD_INPUT = 2
+"""Exit code of every program after an error in its input: flags, files, data, checkpoints, environment."""
+EXIT_FAILED = 1
+"""Exit code after an error while running, such as a NaN loss; a bug, which shows a traceback, has it too."""
+
 
 class UserError(ValueError):
     """A flag, a file or an environment that the user can mend; the message is all there is to say.
@@ -17,6 +22,31 @@ class UserError(ValueError):
     """Another rank has the cause and says more about it."""
     reported: bool = False
     """The message has been written, by this process or by one that speaks for it."""
+    exit_code: int = EXIT_BAD_INPUT
+    """Exit code of a program that ends with this error."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    """``text`` with escapes for all control characters but line ends and tabs: names in files may hold sequences that
+    change what a terminal shows."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+class MissingFamily(UserError, ImportError):
+    """A module of Megatron-LM is imported whose model family this library does not have.
+
+    An ``ImportError``, for programs that go on without the module.
+    """
+
+    def __init__(self, module: str, family: str) -> None:
+        super().__init__(f"{module}: {family} are not available here; use Megatron-LM for this program")
 
 
 def counted(number: int, noun: str) -> str:

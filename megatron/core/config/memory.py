@@ -16,21 +16,19 @@ class RecomputeConfig:
     """Activation recomputation and offloading"""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute whole layers in the backward pass, or only the modules of --recompute-modules; left out, keep every
-    activation."""
+    """Recompute full layers in backward, or only the modules of --recompute-modules; default: save all activations."""
 
     recompute_method: Literal["uniform", "block"] | None = None
-    """Full recomputation: "uniform" keeps the input of every group of --recompute-num-layers layers; "block" recomputes
-    only the first --recompute-num-layers layers of each stage. Every layer is: uniform, 1."""
+    """Full recomputation. uniform: save the input of every group of --recompute-num-layers layers; block: recompute
+    only the first --recompute-num-layers layers of each stage. To recompute every layer: uniform with 1."""
 
     recompute_num_layers: Layers | None = None
     """Layers per group (uniform) or recomputed layers per stage (block)."""
 
     recompute_modules: list[str] | None = None
-    """What selective recomputation drops: core_attn (attention between its projections), mlp, layernorm (the outputs of
-    a layer's two norms), mlp_act (the output of the feed-forward network's activation), of layers with experts moe
-    (router, experts, and the way between them), moe_act and shared_experts, mla_up_proj (the heads that multi-latent
-    attention makes of latents); default: core_attn."""
+    """Modules that selective recomputation recomputes: core_attn (attention without its projections), mlp, layernorm (a
+    layer's two norms), mlp_act (the feed-forward activation), moe (router, experts and dispatch of a layer with
+    experts), moe_act, shared_experts, mla_up_proj (up-projections of multi-latent attention); default: core_attn."""
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""

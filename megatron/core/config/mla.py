@@ -13,26 +13,26 @@ class LatentAttentionConfig:
     """Multi-latent attention"""
 
     multi_latent_attention: bool = False
-    """Queries, keys and values of low rank, positions on channels of their own (DeepSeek-V2 and V3)."""
+    """Multi-latent attention: low-rank queries, keys and values, with separate rotary channels (DeepSeek-V2 and V3)."""
 
     q_lora_rank: Dim | None = None
-    """Channels of the queries' latent (DeepSeek-V3: 1536); left out: queries come straight from the residual stream."""
+    """Rank of the query latent (DeepSeek-V3: 1536); default: queries are projected directly from the hidden states."""
 
     kv_lora_rank: Dim = 32
-    """Channels of the latent that keys and values share (DeepSeek-V3: 512). Required by --multi-latent-attention."""
+    """Rank of the joint key-value latent (DeepSeek-V3: 512). Required by --multi-latent-attention."""
 
     qk_head_dim: Dim = 128
-    """Channels of a query or key head that are not rotated."""
+    """Channels of a query or key head without rotary positions (nope)."""
 
     qk_pos_emb_head_dim: Dim = 64
-    """Rotated channels of a query or key head; the key's are the same for all heads."""
+    """Rotary channels of a query or key head (rope); all heads have the same rotary key channels."""
 
     v_head_dim: Dim = 128
     """Channels of a value head."""
 
     rope_type: Literal["rope", "yarn"] | None = None
-    """Rotation of multi-latent attention: plain, or stretched by --rotary-scaling-factor; default: yarn, which the
-    factor 1 leaves plain."""
+    """Rotary embedding of multi-latent attention: rope, or yarn, which --rotary-scaling-factor extends; default: yarn,
+    equal to rope at factor 1."""
 
     mla_down_proj_fusion: bool = False
-    """One weight, and one GEMM, for both projections to the latents."""
+    """Use one weight and one GEMM for both down-projections."""

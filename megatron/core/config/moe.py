@@ -19,107 +19,110 @@ class MoEConfig:
     """Mixture of experts"""
 
     num_moe_experts: Dim | None = flag("--num-experts")
-    """Experts per layer; given, feed-forward networks are mixtures of experts."""
+    """Number of experts per layer; set, feed-forward networks are mixtures of experts."""
 
     moe_layer_freq: int | list[int] = flag("--moe-layer-freq", default=1, parse=parse_layer_pattern, metavar="N|LIST")
     """Layers with experts: the first and every N-th after it, or those with a 1 in a list of 0 and 1 such as
     [0]*3+[1]*58."""
 
     moe_ffn_hidden_size: Dim | None = None
-    """Width inside an expert; default: that of the dense feed-forward network."""
+    """Expert width; default: the width of the dense feed-forward network."""
 
     moe_shared_expert_intermediate_size: Dim | None = None
-    """Width of a feed-forward network beside the experts that takes every token; of several shared experts, the sum."""
+    """Width of the shared expert, a feed-forward network that every token passes through; with several shared experts,
+    their sum."""
 
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a learned projection of its input (Qwen2-MoE)."""
 
     moe_shared_expert_overlap: bool = False
-    """Compute the shared expert while tokens travel to the experts, and its gradient while those travel back. Needs
+    """Overlap the shared expert with the token dispatch, and its gradient with the dispatch in backward. Requires
     --moe-shared-expert-intermediate-size."""
 
     expert_model_parallel_size: NumRanks = 1
-    """Expert-parallel size (EP): ranks over which the experts are shared out; it takes ranks of tensor, context and
-    data parallelism and needs none of its own."""
+    """Expert-parallel size (EP). Reuses the tensor-, context- and data-parallel ranks."""
 
     expert_tensor_parallel_size: NumRanks | None = None
-    """Ranks over which the matrices of each expert are split (ETP); default: --tensor-model-parallel-size."""
+    """Expert tensor-parallel size (ETP): ranks that split each expert's matrices; default:
+    --tensor-model-parallel-size."""
 
     moe_router_topk: Dim = 2
     """Experts per token."""
 
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """What makes scores of the router's logits."""
+    """Router score function."""
 
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before the choice, without normalizing the chosen ones again; by default softmax over
-    the chosen ones."""
+    """Apply softmax before top-k, without renormalizing (default: softmax over the top-k logits)."""
 
     moe_router_num_groups: Dim | None = None
-    """Groups that the experts form for --moe-router-group-topk."""
+    """Number of expert groups for --moe-router-group-topk."""
 
     moe_router_group_topk: Dim | None = None
-    """Groups of experts that a token may choose from: those with the largest sums of their best scores."""
+    """Groups of experts that a token may select from: those with the highest group scores."""
+
+    moe_router_group_score_topk: Dim | None = None
+    """Experts of a group whose scores are summed to the group score (DeepSeek-V3: 2); default: --moe-router-topk /
+    --moe-router-group-topk."""
 
     moe_router_topk_scaling_factor: PositiveFloat | None = None
-    """Factor of the chosen experts' weights."""
+    """Factor of the top-k experts' combine weights."""
 
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Precision of the router's logits and weights; default: that of the activations."""
+    """Precision of the router's logits and combine weights; default: the activations' dtype."""
 
     moe_router_enable_expert_bias: bool = False
-    """A bias per expert that counts for the choice only and moves after each iteration towards equal load
-    (DeepSeek-V3). Needs sigmoid or sqrtsoftplus scores."""
+    """Auxiliary-loss-free balancing (DeepSeek-V3): a bias per expert, used for top-k selection only and updated after
+    each iteration towards balanced load. Requires sigmoid or sqrtsoftplus scores."""
 
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
-    """How far that bias moves in an iteration."""
+    """Update rate of the expert bias, per iteration."""
 
     moe_router_load_balancing_type: list[Balance] = flag(default_factory=lambda: ["aux_loss"])
-    """What keeps the load of the experts equal: an auxiliary loss per micro-batch, per sequence or over the global
-    batch (several add up), a Sinkhorn assignment, or a bias of the choice that would have given every expert as many
-    tokens of the last global batch (quantile_balancing)."""
+    """Load balancing: an auxiliary loss per micro-batch, per sequence or per global batch (several are summed),
+    Sinkhorn assignment, or quantile_balancing, a selection bias under which every expert would have received the same
+    number of tokens of the last global batch."""
 
     moe_router_quantile_balancing_ema: Probability = 0.0
-    """How much of that bias stays in every iteration; the rest is the new one."""
+    """EMA decay of the quantile-balancing bias (0: last global batch only)."""
 
     moe_aux_loss_coeff: list[NonNegativeFloat] = flag(default_factory=lambda: [0.0])
     """Coefficient of each auxiliary loss."""
 
     moe_z_loss_coeff: NonNegativeFloat | None = None
-    """Coefficient of the mean squared logsumexp of the router's logits."""
+    """Coefficient of the router z-loss: the mean squared logsumexp of its logits."""
 
     moe_input_jitter_eps: Probability | None = None
-    """The router sees its input times a random number from 1 - EPS to 1 + EPS during training."""
+    """Multiply the router's input by random numbers from 1 - EPS to 1 + EPS in training."""
 
     moe_router_force_load_balancing: bool = False
-    """Send tokens to experts in turn, whatever the router says: for benchmarks."""
+    """Assign tokens to experts round-robin, ignoring the router (benchmarks only)."""
 
     moe_expert_capacity_factor: PositiveFloat | None = None
-    """Tokens that an expert takes, as a multiple of its equal share of a micro-batch's; the rest is dropped. Left out,
-    none is."""
+    """Expert capacity factor: capacity = ceil(tokens x top-k / experts x factor) per rank; excess tokens are dropped.
+    Default: dropless."""
 
     moe_pad_expert_input_to_capacity: bool = False
-    """Fill up every expert's tokens to its capacity: sizes are then the same in every step."""
+    """Pad each expert's input to its capacity (static shapes)."""
 
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Which tokens are dropped: those with the smallest weights, or the last ones."""
+    """Tokens to drop above capacity: those with the smallest weights (probs), or the last ones (position)."""
 
     moe_token_dispatcher_type: TokenDispatcher = "allgather"
-    """How tokens travel to the ranks of their experts: all to everyone, or each to where it goes; flex is the same as
-    alltoall."""
+    """Token dispatcher: allgather (all tokens to all ranks) or alltoall (tokens to their experts only); flex is an
+    alias of alltoall."""
 
     moe_static_rows: bool = False
-    """Give a rank's experts room for the most rows that can come, so that the host reads no number of rows in a step.
-    For --moe-token-dispatcher-type allgather; room for up to as many times the rows as there are expert-parallel
-    ranks."""
+    """Allocate for the maximum token count to avoid host syncs (allgather only; up to EP times the activation
+    memory)."""
 
     overlap_moe_expert_parallel_comm: bool = False
-    """Two-batch overlap: tokens of one half of a micro-batch travel between experts' ranks while the other half
-    computes. Needs an even --micro-batch-size, and losses that do not look at the whole micro-batch."""
+    """Two-batch overlap: dispatch one half of a micro-batch while the other half computes. Requires an even
+    --micro-batch-size and no loss over the full micro-batch."""
 
     moe_fusion: bool = flag("--no-moe-fusion", default=True)
-    """Plain torch operations for permutation and experts, one expert at a time, instead of kernels and grouped
-    GEMMs."""
+    """Fused permutation kernels and grouped GEMMs for experts, instead of plain torch operations, one expert at a
+    time."""
 
 
 def expert_tensor_ranks(config: Any) -> int:

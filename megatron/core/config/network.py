@@ -23,60 +23,70 @@ class NetworkSizeConfig:
     """Query heads per layer. Required."""
 
     num_query_groups: Dim = flag()
-    """Key and value heads per layer, each shared by num-attention-heads / num-query-groups query heads. Read together
-    with --group-query-attention, where it defaults to 1 (multi-query attention)."""
+    """Key and value heads per layer, each used by num-attention-heads / num-query-groups query heads. Read only with
+    --group-query-attention, where it defaults to 1 (multi-query attention)."""
 
     ffn_hidden_size: Dim = flag()
-    """Width inside the feed-forward network; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down
-    to a multiple of 64."""
+    """Feed-forward width; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down to a multiple of
+    64."""
 
     kv_channels: Dim = flag()
     """Channels per attention head; default: hidden size / attention heads."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Normalization layers of the network."""
+    """Type of all normalization layers."""
 
     norm_epsilon: NonNegativeFloat = 1e-5
-    """Added to the variance under the square root of every normalization."""
+    """Epsilon that every normalization adds to the variance under the square root."""
 
     apply_layernorm_1p: bool = False
-    """Store norm weights minus one: small weights keep more digits in 16-bit types. Norms are never decayed."""
+    """Store norm weights minus one, so that small deviations keep more digits in 16-bit types. Norm weights never get
+    weight decay."""
 
     norm_bias: bool = flag("--disable-norm-bias", default=True)
-    """No biases in LayerNorm (ModernBERT). RMSNorm has none."""
+    """Biases in LayerNorm (RMSNorm has none); ModernBERT disables them."""
 
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norms of a residual branch. pre: before its mixer; post: behind it, before the residual addition (OLMo 2);
+    """Norms of a residual branch. pre: before its mixer; post: after it, before the residual addition (OLMo 2);
     sandwich: both (Gemma 2)."""
 
     use_parallel_residual: bool = False
-    """Attention and feed-forward network of a layer both read the layer's input, each through its own norm (GPT-NeoX).
-    A layer then stays on one pipeline stage."""
+    """Parallel branches: attention and feed-forward network both read the layer's input, each through its norm
+    (GPT-NeoX). Pipeline stages then cannot split a layer."""
 
     apply_embedding_scaling: bool = False
     """Multiply embeddings by the square root of the hidden size, rounded to the weights' format (Gemma)."""
 
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor of the embeddings (Granite)."""
+
+    residual_multiplier: PositiveFloat = 1.0
+    """Factor of each branch's output before it joins the residual stream (Granite)."""
+
+    logits_scaling: PositiveFloat = 1.0
+    """Divisor of the output layer's logits (Granite)."""
+
     embed_layernorm: bool = False
-    """Normalise the embedding. The first branch of the first layer has no other norm than that (ModernBERT)."""
+    """Normalize the embedding; the first branch of the first layer then has no norm of its input (ModernBERT)."""
 
     scale_decoder_outputs: bool = False
-    """The decoder's output divided by the square root of the hidden size, before a shared output layer without bias
-    (T5 1.0)."""
+    """Divide the decoder's output by the square root of the hidden size before a tied output layer without bias (T5
+    1.0)."""
 
     final_logit_softcapping: PositiveFloat | None = None
-    """Cap the output layer's logits softly: cap * tanh(logits / cap) (Gemma 2)."""
+    """Soft cap of the output layer's logits: cap * tanh(logits / cap) (Gemma 2)."""
 
     apply_residual_connection_post_layernorm: bool = False
-    """Take the residual from behind the normalization, as the original BERT does."""
+    """Take the residual after the normalization, as the original BERT does."""
 
     add_bias_linear: bool = flag("--disable-bias-linear", default=True)
-    """No biases in the linear layers (and no fused bias-GELU then)."""
+    """Biases in the linear layers. Without them GELU is not fused with the bias."""
 
     add_qkv_bias: bool = False
-    """A bias in the query, key and value projection even with --disable-bias-linear (Qwen2)."""
+    """Bias in the query, key and value projection even with --disable-bias-linear (Qwen2)."""
 
     swiglu: bool = False
-    """Gated linear unit with SiLU in the feed-forward network (LLaMA)."""
+    """SwiGLU: SiLU-gated linear unit in the feed-forward network (LLaMA)."""
 
     squared_relu: bool = False
     """Squared ReLU in the feed-forward network."""
@@ -91,37 +101,36 @@ class NetworkSizeConfig:
     """Gated linear unit with the tanh approximation of GELU in the feed-forward network (Gemma, T5 1.1)."""
 
     exact_gelu: bool = False
-    """GELU by the error function in the feed-forward network, with --geglu too (ModernBERT)."""
+    """Exact GELU (error function) in the feed-forward network, also with --geglu (ModernBERT)."""
 
     activation_func_clamp_value: PositiveFloat | None = None
-    """Clamp the feed-forward network's inputs to the activation to at most this value, and its linear half to the range
-    of plus and minus this value. Gated activations only."""
+    """Clamp the input of a gated activation to at most this value, and its linear half to plus and minus this value."""
 
     glu_linear_offset: AnyFloat = 0.0
-    """Added to the linear half of a gated activation (gpt-oss uses 1)."""
+    """Offset added to the linear half of a gated activation (gpt-oss: 1)."""
 
     hidden_dropout: Probability = 0.1
-    """Dropout probability of the embedding and of each branch before it joins the residual stream."""
+    """Dropout probability of the embedding and of each branch before the residual addition."""
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in float32."""
 
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Where the layers' modules come from: this library, or the package Transformer Engine."""
+    """Implementation of the layers' modules: this library (local) or the package Transformer Engine."""
 
     bias_gelu_fusion: bool = True
-    """No fused bias and GELU. Where there are biases, the fused form uses the tanh approximation of GELU; without it,
-    or without biases, GELU is exact. Squared ReLU then is plain torch operations instead of one kernel."""
+    """Fused kernel for bias and GELU, which uses the tanh approximation; without it, or without biases, GELU is exact.
+    Also the fused kernel of squared ReLU."""
 
     bias_swiglu_fusion: bool = True
-    """Plain torch operations for gated activations instead of one kernel on GPUs."""
+    """Fused kernel for gated activations on GPUs, instead of plain torch operations."""
 
     bias_dropout_fusion: bool = True
-    """Plain torch operations for dropout and residual addition instead of one kernel on GPUs; the masks are the
-    same."""
+    """Fused kernel for dropout and residual addition on GPUs, instead of plain torch operations; the masks are
+    equal."""
 
     no_persist_layer_norm: bool = False
-    """Plain torch operations for norms instead of kernels that take the residual stream along."""
+    """Compute norms with plain torch operations instead of kernels that also add the residual."""
 
     @property
     def gated_linear_unit(self) -> bool:
@@ -137,8 +146,8 @@ class InitializationConfig:
     """Seed of the initial weights, of dropout and of the data order."""
 
     init_method_std: NonNegativeFloat = 0.02
-    """Standard deviation of the normal distribution that weights start from; those that write into the residual stream
-    are divided by sqrt(2 x layers)."""
+    """Standard deviation of the normal initial weights. Weights whose output is added to the residual stream use it
+    divided by sqrt(2 x layers)."""
 
     embedding_init_method_std: NonNegativeFloat = flag()
     """Standard deviation of the embedding's initial weights; default: --init-method-std."""
@@ -147,4 +156,4 @@ class InitializationConfig:
     """Xavier-uniform initial weights instead of normal ones."""
 
     perform_initialization: bool = flag("--no-initialization", default=True)
-    """Leave the weights uninitialised; only for runs that load all of them."""
+    """Initialize the weights. Disable only if a checkpoint provides all of them."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 INT64_MAX = 2**63 - 1
+FLOAT32_MAX = 3.4028234663852886e38
+"""Larger numbers are infinite in tensors."""
 
 
 def _is_finite(value: float) -> bool:
@@ -38,16 +40,16 @@ class Range:
     @property
     def bounds(self) -> str:
         """For messages; an upper bound that only keeps numbers inside 64 bits is not named."""
-        if self.above and self.low == 0 and self.high == math.inf:
+        if self.above and self.low == 0 and self.high in (math.inf, FLOAT32_MAX):
             return "positive"
-        low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -math.inf else ""
-        named = self.high not in (math.inf, INT64_MAX)
+        low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -FLOAT32_MAX else ""
+        named = self.high not in (math.inf, INT64_MAX, FLOAT32_MAX)
         high = f"{'less than' if self.below else 'at most'} {_exact(self.high)}" if named else ""
         return " and ".join(filter(None, (low, high)))
 
     def __str__(self) -> str:
         """In short, for the flag reference; empty for any number."""
-        if self.low == -math.inf:
+        if self.low <= -FLOAT32_MAX:
             return ""
         low = "more than " * self.above + f"{self.low:g}"
         if self.high >= 2**31 - 1:
@@ -60,6 +62,8 @@ class Range:
             return ""
         if _is_finite(value) and self.high == INT64_MAX and value > self.high:
             return "must be less than 2^63"
+        if _is_finite(value) and FLOAT32_MAX in (abs(self.low), self.high) and abs(value) > FLOAT32_MAX:
+            return f"magnitude must be at most {FLOAT32_MAX:.1e}: larger numbers are infinite in fp32"
         return f"must be {self.bounds}" if _is_finite(value) and self.bounds else "must be a finite number"
 
 
@@ -80,7 +84,9 @@ Batch = Annotated[int, Range(1, 2**31 - 1)]
 Iterations = Annotated[int, Range(0, 2**40)]
 Minutes = Annotated[int, Range(1, 10 * 366 * 1440)]
 Seconds = Annotated[float, Range(0, 10 * 366 * 86400)]
-PositiveFloat = Annotated[float, Range(0, above=True)]
-NonNegativeFloat = Annotated[float, Range(0)]
-AnyFloat = Annotated[float, Range(-math.inf)]
+Gibibytes = Annotated[float, Range(0, 2**20, above=True)]
+PositiveFloat = Annotated[float, Range(0, FLOAT32_MAX, above=True)]
+NonNegativeFloat = Annotated[float, Range(0, FLOAT32_MAX)]
+AnyFloat = Annotated[float, Range(-FLOAT32_MAX, FLOAT32_MAX)]
+RotaryBase = Annotated[float, Range(1, FLOAT32_MAX)]
 Probability = Annotated[float, Range(0, 1, below=True)]

@@ -23,12 +23,26 @@ TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
 }
 """Flags that tokenizers need; the others: ``tokenizer_model``."""
 
+_HUGGING_FACE = (
+    "autotokenizer", "auto", "hf", "hftokenizer", "huggingface", "transformers", "tokenizers", "pretrainedtokenizer",
+    "pretrainedtokenizerfast", "gpt2tokenizer", "gpt2tokenizerfast", "llamatokenizer", "llamatokenizerfast",
+    "llama3tokenizer", "qwen2tokenizer", "qwen2tokenizerfast", "gemmatokenizer", "gemmatokenizerfast",
+    "gptneoxtokenizer", "gptneoxtokenizerfast", "t5tokenizer", "t5tokenizerfast", "bloomtokenizerfast", "bpe",
+)  # fmt: skip
+OTHER_NAMES = dict.fromkeys(_HUGGING_FACE, "HuggingFaceTokenizer") | {
+    "tiktoken": "TikTokenizer", "sentencepiece": "SentencePieceTokenizer", "spm": "SentencePieceTokenizer",
+    "bytetokenizer": "ByteLevelTokenizer", "byt5tokenizer": "ByteLevelTokenizer", "gpt2": "GPT2BPETokenizer",
+    "berttokenizer": "BertWordPieceLowerCase", "berttokenizerfast": "BertWordPieceLowerCase",
+    "wordpiece": "BertWordPieceLowerCase",
+}  # fmt: skip
+"""--tokenizer-type to suggest for names of other libraries, in lower case."""
+
 
 @dataclass(kw_only=True)
 class TokenizerConfig:
     """Tokenizer"""
 
-    tokenizer_type: TokenizerType | None = None
+    tokenizer_type: TokenizerType | None = flag(meant=OTHER_NAMES)
     """Kind of tokenizer; each script has its own default (GPT: GPT2BPETokenizer). NullTokenizer needs only
     --vocab-size, ByteLevelTokenizer needs nothing."""
 
@@ -42,23 +56,23 @@ class TokenizerConfig:
     """Merges of GPT-2's byte pair encoding."""
 
     vocab_size: Dim | None = None
-    """Vocabulary size, where the tokenizer does not know it (NullTokenizer) or it is to be larger."""
+    """Vocabulary size, if the tokenizer does not define it (NullTokenizer) or a larger one is wanted."""
 
     pad_vocab_size: bool = flag("--no-pad-vocab-size", "--disable-pad-vocab-size", default=True)
-    """Do not pad the vocabulary."""
+    """Pad the vocabulary to a multiple of --make-vocab-size-divisible-by."""
 
     vocab_extra_ids: Annotated[int, Range(0, 2**31 - 1)] | None = None
-    """Sentinel tokens (extra_id_0 and so on) for T5's masked spans, behind the tokenizer's own vocabulary; those that
-    it has are not added again. Default: 100 with BertWordPieceCase, as in Megatron-LM, else none."""
+    """Number of sentinel tokens (extra_id_0 ...) for T5's masked spans, added after the tokenizer's vocabulary unless
+    it has them. Default: 100 with BertWordPieceCase, as in Megatron-LM, else none."""
 
     tokenizer_special_tokens: list[str] | None = None
     """Special tokens to add."""
 
     tiktoken_pattern: Literal["v1", "v2"] | None = None
-    """How TikTokenizer splits text into words; default: v2."""
+    """Pattern by which TikTokenizer splits text into words; default: v2."""
 
     tiktoken_num_special_tokens: Annotated[int, Range(0, 2**31 - 1)] = 1000
-    """Ids that TikTokenizer reserves for special tokens."""
+    """Number of ids that TikTokenizer reserves for special tokens."""
 
     tokenizer_hf_no_include_special_tokens: bool = False
     """HuggingFaceTokenizer: add no special tokens to text."""

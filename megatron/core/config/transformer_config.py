@@ -184,12 +184,11 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("mla_down_proj_fusion", "needs q_lora_rank", True)
 
     def _impossible_experts(self) -> Iterator[Problem]:
-        experts, pattern, none = self.num_moe_experts, self.moe_layer_freq, MoEConfig()
-        if experts is None:
-            given = [name for name, value in values_of(MoEConfig, self).items() if value != getattr(none, name)]
-            given = [name for name in given if name != "expert_tensor_parallel_size"]  # programs ask their rank grid
-            if given:
-                yield Problem("num_moe_experts", f"is needed by {', '.join(given)}", fix="give it, or leave those out")
+        experts, pattern = self.num_moe_experts, self.moe_layer_freq
+        if experts is None:  # programs pass moe_* settings to every model; a dense one reads none of them
+            if self.expert_model_parallel_size > 1:
+                size, fix = self.expert_model_parallel_size, "give it, or make expert_model_parallel_size 1"
+                yield Problem("num_moe_experts", f"is needed by expert_model_parallel_size {size}", fix=fix)
             return
         if experts % self.expert_model_parallel_size:
             size = self.expert_model_parallel_size

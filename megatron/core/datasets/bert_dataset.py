@@ -50,6 +50,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     """
 
     config: BERTMaskedWordPieceDatasetConfig
+    takes_empty_samples = True  # cls and sep remain, and no label
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
         tokens, lengths, target = self.sentences(idx)

@@ -5,8 +5,10 @@ Each process builds what it needs for itself; what is expensive is shared throug
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -23,6 +25,18 @@ logger = logging.getLogger(__name__)
 
 WHOLE = (0.0, 1.0)
 
+_EVERY_RANK = ContextVar("build data sets on every rank", default=False)
+
+
+@contextmanager
+def built_on_every_rank() -> Iterator[None]:
+    """Ignore ``is_built_on_rank`` inside this context: in our training loop every rank reads its own micro-batches."""
+    token = _EVERY_RANK.set(True)
+    try:
+        yield
+    finally:
+        _EVERY_RANK.reset(token)
+
 
 class BlendedMegatronDatasetBuilder:
     """Build one data set per split.
@@ -30,7 +44,7 @@ class BlendedMegatronDatasetBuilder:
     Args:
         cls: the ``MegatronDataset`` class.
         sizes: samples wanted of train, valid and test: a number, 0 for none, or None for one pass over the data.
-        is_built_on_rank: whether this process needs the data at all.
+        is_built_on_rank: whether this process needs the data at all; see :func:`built_on_every_rank`.
         config: the configuration.
     """
 
@@ -66,7 +80,7 @@ class BlendedMegatronDatasetBuilder:
         Raises:
             ValueError: another split that samples are asked of is empty or too short for one, or named test data is.
         """
-        if not self.is_built_on_rank():
+        if not _EVERY_RANK.get() and not self.is_built_on_rank():
             return [None] * len(Split)
         return all_of(partial(self._build_split, split) for split in Split)
 

@@ -76,6 +76,15 @@ class BlendedMegatronDatasetConfig:
     renormalize_blend_weights: bool = True
     """Accepted for existing programs; weights are always normalized."""
 
+    fast_cache_load: bool = False
+    """Accepted for existing programs; an index is mapped as soon as its cache exists."""
+
+    defer_npy_index_mmap: bool = False
+    """Accepted for existing programs; mapping an index reads nothing."""
+
+    sequences_per_dataset: dict[str, int] | None = None
+    """Accepted for existing programs; document counts are read from the index files."""
+
     s3_cache_path: InitVar[str | None] = None
     """Older name of the following."""
 

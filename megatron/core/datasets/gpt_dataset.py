@@ -49,6 +49,26 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     vocab_size: int | None = None
     """Token ids must be below this; None takes the tokenizer's."""
 
+    context_parallel_size: int = 1
+    """Accepted for existing programs, as the next two: a sample does not depend on the layout."""
+
+    data_parallel_size: int = 1
+
+    sequence_parallel_size: int = 0
+
+    hybrid_context_parallel: bool | None = False
+    """Context-parallel groups of a size that depends on the sequence; not available."""
+
+    inter_document_masking: bool | None = False
+    """Attention within documents only; not available under this name: see ``reset_attention_mask``."""
+
+    def __post_init__(self, s3_cache_path: str | None) -> None:
+        super().__post_init__(s3_cache_path)
+        if self.hybrid_context_parallel:
+            raise UserError("hybrid_context_parallel: not available; set it to False")
+        if self.inter_document_masking:
+            raise UserError("inter_document_masking: not available; use reset_attention_mask (--reset-attention-mask)")
+
 
 class GPTDataset(MegatronDataset):
     """See the module; arguments as for ``MegatronDataset``.

@@ -251,11 +251,11 @@ class MaskedWordPieceDataset(MegatronDataset):
             epochs = 1 if self.num_samples is None else 2**31 - 2
             options = config.short_sequence_probability, config.random_seed, config.min_sentences
             try:
-                return {"sample_index": build_mapping(
-                    bounds, sizes, epochs, self.num_samples, self.target_length, *options
-                )}  # fmt: skip
+                rows = build_mapping(bounds, sizes, epochs, self.num_samples, self.target_length, *options)
             except NoSamplesError as error:
                 raise EmptySplitError(self._empty(f"{error}", bounds)) from None
+            self._check_samples_hold_tokens(rows)
+            return {"sample_index": rows}
 
         layout: Layout = {"sample_index": ((None, 3), "uint32" if len(sizes) < 2**32 else "uint64")}
         first, last = int(bounds[0]), int(bounds[-1])
@@ -267,6 +267,33 @@ class MaskedWordPieceDataset(MegatronDataset):
             "min_sentences": config.min_sentences,
         }
         return self.index_cache(own, layout, limits).get(build)["sample_index"]
+
+    def _check_samples_hold_tokens(self, rows: np.ndarray) -> None:
+        """Reject samples [n, 3] without tokens, which documents of empty sentences give. If ``takes_empty_samples``,
+        warn, and reject them only if every sample is empty: dropping some would change the order of the others.
+
+        Raises:
+            UserError: with the file, the first such document and the number of samples.
+        """
+        sizes = self.dataset.sequence_lengths
+        if len(sizes) and sizes.min() > 0:
+            return
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        empty = np.flatnonzero(starts[rows[:, 1].astype(np.int64)] == starts[rows[:, 0].astype(np.int64)])
+        if not len(empty):
+            return
+        document = int(np.searchsorted(self.dataset.document_indices, int(rows[empty, 0].min()), side="right")) - 1
+        reason = (
+            f"{self.dataset_path}: {counted(len(empty), 'sample')} of {len(rows)} of {self.index_split.name} hold no "
+            f"token: the sentences of document {document} (the first of them) are empty; remove empty documents, or "
+            f"make the data with {SENTENCES}, which does"
+        )
+        if not self.takes_empty_samples or len(empty) == len(rows):
+            raise UserError(reason)
+        logger.warning("%s", reason)
+
+    takes_empty_samples = False
+    """Whether a sample without text can be made."""
 
     def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
         """``bounds``: of the split's documents, where it has some."""

@@ -104,6 +104,11 @@ class MegatronDataset(ABC):
         ends = np.cumsum(self.dataset.sequence_lengths[np.asarray(sequences)].astype(np.int64)) - offset
         part = int(np.searchsorted(ends, where, side="right"))
         inside = where - int(ends[part - 1] if part else -offset)
+        if self.config.mock:
+            raise UserError(
+                f"--mock-data: token id {int(tokens[where])} is not below the vocabulary size {vocab_size}; use a"
+                " larger --vocab-size, and an end-of-document id (--null-tokenizer-eod-id) below it"
+            )
         raise UserError(
             f"{self.dataset_path}: token id {int(tokens[where])} in {self.sequence_name} {int(sequences[part])} at "
             f"token {inside} is not below the vocabulary size {vocab_size}: the data was made with another tokenizer. "

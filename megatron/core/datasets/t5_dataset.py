@@ -76,6 +76,21 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
 
     config: T5MaskedWordPieceDatasetConfig
 
+    @staticmethod
+    def config_attention_mask(
+        encoder_tokens: Any, decoder_tokens: Any, encoder_mask: Any, decoder_mask: Any, use_local: bool = False
+    ) -> tuple[Any, Any, Any]:
+        """Masks of encoder, decoder and cross-attention, as programs pass them to a model, from bool tensors [b, e] and
+        [b, s] that are True where hidden: with ``use_local`` [b, 1, queries, keys], else [b, 1, 1, keys], None (causal)
+        and a pair."""
+        encoder, decoder = encoder_mask[:, None, None], decoder_mask[:, None, None]
+        if not use_local:
+            return encoder, None, (decoder, encoder)
+        length = decoder.shape[-1]
+        future = decoder.new_ones((length, length)).triu(1)
+        rows = decoder.transpose(2, 3)
+        return encoder | encoder.transpose(2, 3), decoder | rows | future, encoder | rows
+
     def masking_rule(self) -> MaskingRule:
         room = self.config.sequence_length_decoder - 1  # bos, in the labels eos
         return replace(super().masking_rule(), max_spans=len(self.config.sentinels), max_marked=room)

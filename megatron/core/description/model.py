@@ -1,11 +1,11 @@
-"""A model as data: parameters of its pieces, operations, what they keep for backward. Torch-free.
+"""Model description as data: the parameters of its pieces, their operations and saved activations. Torch-free.
 
-A mixer is described by a pure function ``describe(config, place) -> Piece`` (``describe_attention``, ``describe_mlp``
-…), which its class carries along, so that a layer spec tells what it builds; norm, dropout and residual sum around it
-are described in ``parts``. Parameter counts, FLOPs, memory, stage balance, roofline, dry run and self-checks fold over
-descriptions; none of them knows what a layer looks like. A test says that a description equals the model that is built.
+A pure function ``describe(config, place) -> Piece`` describes a mixer (``describe_attention``, ``describe_mlp`` …). The
+mixer's class has it as an attribute, so that a layer spec determines its description; ``parts`` describes norm, dropout
+and residual sum. Parameter counts, FLOPs, memory, stage balance, roofline, dry run and self-checks are computed from
+descriptions without knowledge of layer types. A test checks that descriptions equal the built models.
 
-Quantities are of one tensor-parallel rank and per token of its sequences, unless a field says otherwise.
+Quantities are per tensor-parallel rank and per token of its sequences, unless a field states otherwise.
 """
 
 from __future__ import annotations
@@ -26,58 +26,61 @@ Kind = Literal["gemm", "attention", "norm", "rotary", "activation", "cross entro
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer stands, and what goes through it."""
+    """Position of a layer in the model and sizes of its input."""
 
     layer_number: int
-    """From 1 over the whole model."""
+    """Counts from 1 over the full model."""
     seq_length: int
     rotary: bool = False
-    """Whether queries and keys are rotated."""
+    """Whether rotary positions apply to queries and keys."""
     causal: bool = True
-    """Whether a query sees no key behind it."""
+    """Whether attention is causal."""
     source_length: int = 0
-    """Tokens of the other sequence that keys are of, in cross-attention."""
+    """Number of encoder tokens that cross-attention uses as keys."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter, independent of the rank that holds a part of it."""
+    """Global description of one parameter, independent of the rank."""
 
     name: str
-    """Global name; relative to its piece until :meth:`Piece.under` puts it somewhere."""
+    """Global name; relative to its piece until :meth:`Piece.under` adds a prefix."""
     shape: tuple[int, ...]
     """Logical global shape, without padding."""
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """Rank axis -> logical dim that it splits; axes not named replicate."""
+    """Rank axis -> logical dim that it splits; other axes replicate."""
     stored: tuple[int, ...] | None = None
-    """Logical shape with padding, where there is any."""
+    """Logical shape with padding; None without padding."""
     shared: int = 0
-    """For ``(blocks, rows, …)`` split along blocks: with fewer blocks than ranks, the ranks of a block split its rows
-    except the last ``shared``, which each of them holds."""
+    """For ``(blocks, rows, …)`` split along blocks: with fewer blocks than ranks, the ranks of a block split its rows,
+    except the last ``shared`` rows, which are replicated.
+    """
     tied_to: str | None = None
-    """Global name of the parameter that it is a copy of."""
+    """Global name of the parameter that it copies."""
     ndim: int = 2
-    """Dims of what is stored: leading logical dims are folded into its first."""
+    """Number of stored dims: leading logical dims are flattened into the first."""
     active: float = 1.0
-    """The part of it that a token meets: of experts' those that it goes to."""
+    """Fraction of elements active per token (experts: top-k / num_experts)."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether it lies on the expert grid, whose ranks sum its gradient."""
+        """Whether the parameter is sharded on the expert mesh, whose ranks reduce its gradient."""
         return "ep" in self.mesh or "etp" in self.mesh
 
     @property
     def numel(self) -> int:
-        """True elements over all ranks; a copy of another parameter counts nothing."""
+        """Unpadded elements over all ranks; 0 for a tied copy."""
         return 0 if self.tied_to else math.prod(self.shape)
 
     @property
     def padding(self) -> int:
-        """Elements that are stored beside the true ones."""
+        """Number of padding elements; 0 for a tied copy."""
         return 0 if self.tied_to or self.stored is None else math.prod(self.stored) - math.prod(self.shape)
 
     def local_shapes(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-        """Shapes that one rank stores, padding included, given the ranks of each axis."""
+        """Return the shapes that one rank stores, padding included; ``sizes`` maps axes to numbers of ranks. There are
+        two shapes if ranks share rows.
+        """
         shape = list(self.stored or self.shape)
         for axis, dim in self.mesh.items():
             ranks = sizes.get(axis, 1)
@@ -94,52 +97,52 @@ class Param:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that an operation keeps for its backward pass."""
+    """Tensor that an operation saves for backward."""
 
     name: str
     bytes: float
     modules: tuple[str, ...] = ()
-    """Names in --recompute-modules, each of which computes it again instead."""
+    """Names in --recompute-modules; each of them recomputes the tensor instead."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation."""
+    """One operation and its costs."""
 
     kind: Kind
     name: str
     flops: float = 0.0
-    """Forward pass of one whole sequence, all ranks together; backward counts twice as much."""
+    """Forward FLOPs of one full sequence over all ranks; backward costs twice the forward."""
     gemm: tuple[int, int] | None = None
-    """(output, input) sizes of this rank's weight."""
+    """(output, input) sizes of this rank's weight shard."""
     traffic: float = 0.0
-    """Bytes that forward and backward pass must move at the least; those of GEMMs are not counted."""
+    """Minimum bytes moved by forward and backward; 0 for GEMMs."""
     gradients: float = 0.0
-    """Bytes of the gradients of its output."""
+    """Bytes of the gradient of its output."""
     saved: tuple[Saved, ...] = ()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The smallest part of a pipeline stage: the embedding, one residual branch, the output layer."""
+    """Smallest unit of a pipeline stage: the embedding, one residual branch, or the output layer."""
 
     name: str
-    """In words: ``attention``, ``feed-forward``, ``embedding`` …"""
+    """Display name: ``attention``, ``feed-forward``, ``embedding`` …"""
     params: tuple[Param, ...] = ()
     ops: tuple[Op, ...] = ()
     is_branch: bool = False
-    """Whether it is added to the residual stream."""
+    """Whether its output is added to the residual stream."""
     is_known: bool = True
-    """False: its module says nothing of itself."""
+    """Whether its module has a description."""
     settings: tuple[str, ...] = ()
-    """Names of the settings without which its weights mean something else: a checkpoint of other ones is refused."""
+    """Names of the settings that its weights depend on; a checkpoint with other values is rejected."""
 
     def under(self, prefix: str) -> Piece:
-        """The same with ``prefix`` before the names of its parameters."""
+        """Return a copy with ``prefix`` added to the names of its parameters."""
         return replace(self, params=tuple(replace(each, name=f"{prefix}{each.name}") for each in self.params))
 
     def per_token_of(self, share: float) -> Piece:
-        """The same with bytes per token of a sequence of which it sees ``share`` times as many tokens."""
+        """Return a copy with bytes scaled by ``share``, its tokens per token of the reference sequence."""
         def scaled(op: Op) -> Op:
             saved = tuple(replace(each, bytes=each.bytes * share) for each in op.saved)
             return replace(op, traffic=op.traffic * share, gradients=op.gradients * share, saved=saved)
@@ -148,37 +151,36 @@ class Piece:
 
     @property
     def num_parameters(self) -> int:
-        """Padding and tied copies not counted."""
+        """Number of parameters, without padding and tied copies."""
         return sum(each.numel for each in self.params)
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of one sequence, forward."""
+        """Forward model FLOPs of one sequence."""
         return sum(op.flops for op in self.ops)
 
     @property
     def time(self) -> float:
-        """The same, with attention's divided by its speed relative to GEMMs."""
+        """Forward model FLOPs of one sequence, with attention divided by its speed relative to GEMMs."""
         return sum(op.flops / (ATTENTION_RATE if op.kind == "attention" else 1.0) for op in self.ops)
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A decoder: embedding, layers of residual branches, and what follows the last one."""
+    """Description of a model: embedding, layers of residual branches, head and multi-token prediction."""
 
     embedding: Piece
     layers: tuple[tuple[Piece, ...], ...]
     head: Piece
     """Final norm, output layer and loss."""
     predictions: tuple[Piece, ...] = ()
-    """Multi-token prediction: what follows behind the output layer, on its stage, together with a copy of the
-    embedding."""
+    """Pieces of multi-token prediction. They follow the output layer, on its stage, with a copy of the embedding."""
     needless_flops: float = 0.0
-    """Forward FLOPs of one sequence that a layout computes and the loss does not need."""
+    """Forward FLOPs of one sequence that are computed but not needed for the loss."""
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """All, in the order in which a token meets them."""
+        """All pieces in forward order."""
         yield self.embedding
         for branches in self.layers:
             yield from branches
@@ -186,33 +188,33 @@ class ModelDescription:
         yield from self.predictions
 
     def params(self) -> Iterator[Param]:
-        """Every parameter of the whole model."""
+        """Yield every parameter of the full model."""
         for piece in self.pieces:
             yield from piece.params
 
     @property
     def unknown(self) -> list[str]:
-        """Pieces whose modules say nothing of themselves: counts and FLOPs are then without them."""
+        """Names of pieces without a description; counts and FLOPs exclude them."""
         return sorted({piece.name for piece in self.pieces if not piece.is_known})
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Names of all settings without which the weights mean something else."""
+        """Names of all settings that the weights depend on."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.settings))
 
     @property
     def num_parameters(self) -> int:
-        """Padding and tied copies not counted."""
+        """Number of parameters, without padding and tied copies."""
         return sum(each.numel for each in self.params())
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that a token meets."""
+        """Number of parameters active per token."""
         return round(sum(each.numel * each.active for each in self.params()))
 
     @property
     def padding(self) -> int:
-        """Elements that are stored beside the parameters."""
+        """Number of padding elements of all parameters."""
         return sum(each.padding for each in self.params())
 
     @property
@@ -234,17 +236,19 @@ class ModelDescription:
 
     @property
     def costs(self) -> ModelCosts:
-        """For the balance of pipeline stages."""
+        """Relative times of branches and head, in units of a median layer, for balancing pipeline stages; times are
+        None if a piece is unknown.
+        """
         names = tuple(tuple(branch.name for branch in branches) for branches in self.layers)
         layers = [[branch.time for branch in branches] for branches in self.layers]
-        unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 each where all are alike
-        if self.unknown or not unit:  # a description without operations says nothing of time
+        unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 per layer if all are equal
+        if self.unknown or not unit:  # no times without a description of every operation
             return ModelCosts(names, None)
         last = self.head.time + sum(piece.time for piece in self.predictions)
         return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), last / unit)
 
 
 def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()) -> float:
-    """Bytes per token that pieces keep for backward, without those of modules that are computed again."""
+    """Return the bytes per token that ``pieces`` save for backward, without the modules in ``recomputed``."""
     saved = [each for piece in pieces for op in piece.ops for each in op.saved]
     return sum(each.bytes for each in saved if not recomputed.intersection(each.modules))

@@ -1,4 +1,4 @@
-"""What descriptions are made of: sizes of activations, linears, GEMMs, norms, residual branches. Torch-free."""
+"""Building blocks of descriptions: activation sizes, linear layers, GEMMs, norms and residual branches. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from megatron.core.description.model import Config, Op, Param, Piece, Saved
 
 
 def activation_bytes(config: Config) -> int:
-    """Bytes of an element of a weight as the model computes with it, and of an activation."""
+    """Return the bytes per element of activations and of weights in the compute dtype."""
     return 2 if config.fp16 or config.bf16 else 8 if config.fp64 else 4
 
 
 def stream_bytes(config: Config) -> int:
-    """Bytes of an element of the residual stream."""
+    """Return the bytes per element of the residual stream."""
     return max(activation_bytes(config), 4) if config.fp32_residual_connection else activation_bytes(config)
 
 
 def stream_elements(config: Config) -> float:
-    """Elements of the residual stream per token on this rank: sequence parallelism splits positions."""
+    """Return the elements of the residual stream per token on this rank; sequence parallelism divides them by TP."""
     return config.hidden_size / (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
 def linear(name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, shared: int = 0) -> list[Param]:
-    """A weight ``(*out, into)`` that tensor-parallel ranks split along ``dim``, and its bias."""
+    """Return a weight ``(*out, into)`` that tensor parallelism splits along ``dim``, and its bias if ``bias``."""
     params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared)]
-    if bias:  # of a weight that is split along its input, every rank adds up the whole bias
+    if bias:  # with a split input dim, the bias is replicated
         params.append(Param(f"{name}.bias", out, {"tp": dim} if dim < len(out) else {}, shared=shared, ndim=1))
     return params
 
 
 def gemm(weight: Param, config: Config, tokens: int, *, gradients: float = 0.0, saved: tuple[Saved, ...] = ()) -> Op:
-    """The GEMM with a weight, of ``tokens`` a sequence."""
+    """Return the GEMM with ``weight`` on ``tokens`` tokens per sequence: FLOPs of all ranks, local sizes."""
     shapes = weight.local_shapes({"tp": config.tensor_model_parallel_size})
     local = (sum(rows for rows, _ in shapes), shapes[0][1])
     name = weight.name.removesuffix(".weight").rpartition(".")[2]
@@ -41,22 +41,23 @@ def gemm(weight: Param, config: Config, tokens: int, *, gradients: float = 0.0, 
 
 
 def norm(name: str, size: int, config: Config) -> list[Param]:
-    """Weight and, of LayerNorm, bias."""
+    """Return the weight and, for LayerNorm with ``norm_bias``, the bias of a norm."""
     kinds = ("weight", "bias") if config.normalization == "LayerNorm" and config.norm_bias else ("weight",)
     return [Param(f"{name}.{kind}", (size,), ndim=1) for kind in kinds]
 
 
 RESIDUAL_SETTINGS = (
     "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_bias", "norm_placement",
-    "apply_residual_connection_post_layernorm", "embed_layernorm",
+    "apply_residual_connection_post_layernorm", "embed_layernorm", "residual_multiplier",
 )  # fmt: skip
 """Settings that every branch and the final norm depend on."""
 NormDescription = Callable[[str, int, Config], list[Param]]
 
 
 def _residual_norm(name: str, config: Config) -> Op:
-    """The norm at the beginning of a branch. It keeps what it reads, and the branch's first GEMM what it writes, under
-    --tp-comm-overlap at the positions of all ranks."""
+    """Describe the norm before a mixer. It saves its input, and the branch's first GEMM saves its output, with
+    --tp-comm-overlap at the positions of all ranks.
+    """
     elements, item = stream_elements(config), activation_bytes(config)
     gathered = config.hidden_size if config.tp_comm_overlap else elements
     kept = (Saved("stream", elements * stream_bytes(config)), Saved("normed", gathered * item, ("layernorm",)))
@@ -64,13 +65,13 @@ def _residual_norm(name: str, config: Config) -> Op:
 
 
 def _no_norm(config: Config) -> Op:
-    """The beginning of a branch without a norm: its first GEMM keeps the stream itself."""
+    """Describe the start of a branch without a pre-norm: its first GEMM saves the stream itself."""
     elements = config.hidden_size if config.tp_comm_overlap else stream_elements(config)
     return Op("other", "stream", saved=(Saved("stream", elements * activation_bytes(config)),))
 
 
 def one_piece(pieces: Iterable[Piece]) -> Piece:
-    """A layer whose branches are not apart."""
+    """Combine the branches of a layer that stages cannot split into one piece."""
     pieces = list(pieces)
     return Piece(
         "layer", tuple(each for piece in pieces for each in piece.params),
@@ -83,13 +84,14 @@ def one_piece(pieces: Iterable[Piece]) -> Piece:
 def residual_branch(
     mixer: Piece, config: Config, *, name: str, norm_name: str, describe_norm: NormDescription = norm
 ) -> Piece:
-    """x + dropout(mixer(norm(x))), of modules called ``name`` and ``norm_name``; norms are where ``norm_placement``
-    says."""
+    """Describe the branch x + dropout(mixer(norm(x))) with parameters under ``name`` and ``norm_name``;
+    ``norm_placement`` selects a norm before the mixer, after it, or both.
+    """
     before, behind = config.norm_placement != "post", config.norm_placement != "pre"
     post_name = f"post_{name}_layernorm"
     entry = describe_norm(norm_name, config.hidden_size, config) if before else []
     leave = describe_norm(post_name, config.hidden_size, config) if behind else []
-    mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte an element
+    mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte per element
     ops = [_residual_norm(norm_name, config) if before else _no_norm(config), *mixer.ops]
     if behind:
         elements, item = stream_elements(config), activation_bytes(config)

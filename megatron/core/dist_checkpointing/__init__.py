@@ -1,6 +1,6 @@
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
-from megatron.core.dist_checkpointing.reader import CheckpointReader, load
-from megatron.core.dist_checkpointing.writer import save
+from megatron.core.dist_checkpointing.nested import load, save
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.sharding.sharded_tensor import ShardedTensor
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Small JSON values between ranks. No pickle: what travels is UTF-8 text in byte tensors."""
+"""Exchange of small JSON values between ranks, sent as UTF-8 text in byte tensors, without pickle."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def all_ranks() -> Group:
-    """The whole world of torch.distributed; one rank where it is not up."""
+    """Return the world group of torch.distributed; a group of one rank if it is not initialized."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Group("world")
     return Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
 def all_gather_json(value: Any, group: Group) -> list[Any]:
-    """``value`` of every rank of ``group``, by group rank."""
+    """All-gather a JSON value; return the values by group rank. Collective; two all-gathers, waits for the result."""
     if group.size == 1:
         return [value]
     handle = group.host_handle or group.handle
@@ -41,7 +41,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 
 def from_first_rank(make: Callable[[], T], group: Group) -> T:
-    """Return on every rank what ``make()`` returns on group rank 0 (JSON); an exception there is raised everywhere."""
+    """Call ``make()`` on group rank 0 and return its JSON result on every rank; its error is raised on all ranks."""
 
     def only_first() -> Any:
         return make() if group.is_first else None
@@ -50,9 +50,11 @@ def from_first_rank(make: Callable[[], T], group: Group) -> T:
 
 
 def together(action: Callable[[], T], group: Group, error: type[UserError] = CheckpointError) -> list[T]:
-    """Run ``action`` on every rank and gather the results (JSON). If any rank raised, all raise, naming the first rank.
+    """Run ``action`` on every rank of ``group`` and all-gather the JSON results, by group rank. Collective.
 
-    A bug (neither a ``UserError`` nor an ``OSError``) stays the exception that it is on the rank that has it.
+    If ``action`` raises a ValueError or OSError on any rank, all ranks raise ``error`` (or CheckpointDamagedError),
+    naming the first failing rank. A rank whose exception is neither a ``UserError`` nor an ``OSError`` (a bug) raises
+    it unchanged. Other exception types are not caught: then other ranks block in the all-gather.
     """
     result: Any = None
     message = None

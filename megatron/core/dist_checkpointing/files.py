@@ -1,44 +1,32 @@
-"""Reads small files that anybody may have put there: only regular ones, only up to a size. Among them the tracker of a
-folder of checkpoints, which is that of Megatron-LM too."""
+"""Safe reading of small untrusted files (regular files of bounded size only), and the checkpoint tracker file, which
+has Megatron-LM's format."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.safe_files import parse_json, read_file
 
 MAX_JSON = 2**30
+MAX_ASSET_BYTES = 2**31
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MAX_TRACKER_BYTES = 4096
 
 
 def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = False) -> bytes:
-    """The bytes of ``path``, at most ``limit``. ``follow``: a symbolic link to a regular file will do.
+    """Return the bytes of ``path``; ``follow`` also allows a symbolic link to a regular file.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointDamagedError: a pipe, device, directory or (unless ``follow``) link; too large; unreadable.
+        FileNotFoundError: the file does not exist.
+        CheckpointDamagedError: not a regular file, a link (unless ``follow``), over ``limit`` bytes, or unreadable.
     """
-    path = Path(path)
-    # without O_NONBLOCK, opening a pipe that nobody writes to never returns
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        if not stat.S_ISREG((path.stat() if follow else path.lstat()).st_mode):
-            raise CheckpointDamagedError(f"{path}: not a regular file")
-        with open(os.open(path, flags), "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):  # replaced since
-                raise CheckpointDamagedError(f"{path}: not a regular file")
-            # the size is checked first: a sparse file of a terabyte costs nobody anything but its reader's memory
-            if status.st_size > limit:
-                raise CheckpointDamagedError(f"{path}: has {status.st_size} bytes, at most {limit} are expected")
-            return b"".join(iter(lambda: file.read(1 << 20), b""))[:limit]
+        return read_file(path, limit, follow=follow)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -46,16 +34,16 @@ def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = Fal
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """The table in a JSON file of anybody's.
+    """Read an untrusted JSON file that contains an object; follows a symbolic link.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointDamagedError: it holds anything else, or is no regular file.
+        FileNotFoundError: the file does not exist.
+        CheckpointDamagedError: not a regular file, not JSON, or not an object.
     """
     data = read_regular_file(path, MAX_JSON, follow=True)
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data)
+    except ValueError as error:
         raise CheckpointDamagedError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointDamagedError(f"{path}: not a table")
@@ -63,21 +51,21 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, release: bool = False) -> str:
-    """``<path>/iter_0001000``, or ``<path>/release``."""
+    """Return ``<path>/iter_0001000``, or ``<path>/release`` if ``release`` is set."""
     return os.path.join(checkpoints_path, RELEASE if release else f"iter_{iteration:07d}")
 
 
 def directory_of(folder: str | os.PathLike, which: int | str) -> str:
-    """The path of the checkpoint that :func:`read_tracker` found named."""
+    """Return the checkpoint directory for a result of :func:`read_tracker`."""
     return get_checkpoint_name(folder, 0 if which == RELEASE else int(which), which == RELEASE)
 
 
 def read_tracker(folder: str | os.PathLike) -> int | str:
-    """The iteration that the tracker names, or ``"release"``.
+    """Return the iteration in the tracker file of ``folder``, or ``"release"``.
 
     Raises:
-        CheckpointError: it is empty, not a number, negative, or no small regular file.
-        FileNotFoundError: there is none.
+        CheckpointError: the content is neither, or the file is not a small regular file.
+        FileNotFoundError: the tracker does not exist.
     """
     path = Path(folder) / TRACKER
     text = read_regular_file(path, MAX_TRACKER_BYTES, follow=True).decode("utf-8", errors="replace").strip()

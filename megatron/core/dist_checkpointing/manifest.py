@@ -1,4 +1,4 @@
-"""``metadata.json``: what a checkpoint directory holds, with the checksums of every byte of it.
+"""Manifest ``metadata.json``: contents of a checkpoint directory, with checksums of all bytes.
 
 One line of JSON that ends in the sha256 of all that precedes::
 
@@ -44,7 +44,7 @@ _SUFFIX_BYTES = len(b',"sha256":"') + 64 + len(b'"}\n')
 
 
 def encode(manifest: dict[str, Any]) -> bytes:
-    """The file's bytes."""
+    """Encode a manifest to the bytes of its file, including the sha256."""
     body = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
@@ -79,7 +79,7 @@ def _is_sizes(value: Any, length: int | None = None) -> bool:
 
 
 def _check_structure(manifest: dict[str, Any], path: Path) -> None:
-    """Anybody can make a valid checksum: names and numbers are checked too."""
+    """Check names and numbers, because a crafted file can have a valid checksum; raise CheckpointDamagedError."""
     files, tensors, assets = (manifest.get(key) for key in ("files", "tensors", "assets"))
     if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(manifest.get("objects"), dict):
         raise CheckpointDamagedError(f"{path}: files, tensors or objects are missing")
@@ -176,5 +176,5 @@ def check_coverage(manifest: dict[str, Any]) -> None:
 
 
 def rectangle_of(chunk: dict[str, Any]) -> Rectangle:
-    """The rectangle of its tensor that a chunk holds."""
+    """Return the rectangle (global coordinates) that a chunk stores."""
     return Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"]))

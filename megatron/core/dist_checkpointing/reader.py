@@ -1,7 +1,7 @@
-"""Reads rectangles of global tensors out of a checkpoint directory, whatever rectangles it was written in.
+"""Reader of tensor shards (rectangles) from a checkpoint directory, independent of the layout that wrote it.
 
-Only the blocks that a rank needs are read, and each is checked against its crc32 before anything is used. Files are
-opened by plain name inside the directory and never through a symbolic link.
+A rank reads only the blocks that it needs and checks each block's CRC-32 before use. Files are opened by plain name
+inside the directory, never through a symbolic link.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import listed
+from megatron.core.config.errors import counted, listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
-from megatron.core.dist_checkpointing.files import read_regular_file
+from megatron.core.dist_checkpointing.files import MAX_ASSET_BYTES, read_regular_file
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest, rectangle_of
 from megatron.core.groups.process_groups import Group
+from megatron.core.safe_files import open_regular
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
-
-MAX_ASSET_BYTES = 2**31
 
 
 def load(
     sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
     allow_unused: Iterable[str] = (), group: Group | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Fill the local tensors of ``sharded_state_dict`` in place; the same tensors, by key.
+    """Fill the local tensors of ``sharded_state_dict`` in place (cast to their dtype); return them by key.
 
-    Collective over ``group``. Nothing is changed on any rank unless every rank finds all it asks for.
+    Collective over ``group``. No tensor is modified on any rank unless names and shapes match on all ranks. Damage
+    found while reading raises on all ranks, with some tensors already filled.
 
     Args:
-        sharded_state_dict: this rank's rectangles.
-        checkpoint_dir: the checkpoint.
-        allow_unused: prefixes of names that no rank needs to ask for. Any other stored name must be asked for.
-        group: all ranks; by default all of torch.distributed.
+        sharded_state_dict: this rank's shards.
+        checkpoint_dir: the checkpoint directory.
+        allow_unused: name prefixes of stored tensors that no rank must request; all others must be requested.
+        group: all participating ranks; default: the world.
 
     Raises:
-        CheckpointError: damage, missing or unused names, other shapes; all of them listed.
+        CheckpointError: damage, missing or unused names, wrong shapes; lists all of them.
     """
     group = group or all_ranks()
     return load_from(together_reader(checkpoint_dir, group), sharded_state_dict, allow_unused=allow_unused, group=group)
@@ -56,7 +56,7 @@ def load_from(
     reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
     group: Group,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """:func:`load` from an opened checkpoint."""
+    """Same as :func:`load`, from an opened source. Collective over ``group``."""
     names = sorted({tensor.name for tensor in sharded_state_dict.values()})
     asked = together(lambda: names, group)
 
@@ -68,14 +68,14 @@ def load_from(
         problems += [f"{name} is stored but not used" for name in unused]
         if problems:
             first = listed(problems, "; ", 40)
-            raise CheckpointError(f"{reader.directory} does not fit ({len(problems)} problems): {first}")
+            raise CheckpointError(f"{reader.directory} does not fit ({counted(len(problems), 'problem')}): {first}")
 
     together(check, group)
 
     def fill() -> None:
-        # checksums, reads and copies release the interpreter
+        # threads help: checksums, reads and copies release the GIL
         with ThreadPoolExecutor(reader.num_threads) as pool:
-            # weights may be roundings of main parameters in the same memory: those are read when weights are there
+            # weights first: main parameters may share their memory (bf16 weight plus remainder) and must be read later
             for _, tensors in groupby(sharded_state_dict.values(), lambda tensor: tensor.name.split(".")[0]):
                 list(pool.map(reader.read_into, tensors))
 
@@ -84,7 +84,9 @@ def load_from(
 
 
 def misfits(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], wanted: Iterable[ShardedTensor]) -> list[str]:
-    """Names that are not among ``stored`` (name -> shape and dtype), or in another shape or kind of number."""
+    """Describe each tensor in ``wanted`` that is missing in ``stored`` (name -> shape, dtype) or does not match.
+
+    Shapes must be equal; dtypes must both be floating-point or both not."""
     problems = []
     for tensor in wanted:
         shape, dtype = stored.get(tensor.name, (None, tensor.local.dtype))
@@ -98,11 +100,11 @@ def misfits(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], wanted: I
 
 
 class Source(Protocol):
-    """What :func:`load_from` reads from: a checkpoint, or the tensors of another format."""
+    """Interface of the sources of :func:`load_from`: a checkpoint, or the tensors of another format."""
 
     directory: Path
     num_threads: int
-    """How many threads may call :meth:`read_into` at a time."""
+    """Number of threads that may call :meth:`read_into` concurrently."""
 
     @property
     def names(self) -> list[str]: ...
@@ -111,7 +113,7 @@ class Source(Protocol):
 
 
 def together_reader(checkpoint_dir: str | os.PathLike, group: Group) -> CheckpointReader:
-    """A reader per rank; if one rank cannot open the checkpoint, all raise."""
+    """Open the checkpoint on every rank. Collective over ``group``; if one rank fails, all raise CheckpointError."""
     readers: list[CheckpointReader] = []
     together(lambda: readers.append(CheckpointReader(checkpoint_dir)), group)
     return readers[0]
@@ -122,10 +124,15 @@ class _OfThread(threading.local):
 
 
 class CheckpointReader:
-    """One checkpoint directory, opened and checked for completeness. Needs no process group.
+    """Reader of one checkpoint directory; needs no process group.
+
+    Opening checks the manifest and that all files exist with the right size, but no tensor data.
 
     Args:
         checkpoint_dir: ``…/iter_0001000``.
+
+    Raises:
+        CheckpointDamagedError: the manifest is damaged, or files are missing, foreign or of the wrong size.
     """
 
     num_threads = 4
@@ -139,20 +146,20 @@ class CheckpointReader:
 
     @property
     def names(self) -> list[str]:
-        """Stored tensors."""
+        """Sorted names of the stored tensors."""
         return sorted(self.manifest["tensors"])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Global shape of a stored tensor."""
+        """Return the global shape of a stored tensor."""
         return tuple(self.manifest["tensors"][name]["shape"])
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
-        """Names that are not stored, or in another shape or kind of number."""
+        """Describe the ``tensors`` that are not stored or do not match; see :func:`misfits`."""
         entries = self.manifest["tensors"].items()
         return misfits({name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in entries}, tensors)
 
     def read(self, name: str) -> Tensor:
-        """A whole global tensor."""
+        """Read a full global tensor into new CPU memory; raise CheckpointDamagedError for damage."""
         entry = self.manifest["tensors"][name]
         whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         self.read_into(ShardedTensor(name, whole, tuple(entry["shape"]), (0,) * whole.ndim))
@@ -160,7 +167,11 @@ class CheckpointReader:
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Fill ``tensor.local`` from the chunks that intersect it."""
+        """Fill ``tensor.local`` in place from the chunks that intersect it, cast to its dtype.
+
+        Raises:
+            CheckpointDamagedError: a checksum differs, a file is truncated, or chunks do not cover the shard.
+        """
         entry = self.manifest["tensors"][tensor.name]
         dtype = DTYPES[entry["dtype"]]
         filled = 0
@@ -189,7 +200,7 @@ class CheckpointReader:
             target[start : start + count].copy_(rows)
 
     def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        """Rows ``first`` to ``first + count`` of a chunk, from checked blocks; they hold until this thread's next."""
+        """Return rows ``first`` to ``first + count`` of a chunk, checked; valid until this thread's next call."""
         row_shape = chunk["shape"][1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         total = math.prod(chunk["shape"]) * dtype.itemsize
@@ -207,13 +218,13 @@ class CheckpointReader:
         return data[begin : begin + count * row_bytes].view(dtype).view(count, *row_shape)
 
     def _buffer(self, size: int) -> Tensor:
-        """Bytes of this thread, the same again: fresh memory costs the kernel as much as reading into it."""
+        """Return this thread's reused buffer: page faults of new memory would cost as much as reading into it."""
         if self._own.buffer is None or self._own.buffer.numel() < size:
             self._own.buffer = torch.empty(size, dtype=torch.uint8)
         return self._own.buffer[:size]
 
     def _check_header(self, file: str) -> None:
-        """Other readers of safetensors use the header: it must be intact, and of this checkpoint."""
+        """Check the CRC-32 of a file's header once: other safetensors readers rely on it. Raises on damage."""
         if file in self._checked_headers:
             return
         entry = self.manifest["files"][file]
@@ -225,20 +236,20 @@ class CheckpointReader:
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:
         try:
-            descriptor = os.open(self.directory / file, os.O_RDONLY | os.O_NOFOLLOW)
+            stream = open_regular(self.directory / file, follow=False, buffering=0)
         except OSError as error:
             raise CheckpointDamagedError(f"{self.directory / file}: cannot be opened ({error.strerror})") from error
-        with open(descriptor, "rb", buffering=0) as stream:
+        with stream:
             stream.seek(position)
             done = 0
             while done < len(view):
-                count = stream.readinto(view[done:])
+                count = stream.readinto(view[done:])  # type: ignore[attr-defined]
                 if not count:
                     raise CheckpointDamagedError(f"{self.directory / file}: ends early")
                 done += count
 
     def verify_assets(self) -> list[str]:
-        """Damaged or missing copied files."""
+        """Describe the copied files (assets) that are damaged or missing; reads all of them."""
         problems = []
         for name, entry in self.manifest["assets"].items():
             try:
@@ -250,7 +261,7 @@ class CheckpointReader:
         return problems
 
     def verify(self) -> None:
-        """Check every byte of every file; ``CheckpointError`` lists all damage."""
+        """Read and check all tensors and assets; raise ``CheckpointDamagedError`` with a list of all damage."""
         problems = self.verify_assets()
         for name in self.names:
             try:

@@ -1,7 +1,7 @@
-"""Host memory between training, which copies tensors into it, and a thread that writes them to a checkpoint.
+"""Host staging memory of background saves: training copies tensors into it, a thread writes them to the checkpoint.
 
-Memory comes in slabs, pinned where tensors are on a GPU. While slabs are left, copies are only queued on a stream of
-their own, and one synchronisation ends them all; once the limit is reached, training waits until slabs are written.
+Memory is allocated in slabs, pinned for GPU tensors. Copies are queued on a separate stream and synchronized once at
+the end. When the memory limit is reached, training waits until the writer has freed slabs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron.core.dist_checkpointing.writer import flat_bytes
 
 SLAB_BYTES = 8 * BLOCK_BYTES
 ALIGNMENT = 512
-"""Bytes, of each copy's target: as a GPU's copy engine likes it."""
+"""Alignment in bytes of each copy's target, for fast GPU copies."""
 SHARE_OF_MEMORY = 0.5
-"""The share of the host's free memory that all ranks there may take together."""
+"""Fraction of the host's free memory that all its ranks together may use."""
 
 Slab = tuple[Tensor, list[tuple[int, int]]]
-"""Memory, and where the blocks in it begin and end."""
+"""uint8 memory and the (begin, end) byte ranges of its blocks."""
 
 
 class Staging:
-    """One writer at a time takes, in the same order, what ``stage`` was given.
+    """Queue of copied tensor blocks; a single writer thread consumes them in the order of ``stage``.
 
     Args:
-        limit: bytes of host memory; at least one slab is taken.
-        device: type of the tensors' device.
+        limit: maximum bytes of host memory; at least one slab is used.
+        device: device type of the tensors.
     """
 
     def __init__(self, limit: float, device: str) -> None:
@@ -45,7 +45,9 @@ class Staging:
         self._pieces = self._take()
 
     def stage(self, tensors: Iterable[Tensor]) -> None:
-        """Copy ``tensors``; when this returns they may change."""
+        """Copy ``tensors`` to host memory and hand them to the writer; afterwards they may be modified.
+
+        Blocks on the device copies, and on the writer once the memory limit is reached."""
         on_stream: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -86,12 +88,14 @@ class Staging:
         self._copied = []
 
     def blocks(self, tensor: Tensor) -> Iterator[memoryview]:
-        """The next blocks, which are those of ``tensor``; only its size counts. Called by the writer."""
+        """Yield the next staged blocks, which must belong to ``tensor``; uses only its size. Called by the writer.
+
+        A block is valid until the next one is requested."""
         for _ in range(-(-tensor.numel() * tensor.element_size() // BLOCK_BYTES)):
             yield next(self._pieces)
 
     def end(self) -> None:
-        """Drop what the writer has not taken, so that ``stage`` ends. Called by the writer, after success too."""
+        """Discard remaining blocks so that ``stage`` can return. The writer must always call it, also on success."""
         for _ in self._pieces:
             pass
         self._pieces = self._take()
@@ -104,18 +108,18 @@ class Staging:
             self._free.put(slab)
 
     def trim(self) -> None:
-        """Give ordinary memory back; pinned memory is kept, as a GB of it takes a third of a second to get."""
+        """Free unused pageable slabs; keep pinned ones, because allocating 1 GB of them takes a third of a second."""
         while self.stream is None and not self._free.empty():
             self._free.get()
             self._slabs_left += 1
 
 
 def free_host_memory() -> float:
-    """Bytes that processes of this host may still take, as the kernel or the container's limit says."""
+    """Return the available host memory in bytes: the minimum of MemAvailable and the cgroup's remaining limit."""
     free = 1024.0 * _fields("/proc/meminfo").get("MemAvailable:", 0)
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         folder = Path("/sys/fs/cgroup")
-        files = _fields(folder / "memory.stat")  # cached files are counted as used, and go when memory is wanted
+        files = _fields(folder / "memory.stat")  # the page cache counts as used, but is reclaimable
         used = int((folder / "memory.current").read_text()) - files["inactive_file"] - files["active_file"]
         free = min(free, int((folder / "memory.max").read_text()) - used)
     return free
@@ -126,7 +130,7 @@ def _fields(path: str | Path) -> dict[str, int]:
 
 
 def default_limit(num_bytes: int) -> float:
-    """All of a rank's ``num_bytes`` where the free memory of its host holds them for every rank; else 1 GB."""
+    """Return a staging limit for all ``num_bytes`` of a rank if all ranks of the host fit; else 1 GB."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = 1.25 * num_bytes + SLAB_BYTES  # a block that does not fit at the end of a slab goes to the next
+    wanted = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
     return wanted if wanted * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9

@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.exchange import all_gather_json, all_ranks, from_first_rank, together
+from megatron.core.dist_checkpointing.files import MAX_ASSET_BYTES
 from megatron.core.dist_checkpointing.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -37,13 +38,14 @@ from megatron.core.dist_checkpointing.manifest import (
     encode,
 )
 from megatron.core.groups.process_groups import Group
+from megatron.core.safe_files import read_file, remove
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, ShardedTensor
 
 Fault = Callable[[str], None]
-"""Called with the name of each phase boundary; tests end the process there."""
+"""Hook called with the name of each phase boundary; tests kill the process there."""
 
 Blocks = Callable[[Tensor], Iterator[memoryview]]
-"""The bytes of a tensor, ``BLOCK_BYTES`` at a time; each block holds until the next is asked for."""
+"""Function that yields the bytes of a tensor in blocks of ``BLOCK_BYTES``; a block is valid until the next one."""
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -52,7 +54,7 @@ REPLACED = ".old"
 
 
 def no_fault(phase: str) -> None:
-    """Training's own: nothing happens."""
+    """Do nothing: the fault hook of regular runs."""
 
 
 def save(
@@ -81,25 +83,25 @@ def save(
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes of a checkpoint."""
+    """The tensors that one rank writes."""
 
     tensors: list[ShardedTensor]
-    """In the order of the files, so that whoever stages them and who writes them agree."""
+    """Tensors in file order: staging and writing must use the same order."""
     empty: dict[str, dict[str, Any]]
     """Manifest entries of global tensors without any element."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of this rank's tensors."""
+        """Total size of this rank's tensors in bytes."""
         return sum(tensor.local.numel() * tensor.local.element_size() for tensor in self.tensors)
 
     def without_data(self) -> Part:
-        """The same with tensors that have no memory: training may change, or free, what they stand for."""
+        """Return a copy with meta tensors, so that training may modify or free the original memory."""
         return replace(self, tensors=[replace(each, local=each.local.to("meta")) for each in self.tensors])
 
 
 def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> Part:
-    """Share out the writing. Collective over ``group``."""
+    """Assign each shard to one of the ranks that hold it, balanced by bytes. Collective over ``group``."""
     tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
     mine = _plan(tensors, group)
     return Part(sorted((tensors[key] for key in mine), key=_stem), _empty_tensors(sharded_state_dict))
@@ -119,7 +121,13 @@ def write(
     run_id = from_first_rank(lambda: uuid.uuid4().hex, group)
     temporary = final.with_name(f".{final.name}{TEMPORARY}{run_id[:8]}")
     try:
-        together(lambda: temporary.mkdir(parents=True) if group.is_first else None, group, CheckpointWriteError)
+
+        def make_directory() -> None:
+            if group.is_first:
+                make_durable_folder(final.parent)
+                temporary.mkdir()
+
+        together(make_directory, group, CheckpointWriteError)
         fault("before_shards")
         with ThreadPoolExecutor(1, "checksums") as checksums:
             writer = _RankWriter(temporary, run_id, group.rank, fault, blocks, checksums)
@@ -143,7 +151,7 @@ def write(
         together(publish, group, CheckpointWriteError)
     except CheckpointError:
         if group.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
             if final.parent.is_dir():
                 recover(final.parent)
         raise
@@ -151,8 +159,7 @@ def write(
 
 
 def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
-    """What this rank writes, as (name, offsets): each rectangle goes to the least loaded rank that has it, large ones
-    first."""
+    """Return the (name, offsets) that this rank writes: each shard goes to its least loaded holder, largest first."""
     offers = [[key[0], list(key[1]), t.local.numel() * t.local.element_size()] for key, t in tensors.items()]
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
@@ -162,7 +169,7 @@ def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
             sizes[name, tuple(offsets)] = size
     load = [0] * group.size
     mine = []
-    # every rank sorts the same list the same way, so that no second exchange has to say who writes what
+    # all ranks sort the same list identically, so that no second exchange is needed
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
         owner = min(holders[key], key=lambda rank: (load[rank], rank))
         load[owner] += sizes[key]
@@ -178,7 +185,7 @@ def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, dict[str, 
 
 
 def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], top: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of all ranks' parts; they must agree on shapes and cover every tensor."""
+    """Merge all ranks' entries into the manifest; raise if shapes or dtypes differ or a tensor is not fully covered."""
     files: dict[str, Any] = {}
     for part in written:
         files.update(part["files"])
@@ -243,7 +250,7 @@ class _RankWriter:
 
 
 def _key(tensor: ShardedTensor) -> str:
-    """Its key within a file: the name, with the offsets where it is only a part."""
+    """Return the key within a file: the name, plus the offsets of a shard."""
     whole = tuple(tensor.local.shape) == tuple(tensor.global_shape)
     return tensor.name + ("" if whole else "@" + ",".join(map(str, tensor.offsets)))
 
@@ -267,20 +274,20 @@ def safetensors_header(
 
 
 def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of ``tensor`` in host memory."""
+    """Yield the bytes of ``tensor`` in host blocks of ``BLOCK_BYTES``; each block waits for its device copy."""
     data = flat_bytes(tensor)
-    # a block at a time: a copy of the whole tensor in host memory could be larger than what is free there
+    # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):
         yield memoryview(data[start : start + BLOCK_BYTES].cpu().numpy())  # type: ignore[arg-type]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8 (of a copy, where it is not contiguous)."""
+    """Return a flat uint8 view of ``tensor``, or of a copy if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _write_blocks(file: BinaryIO, blocks: Iterator[memoryview], checksums: ThreadPoolExecutor) -> list[int]:
-    """Append ``blocks``; the crc32 of each, computed beside the writing (both release the interpreter)."""
+    """Append ``blocks`` to ``file``; return their CRC-32s, computed while writing (both release the GIL)."""
     found = []
     for block in blocks:
         checksum = checksums.submit(zlib.crc32, block)
@@ -290,12 +297,12 @@ def _write_blocks(file: BinaryIO, blocks: Iterator[memoryview], checksums: Threa
 
 
 def _stem(tensor: ShardedTensor) -> str:
-    """The file that a tensor goes to: the first component of its name."""
+    """Return the file stem of a tensor: the first component of its name."""
     return tensor.name.split(".")[0]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """A new file, durable."""
+    """Create a file with ``data`` and fsync it; raise FileExistsError if it exists."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -303,8 +310,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_asset(source: Path, target: Path) -> dict[str, int]:
-    """Copies an asset; its manifest entry."""
-    data = source.read_bytes()
+    """Copy an asset durably; return its manifest entry."""
+    data = read_file(source, MAX_ASSET_BYTES)
     target.parent.mkdir(exist_ok=True)
     write_file(target, data)
     fsync_path(target.parent)
@@ -312,7 +319,7 @@ def copy_asset(source: Path, target: Path) -> dict[str, int]:
 
 
 def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> None:
-    """``path`` holds either what it held or ``data``, whatever happens."""
+    """Replace ``path`` by ``data`` atomically and durably: after a crash it has the old or the new content."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -325,8 +332,17 @@ def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> N
         raise
 
 
+def make_durable_folder(path: Path) -> None:
+    """Create ``path`` and its missing parents, if it is not there; their names are durable."""
+    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with suppress(PermissionError):  # a parent that may be written but not read cannot be synced
+            fsync_path(each.parent)
+
+
 def fsync_path(path: Path) -> None:
-    """Makes the bytes of a file, or creations and renames in a directory, durable."""
+    """Fsync a file, or a directory (which makes creations and renames in it durable)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -338,26 +354,26 @@ def _publish(temporary: Path, final: Path, fault: Fault) -> None:
     """Renames; an existing checkpoint of that name steps aside first. After a crash between, ``recover`` helps."""
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove(replaced)
         os.rename(final, replaced)
         fault("between_renames")
     # from this rename on the checkpoint exists; the tracker moves only after it is durable
     os.rename(temporary, final)
     fsync_path(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
 
 
 def recover(parent: str | os.PathLike) -> None:
-    """Brings back checkpoints that had stepped aside when their replacement died. For one process alone."""
+    """Restore checkpoints that were renamed for a replacement that failed. Call from one process only."""
     for replaced in Path(parent).glob(f".*{REPLACED}"):
         final = replaced.with_name(replaced.name[1 : -len(REPLACED)])
-        if not final.exists():
+        if not os.path.lexists(final) and replaced.is_dir() and not replaced.is_symlink():
             os.rename(replaced, final)
 
 
 def remove_leftovers(parent: str | os.PathLike) -> None:
-    """Deletes what interrupted saves and deletions left in ``parent``. For the one process that holds the lock."""
+    """Delete leftovers of interrupted saves and deletions in ``parent``. Only the process with the lock may call it."""
     recover(parent)
     for pattern in (f".*{TEMPORARY}*", f".*{REPLACED}"):
         for path in Path(parent).glob(pattern):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            remove(path)

@@ -1,3 +1,4 @@
+from megatron import serve_other_names
 from megatron.core.distributed.data_parallel import DataParallel, unwrapped
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -9,3 +10,5 @@ __all__ = [
     "DataParallel", "DistributedDataParallel", "DistributedDataParallelConfig", "TorchFullyShardedDataParallel",
     "check_replicas", "finalize_model_grads", "mean_factor", "unwrapped",
 ]  # fmt: skip
+
+serve_other_names(__name__)

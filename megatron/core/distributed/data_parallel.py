@@ -1,8 +1,8 @@
-"""The interface of data-parallel wrappers to the loop, the optimizer and the checkpoint.
+"""Interface of the data-parallel wrappers to the training loop, the optimizer and the checkpoint.
 
-``DistributedDataParallel`` (whole weights, optionally a sharded update) and ``TorchFullyShardedDataParallel`` (sharded
-weights) are the two. Both sum each gradient over the ranks that hold the same parameter (``data_parallel_groups``) and
-never average it.
+Implementations: ``DistributedDataParallel`` (full weights, optionally ZeRO-1) and ``TorchFullyShardedDataParallel``
+(sharded weights, FSDP2). Both sum each gradient over the ranks that hold the same parameter (``data_parallel_groups``).
+Neither divides by the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,66 +20,73 @@ from megatron.core.statistics import StatisticsSum
 
 
 class DataParallel(nn.Module):
-    """``module`` trained on several ranks' data.
+    """Base class of data-parallel wrappers of one model chunk. The constructor derives parameter placements from
+    Megatron-LM's attributes (``adopt_declarations``) for parameters that have none, so that hand-written models need no
+    other setup.
 
     Args:
         module: one model chunk.
         groups: this rank's process groups.
     """
 
+    sums_gradients = True
+    """Whether the data-parallel reduction is a sum (Megatron-LM's is a mean). The schedules read it to scale losses."""
+
     def __init__(self, module: nn.Module, groups: ProcessGroups) -> None:
         super().__init__()
-        adopt_declarations(module, groups)  # programs that build their model themselves come here first
+        adopt_declarations(module, groups)  # a hand-written model has not passed any earlier setup step
         self.module = module
         self.groups = groups
         self.shares_update = False
-        """Whether the ranks of ``DataParallelGroups.shard`` each update a part of a parameter."""
+        """Whether optimizer state is sharded over ``DataParallelGroups.shard`` (ZeRO-1 or FSDP)."""
         self.statistics_sum: StatisticsSum | None = None
-        """That of all chunks of this rank, which the first of them keeps."""
+        """Statistics reducer for all chunks of this rank; set on the first chunk only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Call the wrapped module."""
         return self.module(*args, **kwargs)
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
-        """What this rank updates, by parameter; None: everything. A parameter of which it updates nothing is absent."""
+        """Map each parameter to this rank's shard; None if unsharded. Parameters without a local shard are omitted."""
         raise NotImplementedError
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here are of micro-batches before the last."""
+        """Disable gradient reduction in backward; use it for all micro-batches but the last."""
         yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start every sum that has not started."""
+        """Start the reductions that backward has not started yet."""
 
     def finish_grad_sync(self, *unused: Any) -> None:
-        """``main_grad`` holds the sums of what this rank updates when this returns (on CUDA: in stream order)."""
+        """Start all remaining reductions and wait for them (on CUDA: in stream order). Collective. Afterwards
+        ``main_grad`` holds the summed gradient, valid at least for the elements that this rank updates."""
         raise NotImplementedError
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient that this rank uses; a 0-d tensor avoids a wait for the device."""
+        """Multiply every local gradient in place. A 0-d device tensor as the factor avoids a host sync."""
         raise NotImplementedError
 
     def zero_grad_buffer(self) -> None:
-        """Ready for the first micro-batch of an iteration."""
+        """Clear all gradients before the first micro-batch of an iteration."""
         raise NotImplementedError
 
     def start_param_sync(self) -> None:
-        """After an update of this rank's shards: bring the others' here, at once or behind the next forward pass."""
+        """All-gather updated weights after the optimizer step, now or overlapped with the next forward."""
 
     def finish_param_sync(self) -> None:
-        """The module's weights may be read when this returns; forward passes and ``state_dict`` see to it."""
+        """Complete the weight all-gathers, so that the weights may be read or written. Forward passes and
+        ``state_dict`` wait automatically."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own: names do not change by wrapping."""
+        """Return the wrapped module's state dict; names have no ``module.`` prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """Load into the wrapped module; names have no ``module.`` prefix."""
         return self.module.load_state_dict(*args, **kwargs)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model itself, wrapped for data parallelism or not."""
+    """Return the model inside a data-parallel wrapper, or ``module`` itself if it has no wrapper."""
     return module.module if isinstance(module, DataParallel) else module

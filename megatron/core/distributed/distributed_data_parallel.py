@@ -1,9 +1,10 @@
-"""Data parallelism around a module: gradients accumulate over micro-batches in contiguous buffers
-(:mod:`param_and_grad_buffer`) and are *summed*, never averaged, over the data- and context-parallel ranks. The division
-by the number of valid tokens of the global batch comes after, in ``finalize_model_grads``: one rule for any layout.
+"""Data-parallel wrapper with contiguous gradient buffers (:mod:`param_and_grad_buffer`).
 
-With ``use_distributed_optimizer`` ranks share out the update: gradients are reduce-scattered, each rank updates its
-shard of every bucket, and the updated weights are all-gathered, at once or behind the next forward pass.
+Gradients are accumulated over micro-batches and *summed*, never averaged, over the data- and context-parallel ranks.
+``finalize_model_grads`` then divides by the valid tokens of the global batch, so that all layouts use the same rule.
+
+With ``use_distributed_optimizer`` (ZeRO-1) gradients are reduce-scattered, each rank updates its shard of every bucket,
+and the updated weights are all-gathered, now or overlapped with the next forward.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
@@ -28,14 +31,16 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 
 
 class DistributedDataParallel(DataParallel):
-    """``module`` with ``parameter.main_grad`` accumulated by hooks and summed over the data-parallel ranks.
+    """Wrapper that accumulates ``parameter.main_grad`` in autograd hooks and sums it over the data-parallel ranks.
+    ``parameter.grad`` is freed after each accumulation. With a distributed optimizer ``parameter.data`` moves into the
+    flat weight buffers.
 
     Args:
-        config: the model's configuration; not read, kept for callers that pass it first.
+        config: model configuration; unused, Megatron-LM's signature.
         ddp_config: bucket size, overlap, sharding, reduction dtype.
         module: one model chunk.
-        disable_bucketing: one bucket per buffer, whatever ``ddp_config`` says.
-        groups: this rank's process groups; None takes those of ``parallel_state``, or one rank where it has none.
+        disable_bucketing: whether to use a single bucket per buffer, overriding ``ddp_config``.
+        groups: this rank's process groups; None uses ``parallel_state``, or a single rank if it is not initialized.
     """
 
     def __init__(
@@ -57,13 +62,13 @@ class DistributedDataParallel(DataParallel):
         ]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
-        # both kinds: a parameter may be used by a fused product here and by plain autograd there
-        # hooks that held the model would keep it for ever: Python's garbage collector cannot see through autograd
+        # hooks on both the parameter and its token: one parameter may be used by a fused GEMM and by plain autograd
+        # weak references: hooks that hold the model would leak it, since the garbage collector cannot traverse autograd
         accumulate = partial(_call, weakref.WeakMethod(self._accumulate))
         self._hooks = [parameter.register_post_accumulate_grad_hook(accumulate) for parameter in trained]
         self._hooks += [self._on_token(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
-            # a checkpoint of weights that are still being gathered would hold this rank's shard and stale rest
+            # wait before state_dict: otherwise a checkpoint would contain stale weights outside this rank's shard
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
             self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
 
@@ -86,8 +91,8 @@ class DistributedDataParallel(DataParallel):
         )  # fmt: skip
 
     def _gather_hooks(self) -> Iterator[Any]:
-        """Before a module that owns parameters (or borrows them) runs, their buckets have been gathered, in
-        whatever order it runs."""
+        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles.
+        Covers each module's direct parameters and those in its ``borrowed`` attribute, in any order of execution."""
         for submodule in self.module.modules():
             read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
             owned = [p for p in read if p in self._buffer_of]
@@ -99,14 +104,14 @@ class DistributedDataParallel(DataParallel):
 
     def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        # a fused GEMM has added its gradient already, and autograd's own, if there is one, is a dummy
+        # a fused wgrad GEMM has accumulated already; a gradient from autograd, if any, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None  # else autograd would add the next micro-batch's to it, and it would count twice
+        parameter.grad = None  # otherwise autograd accumulates into it and this micro-batch would be added twice
         self._note(parameter)
 
     def _on_token(self, parameter: nn.Parameter) -> Any:
-        """An operator that adds to ``main_grad`` itself says so by a gradient of the parameter's token."""
+        """Register a hook on ``grad_ready``, which operators that accumulate into ``main_grad`` themselves trigger."""
         note, owner = weakref.WeakMethod(self._note), weakref.ref(parameter)
 
         def drop_and_note(token: Tensor) -> None:
@@ -120,14 +125,14 @@ class DistributedDataParallel(DataParallel):
             self._buffer_of[parameter].gradient_is_ready(parameter)
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
-        """What this rank updates: parts of some parameters with a distributed optimizer, else everything (None)."""
+        """Map parameters to this rank's shards with a distributed optimizer; None without (every rank updates all)."""
         if not self.ddp_config.use_distributed_optimizer:
             return None
         return {shard.parameter: shard for buffer in self.grad_buffers for shard in buffer.shards()}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here are of micro-batches before the last: nothing is reduced yet."""
+        """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last."""
         self._last_microbatch = False
         try:
             yield
@@ -135,53 +140,98 @@ class DistributedDataParallel(DataParallel):
             self._last_microbatch = True
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start every sum that has not started."""
+        """Start the reductions that backward has not started yet."""
         for buffer in self.grad_buffers:
             buffer.start_sync()
 
     def finish_grad_sync(self, *unused: Any) -> None:
-        """``main_grad`` holds the sum over all ranks when this returns (on CUDA: in stream order): all of it, or with a
-        distributed optimizer what lies in this rank's shards."""
+        """Start all remaining reductions and wait for them (on CUDA: in stream order). Collective. Afterwards
+        ``main_grad`` holds the sum over all ranks; with a distributed optimizer only this rank's shards of it are
+        valid."""
         self.start_grad_sync()
         for buffer in self.grad_buffers:
             buffer.finish_sync()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient that this rank uses; a zero-dimensional tensor avoids a wait for the device."""
+        """Multiply every local gradient in place (with a distributed optimizer: this rank's shards). A 0-d device
+        tensor as the factor avoids a host sync."""
         for buffer in self.grad_buffers:
             buffer.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Ready for the first micro-batch of an iteration."""
-        for buffer in self.grad_buffers:  # first, so that a GPU has work meanwhile
+        """Zero the gradient buffers and free ``parameter.grad`` before the first micro-batch of an iteration."""
+        for buffer in self.grad_buffers:  # first: the GPU zeroes buffers while the host loops over parameters
             buffer.reset()
         for parameter in self._buffer_of:
             parameter.grad = None
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def start_param_sync(self) -> None:
-        """All-gathers every bucket's updated weights, in the order in which the forward pass needs them."""
+    def start_param_sync(self, *unused: Any, **ignored: Any) -> None:
+        """Start the all-gathers of updated weights, in the order in which forward uses the buckets. Waits for them
+        unless ``overlap_param_gather`` is set. No effect without a distributed optimizer."""
         buckets = [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
         for bucket in buckets:
             bucket.start_gather()
         if not self.ddp_config.overlap_param_gather:
             self.finish_param_sync()
 
+    @property
+    def buffers(self) -> BufferList:  # type: ignore[override]
+        """Gradient buffers of dense parameters, with ``grad_data`` and ``param_data`` as in Megatron-LM. Calling the
+        result, ``ddp.buffers()``, yields the module's buffers as in torch."""
+        return BufferList(self, [buffer for buffer in self.grad_buffers if not self._is_of_experts(buffer)])
+
+    @property
+    def expert_parallel_buffers(self) -> list[ParamAndGradBuffer]:
+        """Gradient buffers of expert parameters; empty if expert- and dense-data-parallel ranks are equal."""
+        return [buffer for buffer in self.grad_buffers if self._is_of_experts(buffer)]
+
+    def _is_of_experts(self, buffer: ParamAndGradBuffer) -> bool:
+        of_experts = spec_or_replicated(buffer.parameters[0]).is_expert
+        return of_experts and self.groups.expert != self.groups.dense
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Broadcast all parameters in place from the first data-parallel rank. Collective, one broadcast each."""
+        for parameter in self.module.parameters():
+            group = data_parallel_groups(spec_or_replicated(parameter), self.groups).reduce
+            if group.size > 1:
+                dist.broadcast(parameter.data, src=group.ranks[0], group=group.handle)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Do nothing: the pre-hooks of ``overlap_param_gather`` are always enabled. Exists for Megatron-LM programs."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Wait for all weight all-gathers. The pre-hooks stay enabled; ``param_sync`` is ignored."""
+        self.finish_param_sync()
+
     def finish_param_sync(self) -> None:
-        """Waits for every gather."""
+        """Wait for all weight all-gathers in flight (on CUDA: in stream order)."""
         for buffer in self.grad_buffers:
             for bucket in buffer.buckets:
                 bucket.finish_gather()
 
 
+class BufferList(list[ParamAndGradBuffer]):
+    """List of gradient buffers that can also be called like ``torch.nn.Module.buffers``."""
+
+    def __init__(self, owner: nn.Module, buffers: list[ParamAndGradBuffer]) -> None:
+        super().__init__(buffers)
+        self._owner = owner
+
+    def __call__(self, recurse: bool = True) -> Iterator[Tensor]:
+        return nn.Module.buffers(self._owner, recurse)
+
+
 def _call(method: weakref.WeakMethod[Any], parameter: Tensor | None) -> None:
-    """Calls the method while the model lives."""
+    """Call the method if its model still exists."""
     if (alive := method()) is not None:
         alive(parameter)
 
 
 def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:
-    """Which parameters the first and the last pipeline stage may both hold: their shards must be cut alike."""
+    """Return a predicate for parameters that the first and the last pipeline stage may share (tied embeddings). They
+    get a separate bucket, because both stages must shard them at the same elements."""
     if groups.embedding.size == 1:
         return lambda parameter: False
     tied = {p for name, p in module.named_parameters() if name.endswith("word_embeddings.weight")}

@@ -1,4 +1,4 @@
-"""Settings of the data-parallel gradient buffers. Torch-free."""
+"""Configuration of the data-parallel gradient buffers. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from megatron.core.config.absent import TakesSettings
 
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig(metaclass=TakesSettings):
-    """Settings of gradient buffers: how they are kept, reduced and overlapped."""
+    """Gradient buffer settings: dtype, bucket size, reduction and overlap. Fields follow Megatron-LM."""
 
     grad_reduce_in_fp32: bool = False
-    """Accumulate and reduce gradients in float32, whatever the parameters' dtype."""
+    """Whether gradients of bf16 and fp16 parameters are accumulated and reduced in fp32."""
 
     overlap_grad_reduce: bool = False
-    """Start reducing a bucket as soon as its gradients are complete."""
+    """Whether the reduction of a bucket starts in backward, as soon as the gradients of the bucket are complete."""
 
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass already runs; distributed optimizer only."""
+    """Whether the all-gather of updated weights overlaps with the next forward. Distributed optimizer only."""
 
     use_distributed_optimizer: bool = False
-    """Reduce-scatter gradients, because optimizer state is split over the ranks."""
+    """Whether optimizer state is sharded over data-parallel ranks (ZeRO-1): gradients are then reduce-scattered."""
 
     num_distributed_optimizer_instances: int = 1
-    """Copies of the split optimizer state."""
+    """Number of copies of the sharded optimizer state; it is sharded within each instance."""
 
     bucket_size: int | None = None
-    """Elements per bucket; None: one bucket without overlap, else max(40 million, 1 million x ranks)."""
+    """Minimum elements per bucket. None: a single bucket without overlap, else max(40 million, 1 million x ranks)."""
 
     num_buckets: int | None = None
-    """Number of buckets (roughly: parameters are not cut), in the place of ``bucket_size``."""
+    """Approximate number of buckets; overrides ``bucket_size``. Parameters are never split over buckets."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Half-precision gradients travel as they are but are added up in float32; distributed optimizer only."""
+    """Whether half-precision gradients are sent in half precision but summed in fp32. Distributed optimizer only."""
 
     pad_buckets_for_high_nccl_busbw: bool = False
-    """Pad buckets so that message sizes are powers of two."""
+    """Whether bucket sizes are padded to a multiple of 2^16 elements, for NCCL bandwidth."""

@@ -1,4 +1,4 @@
-"""Between the last backward pass and the optimizer: sums over ranks, then the division by valid tokens."""
+"""Gradient finalization between the last backward pass and the optimizer: reduce over ranks, divide by valid tokens."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def finalize_model_grads(
     model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
     groups: ProcessGroups | None = None, sum_statistics: bool = True, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Sum gradients over the data-parallel ranks, complete partial ones, and normalise them.
-
-    Backward ran on ``sum(token losses) / expected_tokens``, a constant that keeps magnitudes near 1; the gradients of
-    the mean over valid tokens are those times ``expected_tokens / num_tokens``.
+    """Sum gradients over data-parallel ranks, reduce partial gradients, and normalize by the valid tokens. Collective
+    over all ranks. Backward ran on ``sum(token losses) / expected_tokens``, a constant that keeps magnitudes near 1. To
+    get the gradient of the mean over valid tokens, multiply by ``expected_tokens / num_tokens``.
 
     Args:
-        model_chunks: of this rank.
+        model_chunks: model chunks of this rank.
         num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
-            without the loss; None leaves the sums, for a caller that gives ``mean_factor`` to the optimizer.
-        expected_tokens: the constant that the micro-batch losses were divided by.
-        groups: this rank's process groups; None takes those of ``parallel_state``.
-        sum_statistics: also sum what modules count, which moves the expert bias of routers; False for a caller that
-            has its own ``StatisticsSum``, whose sums it wants to see.
+            without the loss. None skips the normalization; the caller then passes ``mean_factor`` to the optimizer.
+        expected_tokens: constant that the micro-batch losses were divided by.
+        groups: this rank's process groups; None uses ``parallel_state``.
+        sum_statistics: whether to also all-reduce module statistics, which updates the expert bias of routers. Pass
+            False if the caller runs a ``StatisticsSum`` itself; otherwise the statistics would be consumed here.
 
     Returns:
-        Valid tokens of the global batch (fp64 scalar), or None. A batch with none leaves zero gradients.
+        Valid tokens of the global batch (fp64 scalar on the device), or None without ``num_tokens``. For a batch
+        without valid tokens the gradients stay zero.
     """
     for chunk in model_chunks:
         chunk.finish_grad_sync()
@@ -56,11 +56,12 @@ def finalize_model_grads(
 
 def _sum_statistics(model_chunks: Sequence[DataParallel], groups: ProcessGroups) -> None:
     first = model_chunks[0]
-    if first.statistics_sum is None:  # once: its constructor asks the other pipeline stages
+    if first.statistics_sum is None:  # once: the constructor is a collective over the pipeline
         first.statistics_sum = StatisticsSum(model_chunks, groups)
     first.statistics_sum(next(first.parameters()).device)
 
 
 def mean_factor(expected_tokens: float, num_tokens: Tensor) -> Tensor:
-    """The factor that makes gradients of ``sum(token losses) / expected_tokens`` those of the mean: an fp64 scalar."""
+    """Return ``expected_tokens / max(num_tokens, 1)``, an fp64 scalar tensor. It turns gradients of
+    ``sum(token losses) / expected_tokens`` into gradients of the mean over ``num_tokens``."""
     return expected_tokens / num_tokens.clamp(min=1.0)

@@ -1,15 +1,16 @@
-"""Contiguous gradient memory. A :class:`ParamAndGradBuffer` holds the gradients of all parameters that the same ranks
-sum and that have the same dtypes in one flat tensor, in reverse creation order (the order in which backward produces
-them), cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it; ``parameter.grad_ready``
-is a token, a leaf that stands for the parameter in autograd's graph where operators add to ``main_grad`` by themselves
-(``tensor_parallel/linear.py``).
+"""Contiguous gradient buffers, split into buckets; one collective per bucket.
 
-Where ranks share out the optimizer state (ZeRO 1, Rajbhandari et al. 2020), each owns one stretch of every bucket: its
-gradients are summed only there, and the weights lie in a second flat tensor of the same layout, so that one all-gather
-per bucket brings the updated ones to everybody.
+A :class:`ParamAndGradBuffer` holds the gradients of all parameters with the same dtypes and the same reduction group in
+one flat tensor, in reverse creation order (the order in which backward produces gradients). ``parameter.main_grad`` is
+a view into it. ``parameter.grad_ready`` is a 0-d leaf tensor: operators that accumulate into ``main_grad`` themselves
+(``tensor_parallel/linear.py``) return a gradient for this leaf instead of for the parameter, which fires its hook.
 
-The bucket layout depends on the parameters, the bucket size and the number of shards alone: sums are added up in the
-same order whatever overlaps with what.
+With sharded optimizer state (ZeRO-1, Rajbhandari et al. 2020) each rank owns one contiguous range of every bucket.
+Gradients are reduced into this range only. The weights live in a second flat tensor with the same layout, so that one
+all-gather per bucket distributes the updated weights.
+
+The bucket layout depends only on the parameters, the bucket size and the number of shards. The order of summation, and
+so the result, is therefore the same with and without overlap.
 """
 
 from __future__ import annotations
@@ -30,37 +31,38 @@ from megatron.core.sharding.parameter_shard import ParameterShard
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The cut of a buffer, and the group that sums it."""
+    """Bucket sizes of a buffer, and the groups and collective that reduce it."""
 
     group: Group
-    """Ranks over which gradients are summed; the owners of the shards."""
+    """Ranks over which gradients are summed. If ``sharded``, they also own the shards."""
     reduction: Reduction = all_reduce
-    """How a bucket is summed over ``group``."""
+    """Collective that reduces a bucket over ``group``."""
     sharded: bool = False
-    """Whether each rank of ``group`` updates a stretch of its own."""
+    """Whether each rank of ``group`` updates only its shard of every bucket."""
     replicas: Group = Group("dp_cp_replica")
-    """Ranks that own the same stretches; their sums are added up too."""
+    """Ranks of other optimizer instances with the same shard; their sums are all-reduced in a second step."""
     bucket_size: int | None = None
-    """Least number of elements of a bucket; None puts everything into one."""
+    """Minimum elements per bucket; None: a single bucket."""
     pad_for_bus: bool = False
-    """Make buckets' sizes multiples of 2^16."""
+    """Whether bucket sizes are multiples of 2^16 elements."""
     alone: Callable[[nn.Parameter], bool] = lambda parameter: False
-    """Parameters that get a bucket each, so that ranks whose other parameters differ cut them alike."""
+    """Predicate for parameters that get a separate bucket, so that ranks with different other parameters shard them
+    equally (tied embeddings)."""
 
     @property
     def bucket_alignment(self) -> int:
-        """Every bucket's size is a multiple of it."""
+        """Divisor of all bucket sizes, in elements."""
         return bucket_alignment(self.group.size if self.sharded else 1, self.pad_for_bus)
 
 
 class Bucket:
-    """One stretch of a buffer, summed (and its weights gathered) at once.
+    """Contiguous range of a buffer that one collective reduces (and one all-gather of weights fills).
 
     Args:
-        grads: the flat view of the gradients.
-        weights: the same of the weights, where ranks share out the update; else None.
-        parameters: those that lie in it.
-        layout: who sums it, and how.
+        grads: flat view of the gradients.
+        weights: flat view of the weights with the same layout if the optimizer state is sharded; else None.
+        parameters: parameters of this bucket.
+        layout: reduction groups and collective.
     """
 
     def __init__(
@@ -69,66 +71,69 @@ class Bucket:
         self.grads, self.weights, self.layout = grads, weights, layout
         self.parameters = list(parameters)
         self.pending = len(self.parameters)
-        """Gradients of the last micro-batch that are not ready."""
+        """Number of gradients of the last micro-batch that are not ready."""
         self.is_last = any(getattr(each, "has_several_gradients", False) for each in self.parameters)
-        """Whether it waits for the end of the backward pass: of a module that runs several times, recomputation and
-        delayed weight gradients announce a gradient each time."""
+        """Whether the reduction starts only after the backward pass. Needed for modules that run several times per
+        forward: with recomputation or delayed weight gradients their hooks fire once per run, so that the count of
+        ready gradients would be too high."""
         self.started = False
         self._sum: AsyncHandle | None = None
         self._gather: AsyncHandle | None = None
 
     def reset(self) -> None:
-        """Expect every gradient again."""
+        """Mark all gradients as not ready and the reduction as not started."""
         self.pending = len(self.parameters)
         self._sum, self.started = None, False
 
     @property
     def owned(self) -> Tensor:
-        """The gradients that this rank has a use for: its shard, or all."""
+        """View of the gradients that this rank's optimizer reads: its shard, or the full bucket if unsharded."""
         return shard_of(self.grads, self.layout.group) if self.layout.sharded else self.grads
 
     def start_sum(self) -> None:
-        """Start the sum (nothing to do on one rank)."""
+        """Start the reduction over ``layout.group``; no-op for one rank. At most once per iteration."""
         assert not self.started, "a bucket was reduced twice in one iteration"
         self.started = True
         if self.layout.group.size > 1:
             self._sum = self.layout.reduction(self.grads, self.layout.group)
 
     def sum_replicas(self) -> None:
-        """Wait for the sum within the instance and start that over the instances."""
+        """Wait for the reduction within the optimizer instance, then start the all-reduce over the instances."""
         self.wait()
         if self.layout.replicas.size > 1:
             self._sum = all_reduce(self.owned, self.layout.replicas)
 
     def wait(self) -> None:
-        """Until the sum is there; on CUDA the current stream waits, not the host."""
+        """Wait for the reduction in flight; on CUDA the current stream waits, not the host."""
         if self._sum is not None:
             self._sum.wait()
             self._sum = None
 
     def start_gather(self) -> None:
-        """Start to bring every rank's updated shard of the weights to all ranks."""
-        # the buffer of a gather that nobody waited for would be written by two collectives at a time
+        """Start the all-gather of the updated weight shards, in place."""
+        # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
         if self.weights is not None and group.size > 1:
-            # in place: the shard is a view of the output at this rank's offset, which NCCL and gloo leave where it is
+            # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
             self._gather = all_gather(self.weights, shard_of(self.weights, group), group=group.handle, async_op=True)
 
     def finish_gather(self) -> None:
-        """The weights are whole when this returns (on CUDA: in stream order)."""
+        """Wait for the all-gather; all weights of the bucket are then up to date (on CUDA: in stream order)."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
 
 
 class ParamAndGradBuffer:
-    """Storage of the gradients, and where updates are shared out of the weights, of parameters of one dtype.
+    """Flat storage of the gradients, and with sharded optimizer state of the weights, of parameters of one dtype. The
+    constructor sets ``main_grad``, ``grad_added_to_main_grad`` and ``grad_ready`` on every parameter. With sharded
+    optimizer state it also moves ``parameter.data`` into the flat weight buffer.
 
     Args:
-        parameters: in creation order.
-        grad_dtype: of the accumulation and of the reduction.
-        layout: buckets and sums.
+        parameters: parameters of one dtype and one reduction group, in creation order.
+        grad_dtype: dtype of accumulation and reduction.
+        layout: bucket sizes, groups and collective.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], grad_dtype: torch.dtype, layout: BufferLayout) -> None:
@@ -154,6 +159,11 @@ class ParamAndGradBuffer:
         for parameter, start in self.starts.items():
             self._adopt(parameter, slice(start, start + parameter.numel()))
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters of the buffer, in memory order (Megatron-LM's name)."""
+        return self.parameters
+
     @torch.no_grad()
     def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
@@ -163,11 +173,11 @@ class ParamAndGradBuffer:
         if self.param_data is not None:
             view = self.param_data[place].view(parameter.shape)
             view.copy_(parameter)
-            # the model then computes with the memory that the gather writes: no copy of gathered weights
+            # the model computes with the memory that the all-gather writes: no copy of gathered weights
             parameter.data = view
 
     def shards(self) -> Iterable[ParameterShard]:
-        """What this rank updates, in the order of memory."""
+        """Yield this rank's non-empty shard of each parameter, in memory order. Requires a sharded layout."""
         assert self.param_data is not None
         for bucket in self.buckets:
             offset, length = int(bucket.grads.storage_offset()), bucket.owned.numel()
@@ -185,15 +195,17 @@ class ParamAndGradBuffer:
         return ParameterShard(parameter, start, stop, self.param_data[place], lambda: grad, parameter.dtype)
 
     def reset(self) -> None:
-        """Zero gradients, none of them ready."""
+        """Zero all gradients and mark them as not ready."""
         self.grad_data.zero_()
         for bucket in self.buckets:
             bucket.reset()
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        """Note a gradient of the last micro-batch, and start every bucket whose turn has come."""
-        # Buckets start in their own order even when gradients come in another: ranks may run backward in different
-        # orders (unused branches, experts without tokens), and collectives that start in different orders hang.
+        """Count a gradient of the last micro-batch and start the reduction of completed buckets, in bucket order.
+        Raises RuntimeError if the bucket is already complete or started, i.e. an earlier micro-batch ran outside
+        ``no_sync``."""
+        # Start buckets in a fixed order even if gradients become ready in another one: ranks may run backward in
+        # different orders (unused branches, experts without tokens), and collectives in different orders deadlock.
         arrived = self.bucket_of[parameter]
         if arrived.is_last:
             return
@@ -208,20 +220,20 @@ class ParamAndGradBuffer:
             bucket.start_sum()
 
     def start_sync(self) -> None:
-        """Start the sums that have not started (all of them without overlap; those of unused parameters with it)."""
+        """Start the remaining reductions: all without overlap; with overlap, buckets that contain unused parameters."""
         for bucket in self.buckets:
             if not bucket.started:
                 bucket.start_sum()
 
     def finish_sync(self) -> None:
-        """Wait for every sum."""
-        for bucket in self.buckets:  # all started before the first is waited for: they overlap
+        """Wait for all reductions, including those over optimizer instances."""
+        for bucket in self.buckets:  # start all before waiting for the first, so that they overlap
             bucket.sum_replicas()
         for bucket in self.buckets:
             bucket.wait()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply the gradients that this rank has a use for."""
+        """Multiply the gradients in place; with a sharded layout this rank's shards only."""
         if self.layout.sharded:
             for bucket in self.buckets:
                 bucket.owned.mul_(factor)
@@ -230,7 +242,7 @@ class ParamAndGradBuffer:
 
 
 def gradient_dtype(parameter: nn.Parameter, reduce_in_fp32: bool) -> torch.dtype:
-    """fp32 for half precision if ``reduce_in_fp32``, else the parameter's own dtype (fp64 stays fp64)."""
+    """Return fp32 for bf16 and fp16 parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
     half = parameter.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if half and reduce_in_fp32 else parameter.dtype
 
@@ -238,7 +250,7 @@ def gradient_dtype(parameter: nn.Parameter, reduce_in_fp32: bool) -> torch.dtype
 def group_by_dtype(
     parameters: Iterable[nn.Parameter], reduce_in_fp32: bool
 ) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
-    """Parameters by (their dtype, their gradient's dtype), each list in creation order."""
+    """Group parameters by (parameter dtype, gradient dtype); each list keeps the creation order."""
     kinds: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, gradient_dtype(parameter, reduce_in_fp32)), []).append(parameter)

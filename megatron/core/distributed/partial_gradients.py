@@ -1,14 +1,13 @@
-"""Gradients of which each rank holds a partial sum: added up over the ranks that hold the same elements.
+"""All-reduce of partial gradients over the ranks that hold the same elements of a parameter.
 
-Which parameters those are follows from their placement alone (``spec.grad``): norms and output biases under sequence
-parallelism, norms of query and key heads, keys and values shared by several tensor-parallel ranks, copies of tied
-embeddings. There is no list to forget an entry of.
+The placement (``spec.grad``) determines which gradients are partial: norms and output biases with sequence parallelism,
+q/k norms, K/V heads replicated over tensor-parallel ranks, and copies of tied embeddings. No list of names is kept.
 
-The sums run after the data-parallel reduction. Sums over different axes commute, so the order changes no result beyond
-rounding, and this one works for every kind of reduction: a bucket may be launched the moment its last gradient arrives
-(a sum that had to come first would forbid that overlap), and where a bucket is reduce-scattered in place, each rank's
-own shard of ``main_grad`` lies at the same elements on all ranks of the axis, since their buffers are laid out alike;
-what stands outside of the shard is added up too and read by nobody. The cost is that of a few vectors per layer.
+The all-reduce runs after the data-parallel reduction. Sums over different axes commute, so the order changes the result
+by rounding only. This order works with every data-parallel reduction: a bucket can start as soon as its last gradient
+is ready, which a preceding sum would prevent. With reduce-scattered buckets the valid shard of ``main_grad`` covers the
+same elements on all ranks of the axis, because their buffers have equal layouts; the elements outside the shard are
+summed too, but never read. The volume is a few vectors per layer.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.sharding.placement import Partial, distinct_shard
 
 _LARGE = 1 << 24
-"""Elements from which a gradient is summed in its own memory instead of being packed with others."""
+"""Minimum elements for an all-reduce in place; smaller gradients are packed into one message."""
 
 
 class _PartialSum(NamedTuple):
     gradient: Tensor
     shard: int
-    """Which of ``num_shards`` different shards along the axis this rank holds a partial sum of."""
+    """Index among the ``num_shards`` different shards along the axis."""
     num_shards: int
 
 
 @torch.no_grad()
 def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -> None:
-    """Completes the gradients of every parameter of ``modules`` (this rank's chunks), in place.
-
-    ``main_grad`` where there is one, else ``grad``. Collective over every axis that some placement names; all ranks of
-    an axis must hold the same parameters with partial gradients over it.
-    """
+    """All-reduce the partial gradients of ``modules`` (this rank's chunks) in place. Uses ``main_grad`` if it exists,
+    else ``grad``. Collective over every axis in a ``spec.grad``: all ranks of such an axis must hold the same
+    parameters with partial gradients over it, in the same order."""
     waiting: dict[tuple[str, torch.dtype], list[_PartialSum]] = {}
     for axis, partial_sum in _partial_sums(modules, groups):
         waiting.setdefault((axis, partial_sum.gradient.dtype), []).append(partial_sum)
@@ -69,10 +66,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _all_reduce(sums: list[_PartialSum], group: Group) -> None:
-    """One collective for all small gradients, one for each large one.
-
-    Ranks that hold different shards take part in the same collective with zeros in each other's places.
-    """
+    """All-reduce in place: one collective for all small gradients, one for each large one. Gradients with several
+    different shards along the axis use a buffer of ``num_shards`` slots; each rank fills its slot and leaves zeros in
+    the others, so that the sum mixes no shards."""
     packed = []
     for item in sums:
         if item.num_shards == 1 and item.gradient.numel() >= _LARGE and item.gradient.is_contiguous():

@@ -1,7 +1,7 @@
-"""Reductions of one gradient bucket over its ranks: all of it everywhere, or each rank's shard of it.
+"""Reductions of a gradient bucket: all-reduce, or reduce-scatter into this rank's shard.
 
-A *reduction* is a function that starts the collective and returns its handle. The sum over the copies of a sharded
-optimizer state (--num-distributed-optimizer-instances) comes after, over shards alone.
+A ``Reduction`` starts the collective on a flat tensor, in place, and returns an :class:`AsyncHandle`. With several
+optimizer instances (--num-distributed-optimizer-instances) the all-reduce of the shards over instances follows later.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Reduction = Callable[[Tensor, Group], AsyncHandle]
 
 
 def shard_of(data: Tensor, group: Group) -> Tensor:
-    """The stretch of a flat bucket that belongs to this rank."""
+    """Return this rank's shard of a flat bucket, a view of ``numel / group.size`` elements."""
     length = data.numel() // group.size
     return data[group.rank * length : (group.rank + 1) * length]
 
 
 def all_reduce(data: Tensor, group: Group) -> AsyncHandle:
-    """Every rank gets the whole sum."""
+    """Start an in-place sum of ``data`` over ``group``; every rank gets the full sum."""
     return _started(dist.all_reduce(data, group=group.handle, async_op=True))
 
 
 def reduce_scatter_in_place(data: Tensor, group: Group) -> AsyncHandle:
-    """Every rank gets the sum of its own shard, in place; the rest of ``data`` is undefined."""
+    """Start an in-place reduce-scatter: this rank's shard becomes the sum, the rest of ``data`` is undefined."""
     return _started(reduce_scatter(shard_of(data, group), data, group=group.handle, async_op=True))
 
 
 class _RoundedOnce:
-    """The parts of all ranks for one shard, on their way; added up in fp32 at the end."""
+    """All-to-all in flight of all ranks' contributions to this rank's shard; ``wait`` sums them in fp32."""
 
     def __init__(self, data: Tensor, group: Group) -> None:
         self._shard, self._received = shard_of(data, group), torch.empty_like(data).view(group.size, -1)
@@ -50,7 +50,9 @@ class _RoundedOnce:
 
 
 def reduce_scatter_accumulating_in_fp32(data: Tensor, group: Group) -> AsyncHandle:
-    """The same for half precision: elements travel as they are and are added up in fp32, then rounded once."""
+    """Start an in-place reduce-scatter of half-precision ``data`` that rounds once. The elements are exchanged in half
+    precision (all-to-all); ``wait`` sums them in fp32 and rounds the sum. Allocates a receive buffer of the size of
+    ``data``."""
     return _RoundedOnce(data, group)
 
 

@@ -1,8 +1,8 @@
-"""Finds copies of weights and optimizer state that should be equal and are not. Replicas drift apart without any
-visible error (a gradient that nobody sums, a faulty device), so a run compares hashes from time to time.
+"""Consistency check of replicated weights and optimizer state, by comparing hashes between ranks.
 
-Which ranks hold copies follows from placements: two ranks that hold the same rectangle of a global tensor must hold the
-same bits of it, whatever axis they differ in.
+Replicas can diverge without a visible error (a missing gradient reduction, a faulty device), so a run compares them
+periodically. Placements determine the replicas: ranks that hold the same rectangle of a global tensor must hold
+bit-identical values.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.sharding.sharded_tensor import ShardedTensor, stored_tensors
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_HASHED_AT_ONCE = 1 << 24  # elements: a hash needs 24 bytes beside each, which a GPU that is nearly full lacks
+_HASHED_AT_ONCE = 1 << 24  # elements per chunk: temporaries take 24 bytes per element and would not fit on a full GPU
 
 
 _AXES = ("dp_cp", "tp", "edp", "ep", "etp", "embedding")
-"""Two ranks with a copy of the same rectangle are joined by steps along these."""
+"""Axes to compare over. Any two ranks with the same rectangle are connected by steps along these axes."""
 
 
 class Difference(NamedTuple):
-    """A copy that differs from the first rank's that holds it."""
+    """A replica that differs from the replica of the first rank in its group."""
 
     name: str
+    """Global tensor name."""
     rank: int
-    """Global."""
+    """Global rank of the differing replica."""
     axis: str
-    """Axis of ``ProcessGroups`` over whose ranks it should be equal."""
+    """Axis of ``ProcessGroups`` over which the tensor should be equal."""
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of the bits of ``tensor`` in its order, as an int64 scalar on its device.
-
-    A sum, modulo 2^64, of every element's bits times an odd weight of its position: one changed bit always changes it.
-    """
+    """Return a 64-bit, position-dependent hash of the bits of ``tensor``, an int64 scalar on its device. No host sync.
+    The hash is the sum modulo 2^64 of the bits of each element times an odd weight that depends on its position. A
+    change of a single element always changes the hash."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), _HASHED_AT_ONCE):
@@ -51,7 +51,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
 
 
 def weights_of(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTensor]:
-    """Every parameter of a model chunk, wrapped for data parallelism or not."""
+    """Yield every parameter of a model chunk as rectangles; waits for weight all-gathers of a data-parallel wrapper."""
     if isinstance(module, DataParallel):
         module.finish_param_sync()
     for name, parameter in unwrapped(module).named_parameters():
@@ -61,15 +61,14 @@ def weights_of(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTens
 def check_replicas(
     modules: Sequence[nn.Module], groups: ProcessGroups, further: Iterable[ShardedTensor] = ()
 ) -> list[Difference]:  # fmt: skip
-    """Every copy that differs, bit for bit, from that of the first rank of its group; empty if all is well.
-
-    Collective over the world. Each rank returns what its own groups found; a difference is known to every rank of the
-    group in which it is, under the same name.
+    """Return the replicas that are not bit-identical to the replica of the first rank in their group; empty if equal.
+    Collective over all ranks; waits for the device. Each rank returns the differences within its groups, so every rank
+    of a group returns the same entries for that group.
 
     Args:
         modules: this rank's model chunks.
         groups: this rank's process groups.
-        further: other tensors, such as ``MegatronOptimizer.replicas()``.
+        further: additional tensors, such as ``MegatronOptimizer.replicas()``.
     """
     held = [tensor for module in modules for tensor in weights_of(module, groups)] + list(further)
     hashes = torch.stack([tensor_hash(tensor.local) for tensor in held]).tolist() if held else []
@@ -84,7 +83,7 @@ def check_replicas(
 
 
 def _compare(mine: list[list[Any]], group: Group) -> list[Difference]:
-    """Values that differ from that of the first rank that holds the same rectangle."""
+    """All-gather the hashes of ``group`` and return entries that differ from the first rank with that rectangle."""
     first: dict[tuple, int] = {}
     found = []
     for rank, entries in zip(group.ranks, all_gather_json(mine, group)):

@@ -1,12 +1,13 @@
-"""Weights, gradients and optimizer state sharded over data-parallel ranks by torch's ``fully_shard`` (FSDP2, ZeRO 3).
+"""Fully sharded data parallelism with torch's ``fully_shard`` (FSDP2, ZeRO-3).
 
-Each layer, and what remains of the model, is one unit: gathered before it runs, freed after (Zhao et al. 2023). Weights
-are kept in fp32 shards, gathered in the dtype that the model computes with; each micro-batch's gradients are
-reduce-scattered and accumulate in fp32 shards. Sums stay sums, as everywhere here: nothing divides by the number of
-ranks.
+Each layer is one FSDP unit, and so is the rest of the model: its weights are all-gathered before it runs and freed
+afterwards (Zhao et al. 2023). Weights are stored as fp32 shards and gathered in the compute dtype. The gradients of
+every micro-batch are reduce-scattered and accumulated in fp32 shards. Gradients are summed, as in
+``DistributedDataParallel``; nothing divides by the number of ranks.
 
 With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP). Expert
-parameters are sharded over their own data-parallel ranks, which takes modules that hold nothing else: each is a unit.
+parameters are sharded over the expert-data-parallel ranks. This requires modules that hold expert parameters only;
+each such module is a separate unit.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class TorchFullyShardedDataParallel(DataParallel):
-    """``module`` sharded over the data- and context-parallel ranks (at least two).
+    """``module`` sharded over the data- and context-parallel ranks (at least two). The constructor changes ``module``
+    in place: half-precision parameters are cast to fp32 and become ``DTensor`` shards; ``parameter.compute_dtype``
+    keeps the dtype that the model computes in. Raises UserError for a single data-parallel rank, parameters of several
+    dtypes, a module that holds both dense and expert parameters directly, or one optimizer instance per data-parallel
+    rank.
 
     Args:
-        ddp_config: the dtype of the reduction.
-        module: one model chunk, of one dtype, on its device.
-        layers: submodules that become a unit each, outermost last; the rest of the module is the last unit.
+        ddp_config: configuration; only ``grad_reduce_in_fp32`` is read.
+        module: one model chunk with parameters of one dtype, on its device.
+        layers: submodules that become one FSDP unit each, outermost last; the rest of the module is the last unit.
         groups: this rank's process groups.
-        reshard_after_forward: free a layer's weights between its forward and its backward pass.
+        reshard_after_forward: whether to free a layer's full weights between its forward and its backward.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         device = next(module.parameters()).device
         mesh = _mesh(groups.dense, device)
         units = [(layer, mesh) for layer in layers]
-        # inner units first: fully_shard leaves alone what a submodule's own unit has taken
+        # inner units first: fully_shard skips parameters that already belong to the unit of a submodule
         if groups.expert != groups.dense and (experts := _modules_of_experts(module)):
             units = [*zip(experts, [_mesh(groups.expert, device)] * len(experts)), *units]
         for unit, over in units:
@@ -83,7 +88,8 @@ class TorchFullyShardedDataParallel(DataParallel):
         return [parameter for parameter in self._parameters_by_name.values() if parameter.requires_grad]
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
-        """Rows of every parameter; a parameter of fewer rows than ranks is on the first of them."""
+        """Return this rank's rows of every trained parameter. A parameter with fewer rows than ranks has no shard on
+        the last ranks and is omitted there."""
         shards = {}
         for parameter in self._trained:
             local, start, stop = local_stretch(parameter)
@@ -94,7 +100,8 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches before the last are summed within an instance only; the instances are added up at the last."""
+        """Disable the all-reduce over optimizer instances (HSDP) in backward. The reduce-scatter within an instance
+        still runs for every micro-batch."""
         self._set_all_reduce(False)
         try:
             yield
@@ -106,7 +113,8 @@ class TorchFullyShardedDataParallel(DataParallel):
             self._units[0].set_requires_all_reduce(wanted)
 
     def finish_grad_sync(self, *unused: Any) -> None:
-        """``main_grad`` is this rank's part of the summed gradient; zeros where nothing used a parameter."""
+        """Set ``main_grad`` to this rank's shard of the summed gradient (shares memory with ``grad``). A parameter
+        without a gradient gets zeros. Starts no collective: backward has reduced already."""
         for parameter in self._trained:
             gradient = parameter.grad
             local = torch.zeros_like(local_stretch(parameter)[0]) if gradient is None else local_stretch(gradient)[0]
@@ -114,18 +122,18 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient shard."""
+        """Multiply every gradient shard in place; call it after ``finish_grad_sync``."""
         for parameter in self._trained:
             parameter.main_grad.mul_(scaling_factor)  # type: ignore[attr-defined]
 
     def zero_grad_buffer(self) -> None:
-        """Drop all gradients."""
+        """Free all gradients."""
         for parameter in self._trained:
             parameter.grad = None
             parameter.main_grad = None  # type: ignore[attr-defined]
 
     def finish_param_sync(self) -> None:
-        """Free gathered weights: what remains are the shards, which an update or a loader may write."""
+        """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards."""
         for unit in self._units:
             unit.reshard()
 
@@ -149,8 +157,8 @@ def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> Mix
 
 
 def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
-    """The largest submodules all of whose parameters are of experts; UserError for one with parameters of both kinds,
-    since ``fully_shard`` takes one mesh for a module's own parameters."""
+    """Return the largest submodules that hold expert parameters only. Raises UserError for a module that directly holds
+    dense and expert parameters: ``fully_shard`` takes a single mesh for the direct parameters of a module."""
     own = {spec_or_replicated(parameter).is_expert for parameter in module.parameters(recurse=False)}
     if own == {True, False}:
         raise UserError(
@@ -164,8 +172,9 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 
 
 def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:
-    """The data-parallel ranks: a line, or with several instances a grid (instance, place within it)."""
-    if ranks.reduce.size == 1:  # experts of which there is one copy: fully_shard knows groups only
+    """Build the device mesh: 1-d over the shard ranks, or 2-d (instance, shard) with several optimizer instances.
+    Collective if ``ranks.reduce`` has one rank: it then creates a process group."""
+    if ranks.reduce.size == 1:  # a single copy of the experts: a mesh needs a process group even for one rank
         return DeviceMesh.from_group(dist.new_group(ranks.reduce.ranks, use_local_synchronization=True), device.type)
     if ranks.replica.size == 1:
         return DeviceMesh.from_group(ranks.shard.handle, device.type)

@@ -1,8 +1,8 @@
-"""Safetensors files of other programs, and folders that a conversion makes: atomically, tensor by tensor, resumably.
+"""Reading of safetensors files, and atomic, resumable output folders of conversions.
 
-A conversion writes to a hidden folder ``.<name>.converting`` beside its target and keeps a journal beside that: what is
-converted (its identity) and each complete file with its checksums. The same conversion, started again, keeps the files
-whose bytes still match and goes on; one rename publishes the folder.
+A conversion writes to a hidden folder ``.<name>.converting`` in the parent of its target. A journal next to it records
+the identity of the conversion and each complete file with checksums. Repeating the same conversion keeps the files
+whose bytes still match and continues. One rename publishes the folder.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import fcntl
 import json
 import math
 import os
-import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,85 +23,85 @@ from torch import Tensor
 from megatron.core.config.errors import listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.files import read_json
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, MAX_HEADER_BYTES
-from megatron.core.dist_checkpointing.writer import fsync_path, host_blocks, safetensors_header, write_file
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES
+from megatron.core.dist_checkpointing.writer import (
+    fsync_path,
+    host_blocks,
+    make_durable_folder,
+    safetensors_header,
+    write_file,
+)
+from megatron.core.export.safetensors_header import Entry, read_header
+from megatron.core.safe_files import (
+    create_file,
+    make_folder,
+    open_private,
+    open_regular,
+    parse_json,
+    remove,
+)
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.core.sharding.sharded_tensor import DTYPES
 
 MAX_FILE_BYTES = 4 * 2**30
-"""A larger file begins only for a single tensor that is larger itself."""
+"""Maximum size of a file; exceeded only by a single tensor that is larger."""
 HIDDEN = ".converting"
 INDEX = "model.safetensors.index.json"
 
 
 def size_of(tensor: LazyTensor) -> int:
-    """Its bytes."""
+    """Return the size of ``tensor`` in bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def read_safetensors(path: str | os.PathLike) -> dict[str, LazyTensor]:
-    """The tensors of one file. Only its header is read now; every place that it names is checked.
+    """Return the lazy tensors of one file. Reads and checks only the header, including all byte ranges.
 
     Raises:
-        CheckpointDamagedError: no safetensors file, or one that ends early; the tensor is named.
+        CheckpointDamagedError: not a complete safetensors file; the message names the tensor.
     """
     path = Path(path)
-    try:
-        with open(path, "rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if total < 8 or not 2 <= length <= min(total - 8, MAX_HEADER_BYTES):
-                raise CheckpointDamagedError(f"{path}: truncated, or no safetensors file ({total} bytes)")
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointDamagedError(f"{path}: its safetensors header is not JSON ({error})") from None
-    found: dict[str, LazyTensor] = {}
-    for name, entry in header.items() if isinstance(header, dict) else ():
-        if name != "__metadata__":
-            found[name] = _entry(path, name, entry, 8 + length, total)
-    return found
+    return {name: _StoredTensor(path, name, entry).lazy() for name, entry in read_header(path).items()}
 
 
-def _entry(path: Path, name: str, entry: Any, origin: int, total: int) -> LazyTensor:
-    try:
-        shape, dtype = tuple(int(n) for n in entry["shape"]), DTYPES[entry["dtype"]]
-        begin, end = (int(n) for n in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamagedError(f"{path}: the entry of tensor {name} is malformed ({error!r:.80})") from None
-    if begin < 0 or min(shape, default=1) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointDamagedError(f"{path}: the entry of tensor {name} is malformed: {str(entry):.120}")
-    if origin + end > total:
-        raise CheckpointDamagedError(
-            f"{path}: truncated: tensor {name} would end at byte {origin + end}, the file has {total}"
-        )
+class _StoredTensor:
+    """One tensor in a safetensors file; each read opens the file again."""
 
-    def read() -> Tensor:
-        return read_part(begin, end, shape)
+    __slots__ = ("entry", "name", "path")
 
-    def read_rows(start: int, stop: int) -> Tensor:
-        row = math.prod(shape[1:]) * dtype.itemsize
-        return read_part(begin + start * row, begin + stop * row, (stop - start, *shape[1:]))
+    def __init__(self, path: Path, name: str, entry: Entry) -> None:
+        self.path, self.name, self.entry = path, name, entry
 
-    def read_part(begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
-        values = torch.empty(shape, dtype=dtype)  # not a bytearray, which the system would fill with zeros first
-        with open(path, "rb", buffering=0) as file:
-            file.seek(origin + begin)
-            view, done = memoryview(values.view(-1).view(torch.uint8).numpy()), 0  # type: ignore[arg-type]
-            while done < len(view):
-                if not (count := file.readinto(view[done:])):
-                    raise CheckpointDamagedError(f"{path}: ends early, in tensor {name}")
-                done += count
+    def lazy(self) -> LazyTensor:
+        return LazyTensor(self.entry.shape, self.entry.dtype, self.read, self.read_rows)
+
+    def read(self) -> Tensor:
+        return self._read(self.entry.begin, self.entry.shape)
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        shape = self.entry.shape[1:]
+        row = math.prod(shape) * self.entry.dtype.itemsize
+        return self._read(self.entry.begin + start * row, (stop - start, *shape))
+
+    def _read(self, begin: int, shape: tuple[int, ...]) -> Tensor:
+        # torch.empty, because a bytearray would be zero-filled first
+        values = torch.empty(shape, dtype=self.entry.dtype)
+        try:
+            with open_regular(self.path, buffering=0) as file:
+                file.seek(begin)
+                view = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                while view:
+                    if not (count := file.readinto(view)):  # type: ignore[attr-defined]
+                        raise CheckpointDamagedError(f"{self.path}: ends early, in tensor {self.name}")
+                    view = view[count:]
+        except OSError as error:
+            raise CheckpointDamagedError(f"{self.path}: cannot be read ({error.strerror})") from error
         return values
-
-    return LazyTensor(shape, dtype, read, read_rows)
 
 
 def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> list[dict[str, LazyTensor]]:
-    """``tensors`` in their order, in groups of at most ``max_bytes``, or of one tensor."""
+    """Split ``tensors``, in order, into groups of at most ``max_bytes``; a larger tensor is a group by itself.
+
+    Within a group, tensors are sorted by decreasing element size, for alignment."""
     groups: list[dict[str, LazyTensor]] = [{}]
     held = 0
     for name, tensor in tensors.items():
@@ -111,17 +110,18 @@ def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES)
             held = 0
         groups[-1][name] = tensor
         held += size_of(tensor)
-    # wide elements first: every tensor of a file then begins at a multiple of its element's size
+    # wide elements first, so that every tensor of a file starts at a multiple of its element size
     return [dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)) for group in groups if group]
 
 
 def read_shards(
     index: Path, read: Callable[[Path], dict[str, LazyTensor]] = read_safetensors
 ) -> dict[str, LazyTensor]:  # fmt: skip
-    """The tensors that ``index`` names, of files that hold these and no others.
+    """Return the lazy tensors of all files in ``index``; each file, opened by ``read``, must match its index entries.
 
     Raises:
-        CheckpointDamagedError: a file or tensor is missing, left over, or not one of that folder.
+        CheckpointDamagedError: a file or tensor is missing, a tensor is not in the index, or a file name contains a
+            folder.
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -143,16 +143,17 @@ def read_shards(
 
 
 class Target:
-    """The folder that a conversion makes; a context manager that frees its lock. What is written to ``folder`` appears
-    under the final name with :meth:`publish`, all at once.
+    """Output folder of a conversion: write to ``folder``, then :meth:`publish` renames it to ``final`` atomically.
+
+    A context manager that holds an exclusive lock, released on exit.
 
     Args:
-        final: a name that nothing, or an empty folder, has.
-        identity: JSON that says what is converted: the same conversion, repeated, goes on; what another one left behind
-            is removed. None: nothing of a failed attempt is kept.
+        final: the output path; must not exist or be an empty folder.
+        identity: JSON that identifies the conversion. A repeated conversion resumes; files of another conversion are
+            removed. None: files of a failed attempt are removed on exit.
 
     Raises:
-        CheckpointError: ``final`` exists, or another process is making it.
+        CheckpointError: ``final`` exists, cannot be written, or another process is writing it.
     """
 
     def __init__(self, final: str | os.PathLike, identity: Any = None) -> None:
@@ -160,53 +161,71 @@ class Target:
         self.folder = self.final.with_name(f".{self.final.name}{HIDDEN}")
         self._path = self.folder.with_name(f"{self.folder.name}.journal")
         self._check_final()
-        try:
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-            self._journal = open(self._path, "a+b")  # noqa: SIM115  # its lock lasts as long as this object
-            fcntl.lockf(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            if not self._path.exists() or not os.access(self._path, os.W_OK):
-                raise CheckpointWriteError(f"{self.final}: its folder cannot be written") from None
-            raise CheckpointError(f"{self.final}: another process is making it; wait for it, or stop it") from None
-        except OSError as error:
-            raise CheckpointWriteError(f"{self.final}: cannot be made ({error.strerror})") from error
         self.done: dict[str, dict[str, Any]] = {}
         self._identity = json.loads(json.dumps(identity))
-        self._resume(self._identity)
+        try:
+            make_durable_folder(self.final.parent)
+            self._journal = open_private(self._path)  # the lock is held while this file is open
+        except OSError as error:
+            raise self._unusable(error, "choose another folder") from error
+        try:
+            fcntl.lockf(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._resume(self._identity)
+        except OSError as error:
+            with self._journal as journal:
+                if isinstance(error, BlockingIOError | PermissionError) and error.filename is None:
+                    reason = "another process is making it; wait for it, or stop it"
+                    raise CheckpointError(f"{self.final}: {reason}") from None
+                if not os.fstat(journal.fileno()).st_size:  # made just now
+                    self._path.unlink(missing_ok=True)
+            raise self._unusable(error, "remove it, or choose another name") from error
+
+    def _unusable(self, error: OSError, fix: str) -> CheckpointWriteError:
+        return CheckpointWriteError(f"{self.final}: {error.filename or self._path}: {error.strerror}; {fix}")
 
     def __enter__(self) -> Target:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._identity is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
             self._path.unlink(missing_ok=True)
         self._journal.close()
 
     def _check_final(self) -> None:
-        empty = self.final.is_dir() and not any(self.final.iterdir())
+        # rename cannot replace a symbolic link by the published folder
+        empty = not self.final.is_symlink() and self.final.is_dir() and not any(self.final.iterdir())
         if os.path.lexists(self.final) and not empty:
             raise CheckpointError(f"{self.final}: exists already; choose another name, or remove it")
 
     def _resume(self, identity: Any) -> None:
-        """Keep what an earlier attempt at the same conversion completed."""
+        """Keep the files that an earlier attempt at the same conversion completed; remove everything else."""
+        make_folder(self.folder, private=True)
         self._journal.seek(0)
         lines: list[Any] = []
         for line in self._journal.read().splitlines():
-            with suppress(ValueError):  # the last one of a process that was killed
-                lines.append(json.loads(line))
-        if identity is not None and lines and lines[0] == identity and self.folder.is_dir():
-            self.done = {name: entry for name, entry in lines[1:] if self._matches(name, entry)}
+            with suppress(ValueError):  # a partial last line of a killed process
+                lines.append(parse_json(line))
+        completed: dict[str, dict[str, Any]] = {}
+        if identity is not None and lines and lines[0] == identity:
+            completed = {line[0]: line[1] for line in lines[1:] if _is_entry(line)}
         else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(exist_ok=True)
-        for path in self.folder.rglob("*"):
-            if path.is_file() and str(path.relative_to(self.folder)) not in self.done:
-                path.unlink()
+            remove(self.folder)
+            make_folder(self.folder, private=True)
+        self._remove_all_but(completed)
+        self.done = {name: entry for name, entry in completed.items() if self._matches(name, entry)}
+        self._remove_all_but(self.done)
         self._journal.truncate(0)
         self._append(identity)
         for item in self.done.items():
             self._append(item)
+
+    def _remove_all_but(self, names: Container[str]) -> None:
+        """Remove files that are not in ``names``, and all symbolic links: their targets are outside of this folder."""
+        for parent, folders, files in os.walk(self.folder):
+            for path in (Path(parent, name) for name in (*folders, *files)):
+                if path.is_symlink() or not (path.is_dir() or str(path.relative_to(self.folder)) in names):
+                    path.unlink()
 
     def _append(self, value: Any) -> None:
         self._journal.write(json.dumps(value).encode() + b"\n")
@@ -214,9 +233,9 @@ class Target:
         os.fsync(self._journal.fileno())
 
     def _matches(self, name: str, entry: dict[str, Any]) -> bool:
-        """Whether a file still has the bytes that the journal tells of."""
+        """Whether a file's size and all checksums match its journal entry; reads the full file."""
         try:
-            with open(self.folder / name, "rb") as file:
+            with open_regular(self.folder / name, follow=False) as file:
                 right = os.fstat(file.fileno()).st_size == entry["bytes"]
                 right = right and zlib.crc32(file.read(entry["header_bytes"])) == entry["header_crc32"]
                 starts = [*(start for start, _ in entry["tensors"].values()), entry["bytes"]]
@@ -224,20 +243,21 @@ class Target:
                     sizes = [min(BLOCK_BYTES, end - at) for at in range(start, end, BLOCK_BYTES)]
                     right = right and [zlib.crc32(file.read(size)) for size in sizes] == blocks
                 return right
-        except OSError:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return False
 
     def write(self, name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-        """The safetensors file ``name`` (a path below the folder) of ``tensors``, which are read one at a time; what
-        the journal keeps of it: ``bytes``, ``header_bytes``, ``header_crc32``, and for each of ``tensors`` ``[start,
-        [crc32 of its blocks]]``. A complete file of an earlier attempt is left as it is."""
+        """Write and fsync the safetensors file ``name`` (a path below the folder); return its journal entry.
+
+        Reads ``tensors`` one at a time. The entry holds ``bytes``, ``header_bytes``, ``header_crc32`` and ``tensors``:
+        name -> [start, [crc32 of each block]]. A complete file of an earlier attempt is not written again."""
         if name in self.done:
             return self.done[name]
         kinds = ((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
         header, starts = safetensors_header(kinds, metadata)
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
+        with create_file(path) as file:
             file.write(header)
             blocks = {key: [start, list(_write(file, key, tensors[key]))] for key, start in zip(tensors, starts)}
             file.flush()
@@ -250,7 +270,7 @@ class Target:
         return entry
 
     def write_shards(self, tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> None:
-        """``model.safetensors``, or files of bounded size and their index."""
+        """Write ``model.safetensors``, or, if it would exceed ``max_bytes``, several files and their index."""
         shards, names = in_files(tensors, max_bytes), dict[str, str]()
         for number, shard in enumerate(shards, 1):
             several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -262,11 +282,13 @@ class Target:
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
 
     def write_json(self, name: str, value: Any) -> None:
-        """The file ``name``, indented."""
+        """Write ``value`` as indented JSON to the file ``name``; not recorded in the journal."""
         write_file(self.folder / name, json.dumps(value, indent=2).encode() + b"\n")
 
     def publish(self) -> None:
-        """Gives the folder its final name."""
+        """Fsync all files, rename the folder to its final name and delete the journal.
+
+        Raises CheckpointError if ``final`` exists by now."""
         self._check_final()
         for path in [*self.folder.rglob("*"), self.folder]:
             fsync_path(path)
@@ -275,8 +297,18 @@ class Target:
         self._path.unlink()
 
 
+def _is_entry(line: Any) -> bool:
+    """Whether a journal line is ``[name, entry]`` with a path inside of the folder."""
+    return (
+        isinstance(line, list) and len(line) == 2 and isinstance(line[0], str) and isinstance(line[1], dict)
+        and ".." not in Path(line[0]).parts and not os.path.isabs(line[0])
+    )  # fmt: skip
+
+
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:
-    """Appends the bytes of a tensor; the crc32 of each of its blocks."""
+    """Append the bytes of a tensor to ``file``; yield the CRC-32 of each block.
+
+    Raises CheckpointError if the data read has another shape or dtype than ``tensor``."""
     values = tensor.read()
     if tuple(values.shape) != tuple(tensor.shape) or values.dtype != tensor.dtype:
         raise CheckpointError(

@@ -1,44 +1,53 @@
-"""What a loader gives and a saver takes: a model between two formats of checkpoints.
+"""``Interchange``: the common form that loaders return and savers accept.
 
-The common form is that of this project's own checkpoints: global tensors (no layout, no padding) under global names,
-and the settings under the names of flags. Every format is one translation to and from it.
+Follows this project's checkpoints: unsharded, unpadded tensors under global names, and settings under flag names. Each
+checkpoint format is one translation from and to this form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 COUNTER = "router.last_choices"
-"""End of the names of integer buffers that a model begins at zero and that no other format has."""
+"""Suffix of the routers' int64 counters, which start at zero and exist only in native checkpoints."""
 
 
 @dataclass
 class Interchange:
-    """A model, and the training state where the format holds one."""
+    """A model, with training state if the format stores it."""
 
     settings: dict[str, Any]
-    """Field of the command line's settings (``num_layers``, ``swiglu`` …) -> value: those that the format knows."""
+    """Setting name (``num_layers``, ``swiglu`` …) -> value, for the settings that the format stores."""
     tensors: dict[str, LazyTensor]
-    """``model.…`` for weights; ``optimizer.exp_avg.…``, ``optimizer.exp_avg_sq.…``, ``optimizer.main_param.…`` where
-    the format holds optimizer state."""
+    """Lazy tensors: ``model.…`` for weights; with optimizer state also ``optimizer.exp_avg.…``,
+    ``optimizer.exp_avg_sq.…`` and ``optimizer.main_param.…``."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """The JSON of a training checkpoint (``iteration``, ``train_state``, ``optimizer``, ``scheduler`` …); empty where
-    there are weights alone."""
+    """JSON of a training checkpoint (``iteration``, ``train_state``, ``optimizer``, ``scheduler`` …); empty for
+    weights only."""
     assets: dict[str, Path] = field(default_factory=dict)
-    """Files that go along: ``tokenizer/<name>`` -> path."""
+    """Additional files to copy: ``tokenizer/<name>`` -> source path."""
     notes: list[str] = field(default_factory=list)
-    """What could not come over, or differs, in words for the user."""
+    """Messages for the user about data that was not converted or differs."""
+
+
+def check_names(names: Iterable[str], where: str | os.PathLike) -> None:
+    """Raise CheckpointDamagedError for tensor names with control characters, which could manipulate a terminal."""
+    for name in names:
+        if not name.isprintable():
+            raise CheckpointDamagedError(f"{where}: the name {name!r:.100} of a tensor holds control characters")
 
 
 def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """``tensors``, and zeros for the counter of every router of experts among them that has none."""
+    """Return ``tensors`` plus int64 zeros [experts] for every router without a counter."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         if name.startswith("model.") and name.endswith("router.weight"):
@@ -48,7 +57,9 @@ def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Describe, tensor by tensor, what is not as ``expected`` (name -> shape); counters may be there or not."""
+    """Describe missing tensors, wrong shapes and extra tensors relative to ``expected`` (name -> shape).
+
+    Counters are optional. Returns an empty list if all tensors match."""
     missing = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in tensors]
     found = [(name, list(tensor.shape)) for name, tensor in tensors.items() if not name.endswith(COUNTER)]
     others = [

@@ -1,4 +1,4 @@
-"""This project's own checkpoints as a format among others, and plain safetensors under its names."""
+"""Conversion of native checkpoints, and of plain safetensors with native names, from and to ``Interchange``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.manifest import FORMAT, FORMAT_VERSION, MA
 from megatron.core.dist_checkpointing.reader import CheckpointReader, misfits
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import INDEX, MAX_FILE_BYTES, Target, in_files, read_safetensors, read_shards
-from megatron.core.export.interchange import Interchange
+from megatron.core.export.interchange import Interchange, check_names
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
@@ -26,8 +26,15 @@ SETTINGS = "settings.json"
 
 
 def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
-    """``…/iter_0001000``: weights, optimizer state, objects. Every block is checked against its checksum when read."""
+    """Open a checkpoint directory ``…/iter_0001000``: weights, optimizer state and objects, without RNG states.
+
+    Tensors are read lazily; each read verifies the checksums of its blocks.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged; reading a damaged tensor raises it later.
+    """
     reader = CheckpointReader(checkpoint_dir)
+    check_names(reader.names, checkpoint_dir)
     args = reader.objects.get("args")
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
@@ -49,9 +56,10 @@ def save_native(
     interchange: Interchange, target: Target, name: str, objects: Mapping[str, Any], *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Write the checkpoint directory ``name`` below ``target``, with the JSON ``objects``, in files of bounded size.
+    """Write the checkpoint directory ``name`` with the JSON ``objects`` below ``target``; does not publish ``target``.
 
-    Goes on where an earlier attempt ended. Tensors are read one at a time.
+    Resumes an earlier attempt: complete files are kept. One tensor is in memory at a time. A file exceeds
+    ``max_file_bytes`` only if a single tensor does.
     """
     folder = target.folder / name
     folder.mkdir(exist_ok=True)
@@ -74,18 +82,20 @@ def save_native(
 
 
 def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, Any]:
-    """The manifest's entry of a tensor that is in one piece."""
+    """Return the manifest entry of an unsharded tensor (one chunk; none if it is empty)."""
     shape, chunk = list(tensor.shape), {"offsets": [0] * len(tensor.shape), "shape": list(tensor.shape)}
     chunks = [{**chunk, "file": file, "key": key, "start": start, "crc32": blocks}] if 0 not in shape else []
     return {"shape": shape, "dtype": DTYPE_NAMES[tensor.dtype], "chunks": chunks}
 
 
 def load_safetensors(folder: str | os.PathLike) -> Interchange:
-    """A file, or a folder of files (all of them, or those of its index), under this project's names; settings from
-    ``settings.json`` where there is one.
+    """Open a safetensors file, or a folder of such files, with native tensor names.
+
+    In a folder, reads the files of the index, or all files without an index. Settings come from ``settings.json`` if
+    it exists. Tensors are read lazily.
 
     Raises:
-        CheckpointError: no such file, a shard that is missing, a name twice.
+        CheckpointError: no file exists, a shard is missing, or a tensor name occurs twice.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -106,15 +116,15 @@ def load_safetensors(folder: str | os.PathLike) -> Interchange:
 
 
 def save_safetensors(interchange: Interchange, target: Target, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Plain safetensors in files of bounded size under this project's names, and ``settings.json``."""
+    """Write safetensors files of bounded size with native names, and ``settings.json``; does not publish ``target``."""
     target.write_shards(interchange.tensors, max_file_bytes)
     target.write_json(SETTINGS, dict(sorted(interchange.settings.items())))
 
 
 class InterchangeReader:
-    """Reads rectangles out of the tensors of an :class:`Interchange`, as ``CheckpointReader`` does out of a checkpoint.
+    """Reader of tensor shards from an :class:`Interchange`, with the interface of ``CheckpointReader``.
 
-    Of one tensor at a time the rows of a rectangle are in memory.
+    Memory is bounded by the rows of one shard, because one tensor is read at a time.
     """
 
     num_threads = 1
@@ -124,16 +134,16 @@ class InterchangeReader:
 
     @property
     def names(self) -> list[str]:
-        """Tensors that there are."""
+        """Sorted names of all tensors."""
         return sorted(self.tensors)
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
-        """Names that are not there, or in another shape or kind of number."""
+        """Describe the ``tensors`` that are missing here or have another shape or dtype kind."""
         return misfits({name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}, tensors)
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Fill ``tensor.local``."""
+        """Read this rank's shard into ``tensor.local`` in place, cast to its dtype."""
         local, lengths = tensor.local.detach(), tuple(tensor.local.shape)
         if not local.ndim:
             local.copy_(self.tensors[tensor.name].read())

@@ -1,13 +1,13 @@
-"""Kernels of NVIDIA apex (github.com/NVIDIA/apex) in three slots, for runs that must go on with the kernels that they
-began with. **This file has never met the real package**: it is written after apex's sources and tested against a
-stand-in with the same call signatures, which proves that reading and not the package (``test_apex_gpu.py`` runs where
-it is installed). Nothing else imports apex, and nothing here does before a class below is built.
+"""Kernels of NVIDIA apex (github.com/NVIDIA/apex) in three places, for runs that must continue with the kernels that
+they were started with. **This file has never been run with the real package**: it follows apex's sources and is tested
+with a stand-in of the same call signatures, which tests the reading of the sources, not the package
+(``test_apex_gpu.py`` runs if apex is installed). Only this file imports apex, when one of its classes is built.
 
-    wgrad   weight gradients added into ``main_grad`` by the GEMM        fused_weight_gradient_mlp_cuda
+    wgrad   weight gradients added to ``main_grad`` by the GEMM          fused_weight_gradient_mlp_cuda
     norm    LayerNorm and RMSNorm                                        apex.normalization, fused_layer_norm_cuda
-    adam    the update of Adam                                           amp_C, through apex.multi_tensor_apply
+    adam    the Adam update                                              amp_C, through apex.multi_tensor_apply
 
-Formulas and state are those of the built-in forms; only the order of roundings differs. apex.contrib is not used.
+Formulas and state equal the built-in implementations; only the order of roundings differs. apex.contrib is not used.
 
 Legend: t tokens, o output features, i input features.
 """
@@ -36,11 +36,11 @@ INSTALL = (
 EXTENSIONS: Mapping[str, str] = MappingProxyType(
     {"wgrad": "fused_weight_gradient_mlp_cuda", "norm": "fused_layer_norm_cuda", "adam": "amp_C"}
 )
-"""By part: the compiled module that computes, which apex has where it was built with APEX_CUDA_EXT=1."""
+"""Compiled module of each part; it exists if apex was built with APEX_CUDA_EXT=1."""
 
 
 def what_is_missing(part: str) -> str | None:
-    """Why ``part`` cannot be imported, found without importing anything; None: nothing is missing."""
+    """Return why ``part`` cannot be imported, or None, without importing anything."""
     if not is_installed("apex"):
         return "needs NVIDIA apex, which is not installed"
     if not is_installed(EXTENSIONS[part]):
@@ -49,7 +49,7 @@ def what_is_missing(part: str) -> str | None:
 
 
 def _load(part: str, module: str, *names: str) -> list[Any]:
-    """Members of a module that ``part`` needs; ValueError with the command that installs it."""
+    """Import ``module`` for ``part`` and return its members ``names``. Raises UserError with the install command."""
     reason = what_is_missing(part)
     if reason is None:
         try:
@@ -61,10 +61,10 @@ def _load(part: str, module: str, *names: str) -> list[Any]:
 
 
 class ApexWeightGradient:
-    """``total += left @ right`` by the GEMMs of ``csrc/megatron/fused_weight_gradient_dense.cpp``:
-    ``wgrad_gemm_accum_fp32(input [t, i], grad_output [t, o], main_grad [o, i])``, and ``wgrad_gemm_accum_fp16`` for a
-    ``main_grad`` in the 16 bits of the other two. They read and write plain memory: everything must be contiguous.
-    """
+    """Add ``left @ right`` to ``total`` by the GEMMs of ``csrc/megatron/fused_weight_gradient_dense.cpp``:
+    ``wgrad_gemm_accum_fp32(input [t, i], grad_output [t, o], main_grad
+    [o, i])``, or ``wgrad_gemm_accum_fp16`` for a 16-bit ``main_grad``. They ignore strides: tensors must be
+    contiguous."""
 
     description = f"weight gradients: apex ({FLAG} wgrad)"
 
@@ -72,22 +72,21 @@ class ApexWeightGradient:
         self._wide, self._narrow = _load("wgrad", EXTENSIONS["wgrad"], "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
 
     def __call__(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """``total`` [o, i], ``left`` [o, t] (that is dY^T), ``right`` [t, i]."""
+        """Add to ``total`` [o, i] in place; ``left`` [o, t] is dY^T, ``right`` is [t, i]. Copies strided inputs."""
         assert total.is_contiguous(), "gradients lie in flat buffers"
         accumulate = self._wide if total.element_size() == 4 else self._narrow
         accumulate(right.contiguous(), left.t().contiguous(), total)
 
 
 class ApexNormalize:
-    """``fusions.residual_norm.Normalize`` by ``apex/normalization/fused_layer_norm.py``: ``fused_layer_norm_affine(
-    input, weight, bias, normalized_shape, eps)`` and ``fused_rms_norm_affine(input, weight, normalized_shape, eps)``,
-    input and weights of one dtype. They do not take the residual stream along, which is added by itself.
-    """
+    """``fusions.residual_norm.Normalize`` by ``apex/normalization/fused_layer_norm.py``:
+    ``fused_layer_norm_affine(input, weight, bias, normalized_shape, eps)`` and ``fused_rms_norm_affine(input, weight,
+    normalized_shape, eps)``, with input and weights of one dtype. The branch is added in a separate operation."""
 
     description = f"norms: apex ({FLAG} norm)"
 
     def __init__(self) -> None:
-        _load("norm", EXTENSIONS["norm"])  # which the package itself imports at its first use only
+        _load("norm", EXTENSIONS["norm"])  # check now: apex imports it only at first use
         self._layer_norm, self._rms_norm = _load(
             "norm", "apex.normalization.fused_layer_norm", "fused_layer_norm_affine", "fused_rms_norm_affine"
         )
@@ -107,13 +106,10 @@ class ApexNormalize:
 class ApexAdam:
     """``fusions.adam.AdamUpdate`` by ``csrc/multi_tensor_adam.cu``: ``multi_tensor_adam_capturable(chunk_size,
     noop_flag, [gradients, parameters, first, second moments], lr, beta1, beta2, eps, step, mode, bias_correction,
-    weight_decay, inv_scale)``, the form of apex's FusedAdam that reads whether to skip (int32), the number of updates
-    (int32), the rate and a factor of the gradients (fp32) from device memory: the host waits for nothing. (The other
-    form, ``multi_tensor_adam``, ignores its flag.)
-
-    Gradients are multiplied by our factor before, since with decay added to them (mode 0) the two roundings could
-    otherwise become one. What is kept in fewer bits is widened and stored again one tensor at a time.
-    """
+    weight_decay, inv_scale)``. This variant of apex's FusedAdam reads the skip flag and step count (int32), learning
+    rate and gradient scale (fp32) from device memory: no host sync. (The other variant, ``multi_tensor_adam``, ignores
+    its flag.) Gradients are multiplied by ``factor`` before, because with decay added to them (mode 0) both roundings
+    could become one. Low-precision state is widened and written back one tensor at a time."""
 
     description = f"adam: apex ({FLAG} adam)"
 

@@ -1,6 +1,6 @@
-"""Which versions of flash-attn are installed, and how to install them. Torch-free, and imports none of them.
+"""Installed flash-attn versions and install commands. Torch-free; imports none of the packages.
 
-Tri Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. ``core/attention/kernels/`` calls them.
+Tri Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024. Called by ``core/attention/kernels/``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ INSTALL = {
 
 
 def installed_versions() -> tuple[int, ...]:
-    """Versions that can be imported, found without importing them."""
+    """Return the installed versions (of 2, 3, 4) without importing them."""
     return tuple(number for number in MODULES if (_has_version_4() if number == 4 else is_installed(MODULES[number])))
 
 
 def _has_version_4() -> bool:
-    """By the package's name: other versions may bring a folder of its module's name, without what that needs."""
+    """Return whether the package flash-attn-4 is installed. Looks up its distribution name: other versions may contain
+    a folder with its module's name but without its dependencies."""
     try:
         version("flash-attn-4")
     except PackageNotFoundError:

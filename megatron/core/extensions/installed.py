@@ -1,4 +1,4 @@
-"""Which optional packages are there, and which shared libraries this process has loaded. Torch-free."""
+"""Detection of installed optional packages and loaded shared libraries. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 
 
 def is_installed(module: str) -> bool:
-    """Whether ``import module`` finds a package or module; a bare folder of that name does not count."""
+    """Return whether ``import module`` finds a package or module, not only a folder. Imports the module's parents
+    only."""
     try:
         spec = importlib.util.find_spec(module)
-    except ValueError:  # imported already, and not from a file
+    except ValueError:  # already imported, and not from a file
         return True
     return spec is not None and spec.loader is not None and spec.origin is not None
 
 
 def loaded_libraries(prefix: str) -> list[Path]:
-    """Files of the shared libraries in this process whose names begin with ``prefix``, sorted; on Linux only."""
+    """Return this process's shared libraries whose file names start with ``prefix``, sorted; empty except on Linux."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

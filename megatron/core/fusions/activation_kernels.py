@@ -1,14 +1,13 @@
-"""Triton kernels of the activations that torch has no one-pass kernel for: the gated ones, and squared ReLU.
+"""Triton kernels of activations for which torch has no one-pass kernel: gated ones and squared ReLU.
 
-    gated         y = a(min(gate, c)) (clip(up, -c, c) + o)   of packed [..., 2 f], gate before up, never cut apart
-                  dgate = dy (up + o) a'(gate),  dup = dy a(gate),  zero where the clamp acted
+    gated         y = a(min(gate, c)) (clip(up, -c, c) + o)   of packed [..., 2 f], gate before up, read in place
+                  dgate = dy (up + o) a'(gate),  dup = dy a(gate),  zero where the clamp is active
     squared_relu  y = max(x, 0)^2,  dx = 2 dy max(x, 0)
 
-A gated one may multiply each token by a weight, y = p y0, dp = sum_f dy y0, in the same passes (experts).
-
-with a silu, x sigmoid(x), or quick_gelu, x sigmoid(1.702 x). Only the input is kept for backward. fp32 inside, one
-rounding of the result. GELU is not here: torch's own kernels are one pass in either direction, and its bias is part of
-the GEMM before it.
+a is silu, x sigmoid(x), or quick_gelu, x sigmoid(1.702 x). Gated kernels can also multiply each token by a weight p in
+the same pass (MoE): y = p y0, dp = sum_f dy y0. Only the input is saved for backward. Arithmetic is fp32; the result is
+rounded once. GELU is not included: torch's kernels already need one pass per direction, and its bias is part of the
+preceding GEMM.
 
 Legend: t tokens (all leading dims), f feed-forward width of this rank.
 """
@@ -23,11 +22,11 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCK, _NUM_WARPS = 2048, 4
-"""Elements of a program: 4 KiB of 16-bit values of each tensor, two 16-byte vectors per thread."""
+"""Elements per program: 4 KiB of 16-bit values of each tensor, two 16-byte vectors per thread."""
 
 
 class GateTraits(NamedTuple):
-    """A gated activation."""
+    """Parameters of a gated activation."""
 
     slope: float
     """Slope of the sigmoid: 1 for silu, 1.702 for quick_gelu."""
@@ -42,7 +41,7 @@ if triton is not None:
         packed, weights, out, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, WEIGHTED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """BLOCK columns of one row."""
+        """Compute BLOCK columns of one row."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -61,7 +60,7 @@ if triton is not None:
         grad, packed, weights, grad_weights, grad_packed, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr,
         WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """BLOCK columns of one row, of both halves; their share of the weight's gradient."""
+        """Compute BLOCK columns of both halves of one row, and their contribution to the weight's gradient."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -125,7 +124,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         packed, weights = ctx.saved_tensors
         grad_packed, shares = torch.empty_like(packed), None
-        if weights is not None:  # a program sums its columns, torch the few programs of a row
+        if weights is not None:  # each program sums its columns; torch sums the few programs of a row
             tiles = triton.cdiv(grad.shape[-1], _BLOCK)
             shares = torch.empty((*weights.shape, tiles), dtype=torch.float32, device=grad.device)
         tensors = (grad.contiguous(), packed, weights, shares, grad_packed)
@@ -153,15 +152,15 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 def gated_triton(x: Tensor, traits: GateTraits) -> Tensor:
-    """[..., 2 f] -> [..., f]: two reads and one write; backward three reads and two writes."""
+    """Apply a gated activation, [..., 2 f] -> [..., f]: two reads, one write; backward three reads, two writes."""
     return _Gated.apply(x, traits, None)
 
 
 def weighted_gated_triton(x: Tensor, weights: Tensor, traits: GateTraits) -> Tensor:
-    """The same, times ``weights`` [...]."""
+    """Apply a gated activation and multiply each token by ``weights`` [...]; differentiable in both."""
     return _Gated.apply(x, traits, weights)
 
 
 def squared_relu_triton(x: Tensor) -> Tensor:
-    """[...] -> [...]."""
+    """Return max(x, 0)^2, any shape; saves ``x`` for backward."""
     return _SquaredReLU.apply(x)

@@ -1,15 +1,15 @@
-"""Activation functions of the feed-forward network, each with its gradient, chosen once from a configuration.
+"""Activation functions of the feed-forward network, selected once from the configuration.
 
-    gelu          x Phi(x), by erf; its tanh approximation under ``bias_gelu_fusion`` with biases, as Megatron-LM has
-                  it, unless ``exact_gelu``
+    gelu          x Phi(x), by erf; with biases and ``bias_gelu_fusion`` the tanh approximation, as in Megatron-LM,
+                  unless ``exact_gelu``
     relu          max(x, 0)
     squared_relu  max(x, 0)^2
     swiglu        silu(gate) * (up + offset)
     quick_geglu   gate sigmoid(1.702 gate) * (up + offset)
     geglu         gelu(gate) * (up + offset), gelu by its tanh approximation unless ``exact_gelu``
 
-The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both
-sides. These are the plain forms; on GPUs ``activation_kernels`` computes all but those with GELU.
+Gated activations take gate and up concatenated in the last dim. A clamp bounds gate from above and up on both sides.
+This file has the torch implementations; on GPUs ``activation_kernels`` computes all except those with GELU.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ _QUICK_GELU_SLOPE = 1.702
 
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """The function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] for gated ones.
-
-    ``bias_swiglu_fusion`` lets kernels compute gated ones, ``bias_gelu_fusion`` the others.
-    """
+    """Return the function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] if gated. Triton kernels
+    are used on GPUs if ``bias_swiglu_fusion`` (gated) or ``bias_gelu_fusion`` (others) is set."""
     plain = _plain_activation_of(config)
     is_gated = config.gated_linear_unit
     wanted = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
@@ -45,10 +43,8 @@ def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def weighted_activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The same, multiplied by a weight per token: [..., f or 2 f], [...] -> [..., f], in the dtype of the former.
-
-    Kernels compute gated ones in one pass.
-    """
+    """Return the activation times a weight per token: ([..., f or 2 f], weights [...]) -> [..., f] in the dtype of the
+    first. Triton kernels compute gated ones in one pass."""
     plain, is_gated = partial(_weighted, activation=activation_of(config)), config.gated_linear_unit
     if config.geglu or not is_gated or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return plain
@@ -98,7 +94,7 @@ def tanh_gelu(x: Tensor) -> Tensor:
 def gated(
     x: Tensor, *, activation: Callable[[Tensor], Tensor], clamp: float | None = None, offset: float = 0.0
 ) -> Tensor:
-    """activation(gate) * (up + offset) of [..., 2 f], both clamped first."""
+    """Return activation(gate) * (up + offset) of ``x`` [..., 2 f]; ``clamp`` bounds both halves first."""
     gate, up = x.chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
@@ -106,7 +102,7 @@ def gated(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps only its input: silu(gate) is computed again in backward instead of being stored."""
+    """SwiGLU that saves only its input: backward recomputes silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -126,5 +122,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2 f] (Shazeer 2020)."""
+    """Return silu(gate) * up of ``x`` [..., 2 f] (Shazeer 2020); saves ``x`` for backward."""
     return _SwiGLU.apply(x)

@@ -5,12 +5,12 @@
     m <- b1 m + (1 - b1) g                v <- b2 v + (1 - b2) g^2
     p <- p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
-The kernel reads gradient, master and moments once and writes master, moments and the model's weight: with fp32
-gradients and moments and a split master 28 bytes per parameter, 20 with bf16 moments. Tensors lie anywhere; a table in
-device memory says where, so that all tensors of a parameter group and format take one launch. What depends on the
-gradients (c, whether to skip) and on the number of updates stays on the device: nobody waits for it.
+The kernel reads gradient, master and moments once and writes master, moments and the model weight: 28 bytes per
+parameter with fp32 gradients and moments and a split master, 20 with bf16 moments. A table of addresses in device
+memory lists the tensors, so that all tensors of one parameter group and format need one launch. c, the skip flag and
+the step count stay on the device: no host sync.
 
-Every element is updated by itself: no sums, hence the same bits for every layout and run.
+Elements are updated independently, without sums, so that the bits do not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from megatron.core.fusions.master_weights import Copy, Master, Remainder, Update
 
 
 class AdamGroup(NamedTuple):
-    """Tensors that share rate and decay."""
+    """Tensors with a common learning rate and weight decay."""
 
     tensors: Sequence[Updated]
-    """Moments: first and second."""
+    """Tensors to update; ``moments`` are (first, second)."""
     lr: float
     weight_decay: float
 
 
 class AdamStep(NamedTuple):
-    """Settings that all groups share. Tensors are 0-d, on the parameters' device."""
+    """Settings of one step, common to all groups. Tensors are 0-d, on the parameters' device."""
 
     beta1: float
     beta2: float
     eps: float
     decoupled: bool
     step: Tensor
-    """fp32: t, this update counted."""
+    """fp32: t, including this update."""
     skip: Tensor
-    """fp32: 1 changes nothing, 0 updates."""
+    """fp32: 1 skips the update (nothing is written), 0 applies it."""
     factor: Tensor | None
-    """Factor of the gradients; None: 1."""
+    """Multiplier of gradients; None for 1."""
 
 
 AdamUpdate = Callable[[Sequence[AdamGroup], AdamStep], None]
 
 
 def adam_reference_(groups: Sequence[AdamGroup], step: AdamStep) -> None:
-    """torch's fused operator, on widened copies of what is kept in fewer bits."""
+    """Update in place with torch's fused operator; low-precision state is widened to copies and written back."""
     update: Any = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
     for group in groups:
         for masters, gradients, (exp_avgs, exp_avg_sqs) in opened(group.tensors, step.factor):
@@ -76,12 +76,12 @@ if triton is not None:
         SECOND: tl.constexpr, DECOUPLED: tl.constexpr, AVOID_HALVES: tl.constexpr, ALIGNMENT: tl.constexpr,
         FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """BLOCK elements of one tensor. KEPT_BITS: beside the weight; 0, 16 (the remainder) or 32 (the master).
-        ALIGNMENT: bytes that divide all addresses and elements that divide all sizes, for wide accesses."""
+        """Update BLOCK elements of one tensor in place. KEPT_BITS: extra master storage, 0, 16 (remainder) or 32 (fp32
+        copy). ALIGNMENT divides all addresses (bytes) and sizes (elements), for wide accesses."""
         chunk = chunks + tl.program_id(0).to(tl.int64) * 2
         row = table + tl.load(chunk).to(tl.int64) * FIELDS
         at = tl.load(chunk + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        size = tl.load(row + 5) * (1 - tl.load(scalars).to(tl.int64))  # nothing, where the update is skipped
+        size = tl.load(row + 5) * (1 - tl.load(scalars).to(tl.int64))  # 0 if the update is skipped
         inside = at < tl.multiple_of(size, ALIGNMENT)
         factor, bias1, root2 = tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
         gradient_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(GRADIENT)), ALIGNMENT) + at
@@ -142,28 +142,29 @@ class _Format(NamedTuple):
     first: torch.dtype
     second: torch.dtype
     alignment: int
-    """16 where it divides every address (in bytes) and size (in elements), else 1."""
+    """16 if it divides every address (in bytes) and size (in elements), else 1."""
 
 
 class _Table(NamedTuple):
-    """Where tensors of one format lie."""
+    """Addresses of the tensors of one format, on the device."""
 
     format: _Format
     rows: Tensor
-    """int64 [tensors, fields]."""
+    """int64 [tensors, fields]: addresses and size."""
     chunks: Tensor
-    """int32 [programs, 2]: which tensor, which block of it."""
+    """int32 [programs, 2]: (tensor index, block index) of each program."""
 
 
 class TritonAdam:
-    """The kernel with its tables, built anew only when a tensor has moved."""
+    """:data:`AdamUpdate` by the Triton kernel. Address tables are cached and rebuilt when a tensor has moved."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[list[tuple[int, ...]], list[_Table]]] = {}
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
-        """:data:`AdamUpdate`."""
+        """Update all tensors of ``groups`` in place, one launch per group and format; no host sync. See
+        :data:`AdamUpdate`."""
         scalars = _device_scalars(step)
         for index, group in enumerate(groups):
             for table in self._current(index, group.tensors):
@@ -195,7 +196,7 @@ def _row(each: Updated) -> tuple[int, ...]:
 
 
 def _tables(tensors: Sequence[Updated], rows: Sequence[tuple[int, ...]]) -> Iterator[_Table]:
-    """One table per format."""
+    """Yield one table per format; copies to the device do not block the host."""
     formats: dict[_Format, list[tuple[int, ...]]] = {}
     for each, row in zip(tensors, rows):
         formats.setdefault(_format(each, row), []).append(row)
@@ -225,7 +226,7 @@ def _to_device(table: Tensor, device: torch.device) -> Tensor:
 
 
 def _device_scalars(step: AdamStep) -> Tensor:
-    """fp32 [skip, factor, 1 - b1^t, sqrt(1 - b2^t)], from fp64 as 1 - 0.999^t needs more than fp32 has."""
+    """Return fp32 [skip, factor, 1 - b1^t, sqrt(1 - b2^t)], computed in fp64: 1 - 0.999^t is inaccurate in fp32."""
     t = step.step.to(torch.float64)
     factor = torch.ones_like(t) if step.factor is None else step.factor.to(torch.float64)
     corrections = (1.0 - step.beta1**t, (1.0 - step.beta2**t).sqrt())
@@ -233,7 +234,7 @@ def _device_scalars(step: AdamStep) -> Tensor:
 
 
 def choose_adam(masters: Sequence[Master]) -> AdamUpdate:
-    """The kernel for contiguous fp32 and half-precision tensors on a GPU, torch's operator elsewhere."""
+    """Return the Triton update if all weights are contiguous fp32, bf16 or fp16 on a GPU, else torch's operator."""
     fits = triton is not None and all(
         each.weight.is_cuda and each.weight.is_contiguous()
         and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))

@@ -1,9 +1,9 @@
-"""Sums over rows, in fp32: the gradient of a bias.
+"""Sums over rows in fp32, for bias gradients.
 
-    y[n] = sum_t x[t, n],  or  total[n] += that sum, without rounding it in between
+    y[n] = sum_t x[t, n],  or  total[n] += that sum, without intermediate rounding
 
-Torch's reduction reaches a third of the memory's rate where columns are many and lie side by side. Here programs sum
-blocks of rows, and the same kernel sums what they wrote, in a fixed order: same bits every run.
+Torch's reduction over the first dim reaches a third of the memory bandwidth for many columns. Here each program sums a
+block of rows, and the same kernel then sums the partial results, in a fixed order: same bits every run.
 
 Legend: t rows, n columns.
 """
@@ -19,19 +19,19 @@ from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
 from megatron.core.fusions.installed_triton import tl, triton
 
 _ROWS, _COLUMNS, _NUM_WARPS = 32, 64, 8
-"""A tile: 4 KiB of 16-bit values, one 16-byte vector per thread."""
+"""Tile of a program: 4 KiB of 16-bit values, one 16-byte vector per thread."""
 PROGRAMS_PER_SM = 8
 FEW_TILES = 16
-"""With at most this many tiles of rows, one program per block of columns takes them all."""
+"""With at most this many row tiles, one program per column block sums all rows, without a second stage."""
 
 
 class ColumnSum(Protocol):
     def __call__(self, x: Tensor, total: Tensor | None = None, /) -> Tensor:
-        """[n], the column sums of ``x`` [t, n] in its dtype; or ``total`` [n], of any float dtype, with them added."""
+        """Return the column sums [n] of ``x`` [t, n] in its dtype, or ``total`` [n] with the sums added in place."""
 
 
 def column_sum_plain(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """Torch operations."""
+    """Implement :class:`ColumnSum` in torch operations."""
     return x.sum(0) if total is None else total.add_(x.sum(0, dtype=total.dtype))
 
 
@@ -41,7 +41,7 @@ if triton is not None:
     def _sum_rows(
         x, sums, rows, width, ADDS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """STEPS times ROWS rows of COLUMNS columns into one row of ``sums``."""
+        """Sum STEPS times ROWS rows of COLUMNS columns into one row of ``sums``."""
         part = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         within = column < width
@@ -58,7 +58,7 @@ if triton is not None:
 
 
 def column_sum_triton(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """One kernel for few rows, else two; sums of parts are fp32."""
+    """Implement :class:`ColumnSum` with one kernel for few rows, else two; partial sums are fp32."""
     x = parts = x.contiguous()
     rows, width = x.shape
     tiles, blocks = triton.cdiv(rows, _ROWS), max(1, triton.cdiv(width, _COLUMNS))
@@ -80,5 +80,5 @@ def _launch(x: Tensor, sums: Tensor, steps: int, *, adds: bool = False) -> None:
 
 
 def choose_column_sum(dtype: torch.dtype, wanted: bool = True) -> ColumnSum:
-    """For values of ``dtype``; not ``wanted`` asks for plain torch."""
+    """Return the implementation for values of ``dtype``; ``wanted`` False selects torch operations."""
     return ByDevice(column_sum_triton, column_sum_plain) if kernels_serve(dtype, wanted) else column_sum_plain

@@ -1,12 +1,12 @@
-"""The two passes over logits that a cross entropy needs, each row on its own, of a slice of the vocabulary.
+"""The two passes over logits of a cross entropy, per row, on one slice (tensor-parallel shard) of the vocabulary.
 
     statistics   m_t = max_v x_tv        z_t = sum_v exp(x_tv - m_t)        y_t = x_t,label
     gradient     dx_tv = (exp(x_tv - m_t) / z_t - [v = label]) g_t
 
-Statistics of slices are combined by the caller; the loss is log z - (y - m). The kernels read 16-bit logits once in
-either pass (sums online, in fp32; Milakov and Gimelshein 2018) and write the gradient once, over the logits where the
-caller allows it: no wider copy of the logits ever exists. A row is summed by one program in a fixed order, so that the
-same logits give the same bits. Entries beyond ``num_true`` are padding: in no sum, and with zero gradient.
+The caller combines the statistics of all slices; the loss is log z - (y - m). The kernels read 16-bit logits once per
+pass (online sums in fp32; Milakov and Gimelshein 2018) and write the gradient once, over the logits if the caller
+allows it: no fp32 copy of the logits exists. One program sums a row in a fixed order, so that equal logits give equal
+bits. Entries from ``num_true`` on are padding: excluded from sums, with zero gradient.
 
 Legend: t tokens, v stored vocabulary entries of this slice.
 """
@@ -22,44 +22,42 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 25
-"""Elements that plain torch widens at a time: 2 MiB in fp32, which a second-level cache holds; a GPU takes more."""
+"""Elements that the torch implementation widens at a time: 2 MiB in fp32, which fits in an L2 cache; more on a GPU."""
 
 _BLOCK, _NUM_WARPS = 8192, 8
-"""Logits that a program of the kernels holds at a time."""
+"""Logits per program and step of the kernels."""
 
 
 class Statistics(Protocol):
     def __call__(self, logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
-        """[3, t] maxima, sums of exponentials and label logits, in fp32 (fp64 for fp64 logits).
-
-        ``label_t`` int64 counts from this slice's first entry; outside of [0, num_true) the label logit is 0. The last
-        dim of ``logits_tv`` is contiguous.
-        """
+        """Return [3, t]: maxima, sums of exponentials and label logits, in fp32 (fp64 for fp64 logits), for
+        ``logits_tv`` with a contiguous last dim. ``label_t`` int64 is relative to this slice; outside [0, num_true) the
+        label logit is 0."""
 
 
 class Gradient(Protocol):
     def __call__(self, logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
-        """Writes the gradient into ``out_tv``, which may be ``logits_tv``; ``grad_t`` is that of the losses."""
+        """Write the logits' gradient to ``out_tv``, which may be ``logits_tv``; ``grad_t`` is that of the losses."""
 
 
 class Softmax(NamedTuple):
-    """Statistics that turn logits into probabilities: of the whole vocabulary, in the dtype of the statistics."""
+    """Softmax statistics over the full vocabulary (all slices), in fp32 (fp64 for fp64 logits)."""
 
     maximum_t: Tensor
     total_t: Tensor
     num_true: int
-    """Entries of this slice that exist."""
+    """Number of real (unpadded) entries in this slice."""
 
 
 class CrossEntropyPasses(NamedTuple):
-    """An implementation of both passes."""
+    """Implementation of both passes."""
 
     statistics: Statistics
     gradient: Gradient
 
 
 def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, their logits, memory for as many elements of ``dtype``), of rows that fit into a cache together."""
+    """Yield (rows, logits, scratch memory of their shape in ``dtype``) for blocks of rows that fit in a cache."""
     rows = max(1, (_GPU_BLOCK if logits_tv.is_cuda else _CPU_BLOCK) // max(1, logits_tv.shape[1]))
     memory = torch.empty((min(rows, len(logits_tv)), logits_tv.shape[1]), dtype=dtype, device=logits_tv.device)
     for first in range(0, len(logits_tv), rows):
@@ -68,13 +66,13 @@ def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def _label_column(label_t: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
-    """Labels [t, 1] with 0 in the place of those that are not here, and which ones are not [t, 1]."""
+    """Return labels [t, 1], 0 where absent from this slice, and the bool mask [t, 1] of absent labels."""
     absent = ((label_t < 0) | (label_t >= num_true)).unsqueeze(-1)
     return label_t.unsqueeze(-1).masked_fill(absent, 0), absent
 
 
 def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
-    """Plain torch, a block of rows at a time."""
+    """Implement :class:`Statistics` in torch operations, one block of rows at a time."""
     dtype = torch.float64 if logits_tv.dtype == torch.float64 else torch.float32
     maximum, total, label_logit = result = torch.zeros((3, len(logits_tv), 1), dtype=dtype, device=logits_tv.device)
     if num_true == 0:
@@ -91,7 +89,7 @@ def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> T
 
 
 def gradient_reference(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
-    """Plain torch, a block of rows at a time."""
+    """Implement :class:`Gradient` in torch operations, one block of rows at a time."""
     num_true = softmax.num_true
     out_tv[:, num_true:] = 0
     if num_true == 0:
@@ -116,7 +114,7 @@ if triton is not None:
     def _cross_entropy_statistics_kernel(
         logits, label, out, tokens, num_true, row_stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """One row: maximum and sum of exponentials online, and the label's logit."""
+        """Compute one row's online maximum and sum of exponentials, and the label's logit."""
         row = tl.program_id(0).to(tl.int64)
         row_at = logits + row * row_stride
         maximum = -3.0e38  # finite: a block of -inf must not make inf - inf
@@ -137,7 +135,7 @@ if triton is not None:
     def _cross_entropy_gradient_kernel(
         logits, label, maximum, total, grad, out, num_true, width, blocks, row_stride, out_stride, BLOCK: tl.constexpr
     ):
-        """BLOCK entries of one row."""
+        """Compute BLOCK entries of one row."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         grad_row = tl.load(grad + row)
@@ -173,5 +171,5 @@ if triton is not None:
 
 
 def cross_entropy_passes(dtype: torch.dtype, device: torch.device) -> CrossEntropyPasses:
-    """The implementation for logits of ``dtype`` on ``device``: the kernels on GPUs, except for float64."""
+    """Return the implementation for logits of ``dtype`` on ``device``: Triton kernels on GPUs, except for float64."""
     return PLAIN if FUSED is None or device.type != "cuda" or dtype == torch.float64 else FUSED

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: a Triton kernel, or plain torch. Asked once, when a module is built."""
+"""Selection between a Triton kernel and torch operations, made once when a module is built."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ import torch
 
 
 def kernels_serve(dtype: torch.dtype, wanted: bool = True) -> bool:
-    """Whether Triton kernels compute values of ``dtype``: they are wanted, installed, and there is a GPU.
-
-    Kernels compute in fp32, so that fp64 stays with torch.
-    """
+    """Return whether Triton kernels are used for ``dtype``: they are ``wanted``, Triton is installed, and a GPU exists.
+    Kernels compute in fp32, so that fp64 uses torch."""
     installed = importlib.util.find_spec("triton") is not None
     return wanted and installed and dtype != torch.float64 and torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
 class ByDevice:
-    """``kernel`` for a first argument on a GPU, ``plain`` for one in host memory or in fp64: modules may be moved after
-    they are built."""
+    """Callable that selects ``kernel`` if its first argument is on a GPU and not fp64, else ``plain``: decided per
+    call, because modules may move after they are built."""
 
     kernel: Callable[..., Any]
     plain: Callable[..., Any]
@@ -34,5 +32,5 @@ class ByDevice:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Number of SMs of a GPU; 2 elsewhere, for Triton's interpreter."""
+    """Return the number of SMs of a GPU; 2 for other devices (Triton's interpreter). Cached."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,11 +1,11 @@
-"""Dropout of a branch and its addition to the residual stream, one pass over memory in either direction.
+"""Fused dropout and residual addition, one pass over memory in each direction.
 
     y = residual + keep x / (1 - p)        dresidual = dy        dx = keep dy / (1 - p)
 
 ``keep`` is a pure function of coordinates: Philox4x32-10 (Salmon et al. 2011) on the counter (feature // 8, position,
-low and high word of the sample) under a 64-bit key; each of the eight 16-bit lanes of its four words decides one
-feature. These are the bits of ``DropoutStream.keep_mask``, so that backward draws them again and nothing is
-kept but the coordinates.
+low and high word of the sample) with a 64-bit key; each of the eight 16-bit lanes of its four words decides one
+feature. The bits equal those of ``DropoutStream.keep_mask``. Backward regenerates them, so that only the coordinates
+are saved.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -20,27 +20,27 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCKS, _NUM_WARPS = 256, 8
-"""Counters of a program, eight features each: one per thread."""
+"""Counters per program, eight features each: one per thread."""
 
 
 class Draw(NamedTuple):
-    """Which mask."""
+    """Key, coordinates and threshold of a dropout mask."""
 
     key: int
-    """64 bits."""
+    """64-bit key of the site."""
     sample_b: Tensor
-    """int64 [b]; or [s] where b is 1."""
+    """Global sample index, int64 [b]; or [s] if b is 1."""
     position_s: Tensor
-    """int64 [s]."""
+    """Global position, int64 [s]."""
     threshold: int
-    """A feature is dropped where its lane, an integer below 2**16, is smaller."""
+    """Number of lane values, of 2**16, that drop a feature: the rate in units of 2**-16."""
 
 
 if triton is not None:
 
     @triton.jit
     def _philox(c0, c1, c2, c3, k0, k1):
-        """Ten rounds; all arguments uint32, counters of one shape."""
+        """Run ten Philox rounds; all arguments are uint32, counters of one shape."""
         m0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
         m1 = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
         w0 = tl.full(c0.shape, 0x9E3779B9, tl.uint32)
@@ -57,7 +57,7 @@ if triton is not None:
         x, residual, out, samples, positions, key_low, key_high, threshold, scale, num_samples, batch, width, tiles,
         ADDS: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
-        """8 * BLOCKS features of one token."""
+        """Compute 8 * BLOCKS features of one token."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
         zero = tl.zeros((BLOCKS,), dtype=tl.uint32)
@@ -72,7 +72,7 @@ if triton is not None:
         high = tl.where(lane < 6, word_2[:, None], word_3[:, None])
         word = tl.where(lane < 4, low, high)
         bits = (word >> ((lane & 1) * 16).to(tl.uint32)) & 0xFFFF
-        keep = (bits ^ 0x8000).to(tl.int32) >= threshold  # the mask's lanes are signed
+        keep = (bits ^ 0x8000).to(tl.int32) >= threshold  # the lanes of keep_mask are signed
         feature = block[:, None] * 8 + lane
         inside = feature < width
         at = token * width + feature
@@ -84,7 +84,7 @@ if triton is not None:
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits as an int32, so that the kernel's argument has one type for all keys."""
+    """Return the same 32 bits as an int32: the kernel's argument then has one type for all keys."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
@@ -117,6 +117,6 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 def dropout_add_triton(x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
-    """``x`` [s, b, h] dropped out, plus ``residual`` where there is one, in the latter's dtype."""
+    """Apply dropout to ``x`` [s, b, h] and add ``residual`` if given; the result has the dtype of the residual or x."""
     draw = draw._replace(sample_b=draw.sample_b.contiguous(), position_s=draw.position_s.contiguous())
     return _DropoutAdd.apply(x, residual, draw)

@@ -1,10 +1,10 @@
-"""The gradient of an embedding lookup, added to where gradients accumulate: only rows whose ids occur are touched.
+"""Gradient of an embedding lookup, added in place to the accumulated gradient; only rows of occurring ids are touched.
 
     total[v] += sum over tokens t with ids[t] = v of grad[t]
 
-A dense gradient would be written, zeros included, and read again, for a vocabulary of which a micro-batch uses a few
-percent. The kernel takes tokens sorted by id: the first token of a run of equal ids sums the run in the order of its
-tokens, in fp32, and adds the sum once. No atomic additions: same bits every run.
+A dense gradient would be written, zeros included, and read again, although a micro-batch uses a few percent of the
+vocabulary. The kernel gets the tokens sorted by id: the program of the first token of a run of equal ids sums the run
+in token order, in fp32, and adds the sum once. No atomics: same bits every run.
 
 Legend: t tokens, v rows of the table, h width.
 """
@@ -20,17 +20,17 @@ from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 from megatron.core.fusions.installed_triton import tl, triton
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
-"""A program's tile. Most runs are one row; ROWS of them are on their way at once where an id repeats."""
+"""Tile of a program. Most runs have one row; for repeated ids, ROWS rows are loaded at once."""
 
 
 class AddRows(Protocol):
     def __call__(self, grad: Tensor, ids: Tensor, total: Tensor, /) -> None:
-        """``total[ids[t]] += grad[t]`` for ``grad`` [t, h], integers ``ids`` [t] below v, and contiguous ``total``
-        [v, h] of any float dtype. Negative ids add nothing."""
+        """Add ``grad`` [t, h] to rows ``ids`` [t] of the contiguous ``total`` [v, h], of any float dtype, in place.
+        Ignores negative ids; the others must be below v."""
 
 
 def add_rows_plain(grad: Tensor, ids: Tensor, total: Tensor) -> None:
-    """Torch operations. On GPUs the dense gradient of torch's own lookup: ``index_add_`` there adds in any order."""
+    """Implement :class:`AddRows` in torch operations; densely on GPUs, where ``index_add_`` adds in random order."""
     absent = ids < 0
     grad, ids = grad.masked_fill(absent.unsqueeze(-1), 0), ids.clamp(min=0)
     if grad.is_cuda:
@@ -45,7 +45,7 @@ if triton is not None:
     def _add_runs(
         grad, sorted_ids, order, ends, total, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """COLUMNS columns of the run that starts at a place of the sorted ids, if one does."""
+        """Add COLUMNS columns of the run of equal ids that starts at this index of the sorted ids, if one does."""
         first = tl.program_id(0)
         row = tl.load(sorted_ids + first).to(tl.int64)
         before = tl.load(sorted_ids + tl.maximum(first - 1, 0)).to(tl.int64)
@@ -68,12 +68,12 @@ if triton is not None:
 
 
 def add_rows_triton(grad: Tensor, ids: Tensor, total: Tensor) -> None:
-    """A sort of the ids and one kernel; nothing waits for the device."""
+    """Implement :class:`AddRows` with a sort of the ids and one kernel; no host sync."""
     assert total.is_contiguous(), "rows of the sum lie one after the other"
     width = grad.shape[-1]
     if not grad.numel():
         return
-    sorted_ids, order = torch.sort(ids.to(torch.int32), stable=True)  # half the passes of a sort of int64
+    sorted_ids, order = torch.sort(ids.to(torch.int32), stable=True)  # int32: half the radix passes of int64
     ends = torch.searchsorted(sorted_ids, sorted_ids, right=True, out_int32=True)
     _add_runs[(len(ids), triton.cdiv(width, COLUMNS))](
         grad.contiguous(), sorted_ids, order, ends, total, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
@@ -81,5 +81,5 @@ def add_rows_triton(grad: Tensor, ids: Tensor, total: Tensor) -> None:
 
 
 def choose_add_rows(dtype: torch.dtype) -> AddRows:
-    """For gradients of ``dtype``."""
+    """Return the implementation for gradients of ``dtype``."""
     return ByDevice(add_rows_triton, add_rows_plain) if kernels_serve(dtype) else add_rows_plain

@@ -1,10 +1,10 @@
-"""The weight gradients of experts, added to where gradients accumulate by the GEMM itself.
+"""Weight gradients of MoE experts, accumulated inside the grouped GEMM.
 
     total[g] += dY[rows of g]^T X[rows of g]        in fp32, rounded once to the dtype of ``total``
 
-Torch's grouped GEMM rounds each product to 16 bits, needs memory for all of them and a pass that adds. Experts of few
-rows are bound by the traffic of ``total``, which this kernel reads and writes once, and not at all for a group without
-rows.
+Torch's grouped GEMM rounds each product to 16 bits, and needs memory for all of them and a second pass that adds.
+Experts with few rows are bound by the traffic of ``total``: this kernel reads and writes it once, and skips groups
+without rows.
 
 Legend: g groups, r rows, o output features, i input features.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 _OUT, _IN, _ROWS, _NUM_WARPS, _NUM_STAGES = 128, 256, 64, 8, 3
-"""A program's tile and the rows of a step: on an H200 the best of five in both 128 experts of 512 rows and 8 of 2048
-(1.7 and 7.6 ms for fc1, where torch's grouped GEMM and a pass that adds take 2.3 and 9.8)."""
+"""Tile of a program and rows per step: the best of five on an H200 (fc1 of 128 experts of 512 rows: 1.7 ms, of 8 of
+2048: 7.6 ms; torch's grouped GEMM plus addition takes 2.3 and 9.8 ms)."""
 _BAND = 8
-"""Tiles of outputs that run together with all tiles of inputs."""
+"""Output tiles per band; a band runs together with all input tiles."""
 
 
 def grouped_weight_gradient_reference(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Plain torch, one group after the other; the host reads ``ends``."""
+    """Accumulate in torch operations, one group at a time; the host waits for ``ends``."""
     start = 0
     for end, total_oi in zip(ends.tolist(), total):
         total_oi += (grad[start:end].to(total.dtype).t() @ x[start:end].to(total.dtype))
@@ -38,8 +38,8 @@ if triton is not None:
         grad, x, ends, total, width_o, width_i, tiles_o, tiles_i, OUT: tl.constexpr, IN: tl.constexpr,
         ROWS: tl.constexpr, BAND: tl.constexpr,
     ):  # fmt: skip
-        """OUT x IN elements of the gradient of one group."""
-        # tiles that run at the same time are of one group and BAND high: their rows stay in the L2 cache
+        """Accumulate OUT x IN elements of one group's gradient."""
+        # concurrent tiles belong to one group and one band of BAND output tiles: their rows stay in the L2 cache
         group, tile = tl.program_id(0) // (tiles_o * tiles_i), tl.program_id(0) % (tiles_o * tiles_i)
         band = tile // (BAND * tiles_i) * BAND
         height = tl.minimum(tiles_o - band, BAND)
@@ -51,7 +51,7 @@ if triton is not None:
         product = tl.zeros((OUT, IN), dtype=tl.float32)
         for first in range(start, end, ROWS):
             row = first + tl.arange(0, ROWS)
-            inside = (row < end)[:, None]  # rows after the end may be NaN: none of either factor
+            inside = (row < end)[:, None]  # rows after the end may be NaN: mask both factors
             row = row.to(tl.int64)[:, None]
             grad_ro = tl.load(grad + row * width_o + out[None, :], mask=inside & (out < width_o)[None, :], other=0.0)
             x_ri = tl.load(x + row * width_i + feature[None, :], mask=inside & (feature < width_i)[None, :], other=0.0)
@@ -64,7 +64,7 @@ if triton is not None:
 
 
 def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """One launch; the host waits for nothing."""
+    """Accumulate with one launch; no host sync."""
     assert total.is_contiguous(), "the sum's elements lie one after the other"
     width_o, width_i = grad.shape[1], x.shape[1]
     tiles_o, tiles_i = triton.cdiv(width_o, _OUT), triton.cdiv(width_i, _IN)
@@ -76,7 +76,9 @@ def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total:
 
 
 def add_grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """``grad`` [r, o], ``x`` [r, i], ``ends`` int32 [g], added to ``total`` [g, o, i] of any float dtype."""
+    """Add ``grad``^T ``x`` of each group to ``total`` [g, o, i] in place; ``grad`` [r, o], ``x`` [r, i], ``ends`` int32
+    [g] (end rows). Without Triton, on CPUs, for fp32 inputs or a strided ``total``, torch operations that wait for
+    ``ends``."""
     fits = triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     add = grouped_weight_gradient_triton if fits and total.is_contiguous() else grouped_weight_gradient_reference
     add(grad, x, ends, total)

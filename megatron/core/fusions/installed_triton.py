@@ -1,4 +1,4 @@
-"""Triton, and its language, where it is installed: CPU builds of torch come without it."""
+"""Triton and its language if installed, else None: CPU builds of torch do not include it."""
 
 try:
     import triton

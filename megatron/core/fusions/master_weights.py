@@ -1,17 +1,17 @@
-"""Master weights: the fp32 values that an optimizer updates, and the fewer bits in which they may be kept.
+"""Master weights: the exact fp32 values of model weights that an optimizer updates, and their storage.
 
-A *master* is the exact value of a model weight. Where the model computes in half precision an update is usually smaller
-than the weight's last bit, so the master is fp32: a copy (4 bytes), or for bf16 the 16 bits that the weight lacks
-(2 bytes, ``Remainder``), from which both are put together without loss:
+If the model computes in half precision, an update is usually smaller than the weight's last bit, so that the master is
+fp32. It is stored as an fp32 copy (4 bytes) or, for bf16, as a 16-bit remainder (2 bytes, ``Remainder``), which gives
+the exact fp32 value together with the weight:
 
-    fp32 = high * 2^16 + low        weight = high, one more where low >= 2^15;  remainder = low
+    fp32 = high * 2^16 + low        weight = high, plus one if low >= 2^15;  remainder = low
 
-That is rounding to nearest with halves up. bf16 weights are rounded to nearest with halves to even, which cannot be
-undone at halves that went down: one value too many would share a weight. So a master of a bf16 model is never such a
-half: where an update ends there (one time in 2^17), the master is the fp32 number below it, which differs by its last
-bit and gives the same weight. This holds for masters of every kind, which therefore take the same path bit for bit.
+This rounds to nearest with ties up, while bf16 weights are rounded to nearest with ties to even. A tie that was rounded
+down could not be reconstructed. Masters of bf16 models are therefore never such ties: if an update ends on one (one
+time in 2^17), the master becomes the next fp32 number below, which differs in its last bit and has the same weight.
+This applies to masters of every kind, so that all kinds give bit-identical training.
 
-Moments may be kept in bf16: they are widened, updated in fp32, and rounded to nearest.
+Moments may be stored in bf16: they are widened, updated in fp32, and rounded to nearest.
 """
 
 from __future__ import annotations
@@ -24,68 +24,64 @@ from torch import Tensor
 
 
 def avoid_even_halves_(main: Tensor) -> Tensor:
-    """fp32 numbers halfway between two bf16 ones that would be rounded down become the next below, in place."""
+    """In place, move fp32 values on a bf16 tie that rounds down to the next fp32 below, so that split/join is exact."""
     bits = main.view(torch.int32)
     bits.sub_(((bits & 0x1FFFF) == 0x8000).to(torch.int32))
     return main
 
 
 def split_fp32(main: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as (bf16, int16 remainder); :func:`join_fp32` undoes it for every bit pattern.
-
-    The first is ``main`` rounded to nearest, if :func:`avoid_even_halves_` has seen it.
-    """
+    """Split fp32 into (bf16, int16 remainder); :func:`join_fp32` inverts it for every bit pattern. The bf16 value is
+    ``main`` rounded to nearest, provided that :func:`avoid_even_halves_` was applied."""
     bits = main.contiguous().view(torch.int32)
-    remainder = bits.to(torch.int16)  # the low half: conversion wraps
-    high = (bits >> 16) - (remainder >> 15)  # one more where the low half is at least 2^15
+    remainder = bits.to(torch.int16)  # the low half: the conversion wraps
+    high = (bits >> 16) - (remainder >> 15)  # plus one if the low half is at least 2^15
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Inverse of :func:`split_fp32`."""
+    """Return the fp32 value of a bf16 weight and its int16 remainder; inverse of :func:`split_fp32`."""
     high = weight.contiguous().view(torch.int16).to(torch.int32) + (remainder >> 15)
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 class Master:
-    """The model's own memory, which is exact enough (fp32, fp64).
-
-    Args:
-        weight: what the model computes with, or the part of it that this rank updates; contiguous.
-    """
+    """Master stored in the model weight itself, which is exact (fp32, fp64); base class of the other kinds. ``weight``:
+    the model weight, or the shard of it that this rank updates; contiguous."""
 
     kept_dtype: torch.dtype | None = None
-    """Data type of ``kept``."""
+    """Dtype of ``kept``; None without extra storage."""
     avoids_halves = False
-    """Whether the model computes with it in bf16."""
+    """Whether the model computes with the weight in bf16, so that ties must be avoided."""
     is_live = True
-    """Whether :meth:`read` gives the memory in which the exact value lies, rather than a copy."""
+    """Whether :meth:`read` returns the storage of the exact value rather than a copy."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.detach()
         self.kept: Tensor | None = None
-        """What there is beside the weight, in its shape; given by the owner of the memory before first use."""
+        """Extra storage, shaped as the weight (fp32 copy or int16 remainder); set by the buffer owner before use."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is read, written and updated."""
+        """Dtype in which the exact value is read, written and updated."""
         return self.weight.dtype if self.kept_dtype is None else torch.float32
 
     def read(self) -> Tensor:
-        """The exact value."""
+        """Return the exact value: the storage itself if :attr:`is_live`, else a copy."""
         return self.weight
 
     def write(self, value: Tensor) -> None:
-        """Sets the exact value, and with it the weight. ``value`` may be what :meth:`read` gave, changed in place."""
+        """Set the exact value and, rounded, the weight. ``value`` may be the result of :meth:`read`, changed in
+        place."""
         if value is not self.weight:
             self.weight.copy_(value)
 
     def refresh(self) -> None:
-        """The weight was changed from outside: the exact value follows."""
+        """Update the exact value after the weight was changed from outside."""
 
 
 class Gathered(Master):
-    """fp32 memory that the model computes with in bf16, rounded by others (``fully_shard`` does as it gathers)."""
+    """fp32 storage of a weight that the model computes with in bf16; ``fully_shard`` rounds it when it all-gathers."""
 
     avoids_halves = True
 
@@ -95,7 +91,7 @@ class Gathered(Master):
 
 
 class Copy(Master):
-    """An fp32 copy of a half-precision weight."""
+    """fp32 copy of a half-precision weight."""
 
     kept_dtype = torch.float32
     kept: Tensor
@@ -117,7 +113,7 @@ class Copy(Master):
 
 
 class Remainder(Master):
-    """bf16 weight and the other 16 bits: fp32 in the place of two halves."""
+    """bf16 weight plus an int16 remainder that together hold the fp32 value."""
 
     kept_dtype = torch.int16
     kept: Tensor
@@ -136,10 +132,8 @@ class Remainder(Master):
 
 
 def master_of(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
-    """The master of a weight in the memory ``values``, with which the model computes in ``compute_dtype``.
-
-    ``split``: keep the rest of bf16 weights in 16 bits.
-    """
+    """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``.
+    ``split`` selects 16-bit remainders for bf16 weights."""
     if values.dtype == torch.bfloat16 and split:
         return Remainder(values)
     if values.dtype in (torch.bfloat16, torch.float16):
@@ -148,7 +142,7 @@ def master_of(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Mas
 
 
 class Updated(NamedTuple):
-    """One tensor that an optimizer updates."""
+    """Master weight, gradient and moments of one tensor."""
 
     master: Master
     gradient: Tensor
@@ -156,23 +150,22 @@ class Updated(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of its state can be updated where it is."""
+        """Whether all of its state can be updated in place."""
         return self.master.is_live and all(moment.dtype == self.master.dtype for moment in self.moments)
 
 
 class Opened(NamedTuple):
-    """Tensors of one dtype (fp32, fp64) for an operator on lists."""
+    """Lists of tensors of one dtype (fp32, fp64) for a foreach operator."""
 
     masters: list[Tensor]
     gradients: list[Tensor]
     moments: list[list[Tensor]]
-    """By kind of moment."""
+    """One list per kind of moment."""
 
 
 def opened(tensors: Sequence[Updated], factor: Tensor | None) -> Iterator[Opened]:
-    """For the body of a loop that updates what it is given in place: what can be updated where it is, all at once, then
-    one by one the others, widened before and stored after. Gradients are multiplied by ``factor``, in place where
-    they are wide already."""
+    """Yield foreach lists in the master dtype for in-place updates: all plain tensors first, then each other tensor,
+    widened, and written back after the loop body. ``factor`` multiplies gradients, in place if of master dtype."""
     plain = [each for each in tensors if each.is_plain]
     for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
         masters = [each.master.read() for each in batch]

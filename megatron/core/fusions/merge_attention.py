@@ -1,10 +1,10 @@
-"""Merging attention over two sets of keys by their log-sum-exp, in place.
+"""Merge attention outputs over two sets of keys by their log-sum-exp, in place.
 
     share = exp(block_lse) / (exp(block_lse) + exp(lse))
     out <- out + share (block_out - out),    lse <- log(exp(lse) + exp(block_lse))
 
-In torch the 16-bit block is first widened and then interpolated: twelve bytes per element more than the one pass of the
-kernel, and five launches instead of one.
+Torch first widens the 16-bit block and then interpolates: twelve bytes of traffic per element more than this kernel's
+single pass, and five launches instead of one.
 
 Legend: b batch, a heads, q queries, d head dim.
 """
@@ -19,7 +19,7 @@ from megatron.core.fusions.installed_triton import tl, triton
 _ROWS, _NUM_WARPS = 16, 4
 
 def merge_attention_reference_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Plain torch; ``out`` [..., d] and ``lse`` [...] may be views, -inf where no key has been seen."""
+    """Merge in torch operations; ``out`` [..., d] and ``lse`` [...] may be views; lse is -inf before the first key."""
     share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
     out.lerp_(block_out.to(out.dtype), share)
     lse.copy_(torch.logaddexp(lse, block_lse))
@@ -33,7 +33,7 @@ if triton is not None:
         out_b, out_a, out_q, lse_b, lse_a, lse_q, block_b, block_a, block_q, block_lse_b, block_lse_a, block_lse_q,
         CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """ROWS queries of one head of one row of the batch."""
+        """Merge ROWS queries of one head and batch row."""
         head = (tl.program_id(1) % heads).to(tl.int64)
         row = (tl.program_id(1) // heads).to(tl.int64)
         query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -52,7 +52,7 @@ if triton is not None:
         share = (block_weight / total)[:, None]
         so_far = tl.load(out_at, mask=inside, other=0.0)
         block = tl.load(block_at, mask=inside, other=0.0).to(tl.float32)
-        tl.debug_barrier()  # many threads read a query's lse and one of them writes it: not before all have read
+        tl.debug_barrier()  # many threads read a query's lse and one writes it: write only after all have read
         tl.store(out_at, so_far + share * (block - so_far), mask=inside)
         tl.store(lse_at, largest + tl.log(total), mask=inside_q)
 
@@ -68,8 +68,8 @@ def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tenso
 
 
 def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """``out`` [b, a, q, d] and ``lse`` [b, a, q] (fp32 or fp64, any strides) over the keys so far become those over the
-    new block's keys as well; ``block_out`` of any float dtype."""
+    """Merge ``block_out`` (any float dtype) and ``block_lse`` of a further key block into ``out`` [b, a, q, d] and
+    ``lse`` [b, a, q] (fp32 or fp64, any strides), in place."""
     fits = out.is_cuda and out.dim() == 4 and out.dtype == torch.float32 and out.stride(-1) == block_out.stride(-1) == 1
     merge = _merge_triton_ if triton is not None and fits else merge_attention_reference_
     merge(out, lse, block_out, block_lse)

@@ -1,12 +1,12 @@
-"""Rows in another order: tokens gathered for their experts, and experts' outputs added up for their tokens.
+"""MoE permutation: gather token rows by expert; combine expert outputs per token.
 
     gather    y_r = x[source_r]            backward: dx_t = sum over j of dy[place_tj]
     combine   y_t = sum over j of x[place_tj]            backward: dx_r = dy[source_r]
 
-Each is the other's backward, because a :class:`Permutation` holds both directions. A source or place of -1 stands for
-nothing: zeros, and no gradient. Sums are fp32 in the order of j, without atomic additions: same bits every run.
+Each is the backward of the other, because a :class:`Permutation` holds both index maps. An index of -1 means no row:
+zeros, and no gradient. Sums are fp32 in the order of j, without atomics: same bits every run.
 
-Legend: t tokens, j choices of a token, r rows, h width.
+Legend: t tokens, j choices of a token (its top-k experts), r rows, h width.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCK, _NUM_WARPS = 1024, 4
-"""Elements of a program: 2 KiB of 16-bit values, one 16-byte vector per thread."""
+"""Elements per program: 2 KiB of 16-bit values, one 16-byte vector per thread."""
 
 
 class Permutation(NamedTuple):
-    """Where each of the choices of each token lies among the rows."""
+    """Mapping between (token, choice) pairs and rows sorted by key (expert)."""
 
     choice_r: Tensor
-    """int64 [r]: t * number of choices + j of the choice whose row this is; -1 for a row of no choice."""
+    """int64 [r]: flat choice index t * (number of choices) + j of each row; -1 for an empty row."""
     token_r: Tensor
-    """int64 [r]: token of each row; -1 for none."""
+    """int64 [r]: token of each row; -1 for an empty row."""
     place_tj: Tensor
-    """int64 [t, j]: row of each choice; -1 where it has none."""
+    """int64 [t, j]: row of each choice; -1 for a dropped choice."""
     ends: Tensor
-    """int32 [keys]: where the rows of each key end; those after the last are of no choice."""
+    """int32 [keys]: end row of each key; rows after the last end are empty."""
     is_complete: bool = False
-    """Whether every choice has a row, and every row a choice."""
+    """Whether every choice has a row and no row is empty."""
 
     def head(self, rows: int) -> Permutation:
-        """The first ``rows`` rows, where the others are of no choice."""
+        """Return a view of the first ``rows`` rows; the remaining rows must be empty."""
         return self._replace(choice_r=self.choice_r[:rows], token_r=self.token_r[:rows])
 
 
@@ -48,13 +48,11 @@ def _tokens_of(choice_r: Tensor, num_choices: int) -> Tensor:
 
 
 def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) -> Permutation:
-    """Choices ordered by key, those of one key by token: [t, j] integers up to ``num_keys``, which stands for none, of
-    which there are none in a complete set.
-
-    As many rows as choices, those of none at the end. The host waits for nothing.
-    """
+    """Stable-sort choices by ``key_tj``, int [t, j] in [0, num_keys]; ``num_keys`` marks a dropped choice. Returns one
+    row per choice, dropped ones at the end. ``is_complete``: the caller guarantees that none is dropped. No host
+    sync."""
     keys = key_tj.flatten()
-    # fewer bits, fewer passes of the sort
+    # fewer bits need fewer radix passes
     sorted_keys, order = torch.sort(keys.to(torch.int16 if num_keys < 1 << 15 else torch.int32), stable=True)
     bounds = torch.arange(num_keys, dtype=sorted_keys.dtype, device=keys.device)
     ends = torch.searchsorted(sorted_keys, bounds, right=True, out_int32=True)
@@ -66,30 +64,30 @@ def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) ->
 
 
 def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutation:
-    """``permutation`` by ``key_tj``, with exactly ``capacity`` rows for every key: filled up, or cut off."""
+    """Pad or truncate each key of ``permutation``, made from ``key_tj``, to exactly ``capacity`` rows. No host sync."""
     ends, num_keys = permutation.ends, len(permutation.ends)
-    starts = torch.cat((ends.new_zeros(1), ends))  # one more: choices of none look up something
+    starts = torch.cat((ends.new_zeros(1), ends))  # one extra entry, which dropped choices (key num_keys) index
     within = permutation.place_tj - starts[key_tj]
     kept = (permutation.place_tj >= 0) & (within < capacity)
     place = torch.where(kept, key_tj * capacity + within, -1)
     rows = num_keys * capacity
     choice_r = torch.full((rows + 1,), -1, device=place.device)
     choices = torch.arange(place.numel(), device=place.device)
-    choice_r.scatter_(0, place.flatten().masked_fill(~kept.flatten(), rows), choices)  # the last row takes the others
+    choice_r.scatter_(0, place.flatten().masked_fill(~kept.flatten(), rows), choices)  # the last row takes dropped ones
     even_ends = torch.arange(1, num_keys + 1, dtype=torch.int32, device=place.device) * capacity
     choice_r = choice_r[:rows]
     return Permutation(choice_r, _tokens_of(choice_r, place.shape[1]), place, even_ends)
 
 
 def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
-    """[r, h] of ``x`` [t, h]; torch operations."""
+    """Return rows ``source_r`` [r] of ``x`` [t, h], zeros for -1, in torch operations."""
     if not len(x):
         return x.new_zeros((len(source_r), *x.shape[1:]))
     return x.index_select(0, source_r.clamp(min=0)).masked_fill_((source_r < 0).unsqueeze(-1), 0)
 
 
 def combine_plain(x: Tensor, place_tj: Tensor) -> Tensor:
-    """[t, h] of ``x`` [r, h]; torch operations."""
+    """Sum rows ``place_tj`` [t, j] of ``x`` [r, h] to [t, h] in fp32, in torch operations."""
     total = x.new_zeros((len(place_tj), x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
     for place_t in place_tj.unbind(1):
         total += gather_plain(x, place_t)
@@ -100,7 +98,7 @@ if triton is not None:
 
     @triton.jit
     def _gather_kernel(x, source, out, width, tiles, BLOCK: tl.constexpr):
-        """BLOCK columns of one row."""
+        """Copy BLOCK columns of one row."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -110,19 +108,19 @@ if triton is not None:
 
     @triton.jit
     def _combine_kernel(x, place, out, width, tiles, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-        """BLOCK columns of one token."""
+        """Sum BLOCK columns of one token."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for choice in tl.static_range(CHOICES):  # unrolled: all loads are on their way at once
+        for choice in tl.static_range(CHOICES):  # unrolled: all loads are in flight at once
             row = tl.load(place + token * CHOICES + choice)
             total += tl.load(x + row * width + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
         tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(kernel: Any, x: Tensor, index: Tensor, **constants: int) -> Tensor:
-    """[len(index), h] of ``x`` [., h]: a program for every block of every row that ``kernel`` puts out."""
+    """Return [len(index), h] of ``x`` [., h], with one program of ``kernel`` per block of each output row."""
     out = x.new_empty((len(index), x.shape[1]))
     tiles = triton.cdiv(x.shape[1], _BLOCK)
     if out.numel():
@@ -133,12 +131,12 @@ def _launch(kernel: Any, x: Tensor, index: Tensor, **constants: int) -> Tensor:
 
 
 def gather_triton(x: Tensor, source_r: Tensor) -> Tensor:
-    """[r, h] of ``x`` [t, h]: one read, one write."""
+    """Implement :func:`gather_plain` in one kernel: one read, one write."""
     return _launch(_gather_kernel, x, source_r)
 
 
 def combine_triton(x: Tensor, place_tj: Tensor) -> Tensor:
-    """[t, h] of ``x`` [r, h]: one read, one write."""
+    """Implement :func:`combine_plain` in one kernel: one read, one write."""
     return _launch(_combine_kernel, x, place_tj, CHOICES=place_tj.shape[1])
 
 
@@ -146,7 +144,7 @@ Move = Callable[[Tensor, Tensor], Tensor]
 
 
 class RowMoves(NamedTuple):
-    """An implementation of both directions."""
+    """Implementation of both directions."""
 
     gather: Move
     combine: Move
@@ -156,14 +154,14 @@ PLAIN = RowMoves(gather_plain, combine_plain)
 
 
 def choose_row_moves(dtype: torch.dtype, wanted: bool = True) -> RowMoves:
-    """For values of ``dtype``; not ``wanted`` asks for plain torch."""
+    """Return the implementation for values of ``dtype``; ``wanted`` False selects torch operations."""
     if not kernels_serve(dtype, wanted):
         return PLAIN
     return RowMoves(ByDevice(gather_triton, gather_plain), ByDevice(combine_triton, combine_plain))
 
 
 class _Move(torch.autograd.Function):
-    """``move(x, index)``, whose gradient is moved by ``back(grad, back_index)``."""
+    """``move(x, index)``, with backward ``back(grad, back_index)``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back_index: Tensor, move: Move, back: Move) -> Tensor:
@@ -181,12 +179,12 @@ class _GatherChoices(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source_r: Tensor, place_tkc: Tensor, is_complete: bool) -> Tensor:
         ctx.save_for_backward(place_tkc)
         ctx.is_complete = is_complete
-        return x.flatten()[source_r]  # -1 is the last one
+        return x.flatten()[source_r]  # -1 reads the last element
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (place_tkc,) = ctx.saved_tensors
-        if not len(grad):  # -1 is no row then
+        if not len(grad):  # -1 is not a valid index then
             return grad.new_zeros(place_tkc.shape[:-1]), None, None, None
         found = grad[place_tkc]
         if not ctx.is_complete:
@@ -195,18 +193,18 @@ class _GatherChoices(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
-    """Each choice's copy of its token: [t, h] -> [r, h]."""
+    """Copy each token to the rows of its choices: [t, h] -> [r, h]; differentiable."""
     return _Move.apply(x, permutation.token_r, permutation.place_tj, moves.gather, moves.combine)
 
 
 def combine_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
-    """The sum of each token's rows, in the order of its choices: [r, h] -> [t, h]."""
+    """Sum the rows of each token in choice order, in fp32: [r, h] -> [t, h]; differentiable."""
     return _Move.apply(x, permutation.place_tj, permutation.token_r, moves.combine, moves.gather)
 
 
 def gather_choices(x: Tensor, permutation: Permutation) -> Tensor:
-    """A number per choice for its row: [t, k] -> [r]. With j = copies * k choices, each number goes to all copies (k
-    slow, copies fast). Rows of no choice have any number: what is computed from them nobody reads."""
+    """Return each row's element of ``x``: [t, k] -> [r]; differentiable. With j = copies * k choices, each element goes
+    to all copies (k slow, copies fast). Empty rows get arbitrary elements, which must not be used."""
     copies = max(1, permutation.place_tj.numel() // max(1, x.numel()))
     place = permutation.place_tj.view(*x.shape, copies)
     return _GatherChoices.apply(x, _tokens_of(permutation.choice_r, copies), place, permutation.is_complete)

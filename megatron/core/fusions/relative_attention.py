@@ -1,11 +1,11 @@
-"""Attention with a bias by head and distance, as Triton kernels: no tensor of all pairs of positions.
+"""Triton attention with a bias by head and distance, without a bias tensor of all pairs.
 
     s_ij = scale q_i . k_j + bias[head, j - i],   out = softmax(s) V,   lse = log sum exp s
 
-Forward and the gradients of queries, keys and values are FlashAttention's (Dao 2023), in three kernels without atomic
-additions: the same bits in every run. The one of queries also writes dS in 16 bits, for some rows of the batch at a
-time, which torch sums: a pass over memory instead of two GEMMs more. Plain torch: ``attention/kernels/unfused.py``.
-Inside, scores are in units of log 2, for exp2.
+Forward and the gradients of queries, keys and values follow FlashAttention (Dao 2023), in three kernels without
+atomics: same bits every run. The query kernel also writes dS in 16 bits, for some batch rows at a time, which torch
+sums to the bias gradient: a pass over memory instead of two more GEMMs. In torch: ``attention/kernels/unfused.py``.
+Inside the kernels, scores are in units of log 2, for exp2.
 
 Legend: s, t queries and keys, b batch, a query heads, g key/value groups, d head dim; M, N queries i, keys j of a tile.
 """
@@ -22,32 +22,32 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 Tiling = tuple[int, int, int, int]
-"""Queries and keys of a tile, warps, stages."""
+"""(queries, keys) of a tile, warps, pipeline stages."""
 TILINGS: Mapping[str, Tiling] = {
     "forward": (128, 64, 8, 3), "query": (128, 64, 8, 2), "keys": (64, 128, 8, 2)
 }  # fmt: skip
-"""The forward kernel's, and those of the kernels for gradients of queries and of keys."""
+"""Tilings of the forward kernel, the query-gradient kernel and the key/value-gradient kernel."""
 _LARGEST = 2**28
-"""Elements of dS at a time, where several rows have more."""
+"""Maximum elements of dS in memory at once (at least one batch row)."""
 
 
 class Pairs(NamedTuple):
-    """Which pairs meet, and which bias they get."""
+    """Visible pairs and the alignment of their bias."""
 
     middle: int
-    """Where in a head's biases the distance from the first query to the first key stands."""
+    """Index in a head's biases of the distance from the first query to the first key."""
     left: int | None = None
-    """Visible where j - i >= -left; None: no limit."""
+    """Pairs with j - i >= -left are visible; None: no limit. ``right`` likewise."""
     right: int | None = None
     ranges_2bs: Tensor | None = None
-    """int32: where the document of each token begins, and where it has ended. None: no documents."""
+    """int32 [2, b, s]: start and end position of each token's document; None without documents."""
 
 
 if triton is not None:
 
     @triton.jit
     def _rows(base, place, count, stride, D: tl.constexpr, EVEN: tl.constexpr):
-        """[places, D] of rows ``stride`` apart, zeros outside."""
+        """Load [rows, D] at indices ``place``, ``stride`` apart; zeros outside [0, count)."""
         at = base + place[:, None].to(tl.int64) * stride + tl.arange(0, D)[None, :]
         if EVEN:
             rows = tl.load(at)
@@ -69,8 +69,8 @@ if triton is not None:
     def _visible(
         place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr
     ):  # fmt: skip
-        """Where the document of each of ``own`` places begins and has ended, and the stretch of the ``others``, from a
-        multiple of STEP on, that any of them sees."""
+        """Return document start and end of each of the ``own`` positions ``place``, and the range of ``others``, from a
+        multiple of STEP, that any of them sees."""
         first, last = place * 0, place * 0
         low, high = tl.maximum(tl.min(place) - back, 0), tl.minimum(tl.max(place) + ahead + 1, others)
         if DOCUMENTS:
@@ -84,7 +84,7 @@ if triton is not None:
         products, bias, i, j, seen, first, last, num_queries, num_keys, left, right,
         BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
-        """``products`` with their bias, -inf where hidden; ``seen``, i or j, must lie within first and last."""
+        """Add the bias to ``products``; -inf for hidden pairs. Visible ones have ``seen``, i or j, in [first, last)."""
         distance = j - i
         if EVEN:
             scores = products + tl.load(bias + distance)
@@ -99,7 +99,7 @@ if triton is not None:
 
     @triton.jit
     def _log_sums(lse, i, num_queries):
-        """The log-sum-exp in units of log 2; 0 for queries that see nothing, whose weights exp2(-inf) are then 0."""
+        """Load lse in units of log 2; 0 instead of -inf for queries without keys, whose weights exp2(-inf) are 0."""
         sums = tl.load(lse + i, mask=i < num_queries, other=0.0) * 1.4426950408889634
         return tl.where(sums == float("-inf"), 0.0, sums)
 
@@ -110,7 +110,7 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """M queries of one head of one row."""
+        """Compute M queries of one head and batch row."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, i = head // per_group, tl.program_id(0) * M + tl.arange(0, M)
         q = _rows(query + row * q_b + head * q_a, i, num_queries, q_s, D, EVEN)
@@ -125,7 +125,7 @@ if triton is not None:
                 first[:, None], last[:, None], num_queries, num_keys, left, right, BAND, DOCUMENTS, EVEN,
             )  # fmt: skip
             new = tl.maximum(largest, tl.max(scores, 1))
-            origin = tl.where(new == float("-inf"), 0.0, new)  # a query that has seen no key
+            origin = tl.where(new == float("-inf"), 0.0, new)  # 0 for a query that has seen no key: avoids inf - inf
             weights, fading = tl.exp2(scores - origin[:, None]), tl.exp2(largest - origin)
             v = _rows(value + row * v_b + group * v_a, j, num_keys, v_s, D, EVEN)
             mixed = tl.dot(weights.to(v.dtype), v, mixed * fading[:, None])
@@ -144,7 +144,7 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """M queries of one head of one row; also writes dS, and delta = sum_d dO O for the next kernel."""
+        """Compute dQ of M queries of one head and batch row; also write dS, and delta = sum_d dO O."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, line = head // per_group, (row * heads + head) * num_queries
         i = tl.program_id(0) * M + tl.arange(0, M)
@@ -183,13 +183,13 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """N keys and values of one group of one row; tiles are [N, M], so that no GEMM turns one round."""
+        """Compute dK and dV of N keys of one group and batch row; tiles are [N, M]: no GEMM transposes them."""
         groups = heads // per_group
         row, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
         j = tl.program_id(0) * N + tl.arange(0, N)
         k = _rows(key + row * k_b + group * k_a, j, num_keys, k_s, D, EVEN)
         v = _rows(value + row * v_b + group * v_a, j, num_keys, v_s, D, EVEN)
-        # documents of one sequence: a key sees the queries that see it
+        # visibility is symmetric within one sequence's documents: a key's queries have its document range
         first, last, low, high = _visible(j, right, left, ranges, num_keys, num_queries, batch, row, M, DOCUMENTS)
         total_k, total_v = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
         for head in range(group * per_group, (group + 1) * per_group):
@@ -217,8 +217,7 @@ def _launch(
     kernel: Any, tiling: Tiling, grid: tuple[int, ...], strided: Sequence[Tensor], plain: Sequence[Tensor],
     about: tuple[Tensor, float, Pairs],
 ) -> None:  # fmt: skip
-    """``strided``: query, key, value, and others that the kernel takes with their strides; ``about``: bias, scale,
-    pairs."""
+    """Launch ``kernel``. ``strided``: query, key, value, others with their strides; ``about``: bias, scale, pairs."""
     (batch, heads, num_queries, channels), (_, groups, num_keys, _) = strided[0].shape, strided[1].shape
     bias, scale, (middle, left, right, ranges) = about
     to_log2, (m, n, num_warps, num_stages) = math.log2(math.e), tiling
@@ -235,8 +234,8 @@ def relative_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, pairs: Pairs,
     tilings: Mapping[str, Tiling] = TILINGS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """query [b, a, s, d], key and value [b, g, t, d], d a power of 2, of any strides whose last dim is contiguous,
-    ``bias`` [a, n] by distance -> out in the queries' order of dims, lse fp32 [b, a, s]."""
+    """Return out, with the dim order of ``query`` in memory, and lse fp32 [b, a, s]. query [b, a, s, d], key and value
+    [b, g, t, d]: d a power of 2, last dim contiguous; ``bias`` [a, n] by distance."""
     out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     tiling, (batch, heads, num_queries, _) = tilings["forward"], query.shape
     grid = (triton.cdiv(num_queries, tiling[0]), batch * heads)
@@ -247,8 +246,8 @@ def relative_attention(
 def relative_attention_backward(
     grad: Tensor, kept: Sequence[Tensor], scale: float, pairs: Pairs, tilings: Mapping[str, Tiling] = TILINGS
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value in their order of dims, and that of the biases of pairs, fp32 [a, s, t], over
-    the batch. ``kept``: query, key, value, out, lse and bias."""
+    """Return the gradients of query, key, value and pair biases (fp32 [a, s, t], summed over the batch). ``kept``:
+    query, key, value, out, lse and bias."""
     query, key, value, out, lse, bias = kept
     grad, delta = grad if grad.stride(-1) == 1 else grad.contiguous(), torch.empty_like(lse)
     (batch, heads, num_queries, _), (_, groups, num_keys, _) = query.shape, key.shape

@@ -1,13 +1,13 @@
-"""RMSNorm and LayerNorm together with the residual stream around them, one pass over memory in either direction.
+"""Fused residual addition and RMSNorm or LayerNorm, one pass over memory in each direction.
 
     s = x [+ branch]        the residual stream, rounded to the dtype of x
     y = (s - m) r (w + o) [+ b],  r = 1 / sqrt(mean((s - m)^2) + eps),  m = mean(s) for LayerNorm, 0 for RMSNorm
     ds = ds' + r (g - mean(g) - n mean(g n)),  g = dy (w + o),  n = (s - m) r   (mean(g) for LayerNorm only)
     dx = dbranch = ds,  dw = sum_t dy n,  db = sum_t dy
 
-``ds'`` is the gradient that reaches s along the stream: adding it here saves the pass that autograd would spend on the
-sum. o is 1 for weights that are stored minus one. Of the forward pass s and r (and m) are kept, in fp32 and per row.
-Weight gradients are sums in two stages, rows of one program and then programs, in a fixed order: same bits every run.
+``ds'`` is the gradient of s from the residual stream; adding it here saves autograd's separate pass for the sum. o is 1
+for weights that are stored minus one (apply_layernorm_1p). Forward saves s, and r (and m) in fp32 per row. Weight
+gradients are summed in two stages (rows of a program, then programs) in a fixed order: same bits every run.
 
 Legend: t rows (all leading dims), h normalized dim.
 """
@@ -25,36 +25,36 @@ from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.rms_norm import rms_norm
 
 WIDEST = 16384
-"""A program holds a whole row in registers."""
+"""Maximum row width: a program holds a full row in registers."""
 PROGRAMS_PER_SM = 2
-"""In the backward pass: each has its own partial sums of weight gradients in memory."""
+"""Programs per SM in the backward pass; each writes partial sums of weight gradients."""
 NARROW, PIPELINED = 1024, 4096
-"""Widths up to which, in the backward pass, a program takes several rows at once, and its next rows are on their way
-while it sums the present ones: so many bytes it takes to keep the memory busy."""
+"""Backward tuning: up to width NARROW a program takes several rows at once, up to PIPELINED it prefetches the next
+rows, so that enough loads are in flight to saturate the memory."""
 
 
 class NormTraits(NamedTuple):
-    """Kind, epsilon and offset of a norm."""
+    """Kind, epsilon and weight offset of a norm."""
 
     eps: float
     centred: bool
-    """LayerNorm rather than RMSNorm."""
+    """Whether it is LayerNorm rather than RMSNorm."""
     offset: float
-    """Added to the stored weight."""
+    """Constant added to the stored weight."""
 
 
 class Normalize(Protocol):
     def __call__(
         self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits, /
     ) -> tuple[Tensor, Tensor]:
-        """(s, y) of ``x`` [..., h], a branch of its shape or None, ``weight`` and ``bias`` [h]. s is ``x`` where there
-        is no branch, y has the dtype of the weights."""
+        """Return (s, y) for ``x`` [..., h], a branch of this shape or None, ``weight`` and ``bias`` [h]. s is ``x``
+        itself without a branch; y has the weight's dtype."""
 
 
 def normalize_plain(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
 ) -> tuple[Tensor, Tensor]:
-    """Torch operations; statistics in fp32 for 16-bit inputs, in the dtype of ``x`` otherwise."""
+    """Implement :class:`Normalize` in torch; statistics in fp32 for 16-bit inputs, else in the dtype of ``x``."""
     stream = x if branch is None else x + branch
     whole = weight + traits.offset if traits.offset else weight
     whole = whole.to(stream.dtype)  # an fp32 residual stream over 16-bit weights
@@ -72,7 +72,7 @@ if triton is not None:
         x, branch, weight, bias, stream, out, means, rstds, rows, width, eps, offset,
         ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """ROWS rows."""
+        """Compute ROWS rows."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -80,7 +80,7 @@ if triton is not None:
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if ADDS:
             value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
-            rounded = value.to(stream.dtype.element_ty)  # what is normalized is what is kept
+            rounded = value.to(stream.dtype.element_ty)  # normalize the rounded value, which backward reads
             tl.store(stream + at, rounded, mask=inside)
             value = rounded.to(tl.float32)
         if CENTRED:
@@ -101,7 +101,7 @@ if triton is not None:
         SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
         ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """STEPS times ROWS rows, and their share of the weights' gradients."""
+        """Compute STEPS times ROWS rows, and their partial sums of the weight gradients."""
         program = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         within = column < width
@@ -115,12 +115,12 @@ if triton is not None:
             upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             normed = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
             rstd = tl.load(rstds + row, mask=row < rows, other=0.0)
-            if SKIPS:  # before the sums, so that memory does not wait for them
+            if SKIPS:  # load before the sums, so that the load overlaps them
                 carried = tl.load(skip + at, mask=inside, other=0.0).to(tl.float32)
             if CENTRED:
                 normed -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
             normed *= rstd[:, None]
-            scaled = upstream * scale[None, :]  # zero beyond the width, where normed may not be
+            scaled = upstream * scale[None, :]  # zero beyond the width, where normed may be nonzero
             result = scaled - normed * (tl.sum(scaled * normed, axis=1) / width)[:, None]
             if CENTRED:
                 result -= (tl.sum(scaled, axis=1) / width)[:, None]
@@ -137,14 +137,14 @@ if triton is not None:
 
 
 def _tile(width: int) -> dict[str, int]:
-    """Narrow rows share a program of 1024 elements; a thread holds 8 to 32 elements."""
+    """Return launch options: at least 1024 elements (several narrow rows) per program, 8 to 32 per thread."""
     block = triton.next_power_of_2(width)
     rows = max(1, 1024 // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
 
 
 def _backward_tile(width: int) -> dict[str, int]:
-    """BERT-large's step (width 1024, H200) spends 19 ms in this kernel, 31 with the forward pass's tile."""
+    """Return backward's options: for BERT-large (width 1024, H200) 19 ms per step, 31 with forward's."""
     tile = {**_tile(width), "STAGES": 2 if width <= PIPELINED else 1}
     if width > NARROW:
         return tile
@@ -156,7 +156,7 @@ def _in_dtype(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 class _Normalize(torch.autograd.Function):
-    """Returns ``x`` itself as the stream where nothing is added."""
+    """Autograd wrapper; returns ``x`` itself as the stream if there is no branch."""
 
     @staticmethod
     def forward(
@@ -178,7 +178,7 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(stream, weight, means, rstds)
         ctx.traits, ctx.branch_dtype = traits, None if branch is None else branch.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.set_materialize_grads(False)  # a norm whose stream goes nowhere adds nothing
+        ctx.set_materialize_grads(False)  # no zero gradient for an unused stream
         return x if branch is None else stream, out
 
     @staticmethod
@@ -190,7 +190,7 @@ class _Normalize(torch.autograd.Function):
         rows = stream.numel() // width
         tile = _backward_tile(width)
         most = PROGRAMS_PER_SM * num_sms(stream.device)
-        steps = max(1, triton.cdiv(rows, most * tile["ROWS"]))  # of no rows: sums of nothing
+        steps = max(1, triton.cdiv(rows, most * tile["ROWS"]))  # at least 1 for an input without rows
         programs = triton.cdiv(rows, steps * tile["ROWS"])
         grad_x = torch.empty_like(stream)
         sums = torch.empty(1 + biased, programs, width, dtype=torch.float32, device=stream.device)
@@ -200,7 +200,7 @@ class _Normalize(torch.autograd.Function):
             rows, width, ctx.traits.offset,
             SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, **tile,
         )  # fmt: skip
-        grads = sums.sum(1).to(weight.dtype)  # of weight and bias at once
+        grads = sums.sum(1).to(weight.dtype)  # weight and bias gradients in one reduction
         grad_bias = grads[1].to(ctx.bias_dtype) if biased else None
         return grad_x, _in_dtype(grad_x, ctx.branch_dtype), grads[0], grad_bias, None
 
@@ -208,12 +208,12 @@ class _Normalize(torch.autograd.Function):
 def normalize_triton(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
 ) -> tuple[Tensor, Tensor]:
-    """One kernel forward; one and the sum of its partial sums backward."""
+    """Implement :class:`Normalize` with one kernel in forward, and one plus the sum of its partial sums in backward."""
     return _Normalize.apply(x, branch, weight, bias, traits)
 
 
 def choose_normalize(dtype: torch.dtype, width: int, wanted: bool = True) -> Normalize:
-    """For weights of ``dtype`` and rows of ``width``; not ``wanted`` asks for plain torch."""
+    """Return the implementation for weights of ``dtype`` and rows of ``width``; ``wanted`` False selects torch."""
     if kernels_serve(dtype, wanted) and width <= WIDEST:
         return ByDevice(normalize_triton, normalize_plain)
     return normalize_plain

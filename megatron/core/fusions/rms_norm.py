@@ -1,9 +1,9 @@
-"""RMSNorm with its gradient in few passes over memory.
+"""RMSNorm on CPUs with a hand-written gradient in few passes over memory.
 
     y = x r w,  r = 1 / sqrt(mean(x^2) + eps)
     dx = r (g w - x r^2 mean(g w x)),  dw = sum_t g x r
 
-Torch has a fused kernel on GPUs; on CPUs its composite takes about twice as many passes, 16-bit ones with casts.
+Torch has a fused kernel on GPUs; on CPUs its composite needs about twice as many passes, with casts for 16 bits.
 
 Legend: t tokens (all leading dims), h normalized dim.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Plain torch."""
+    """Return torch's RMSNorm over the last dim."""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
@@ -43,5 +43,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x`` [..., h] of any float dtype, statistics in fp32 (fp64 for fp64); ``weight`` [h] of the same dtype."""
+    """Normalize ``x`` [..., h] with statistics in fp32 (fp64 for fp64); ``weight`` [h] has the same float dtype."""
     return rms_norm_reference(x, weight, eps) if x.is_cuda else _RMSNorm.apply(x, weight, eps)

@@ -1,9 +1,9 @@
-"""Applying a rotary embedding: pairs of channels are rotated by an angle that grows with the position.
+"""Rotary embedding of queries or keys: rotate pairs of channels by position-dependent angles.
 
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
 
-The pairs are (i, i + d/2), or neighbours (2i, 2i + 1) when interleaved. The gradient is the rotation by the negative
-angle, so that nothing but the tables is kept for backward. Channels beyond the rotated width pass through.
+Pairs are (i, i + d/2), or adjacent channels (2i, 2i + 1) if interleaved. The gradient is the rotation by the negative
+angle, so that only the tables are saved for backward. Channels beyond the rotated width are copied.
 
 Legend: s sequence, b batch, a heads, d head dim, r half of the rotated width.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and second channel of each pair."""
+    """Return views of the first and second channels of all pairs."""
     if interleaved:
         return x[..., 0:width:2], x[..., 1:width:2]
     return x[..., : width // 2], x[..., width // 2 : width]
@@ -51,12 +51,12 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate ``x`` [s, b, a, d] by tables [s, 1, 1, r] (r <= d / 2, any dtype: they are cast to that of ``x``)."""
+    """Rotate a copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], r <= d / 2, which are cast to the dtype of ``x``."""
     return _Rotary.apply(x, cos.to(x.dtype), sin.to(x.dtype), interleaved)
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """The same in plain, differentiable torch."""
+    """Compute :func:`apply_rotary` in plain torch with autograd; tables are not cast."""
     width = 2 * cos.shape[-1]
     x1, x2 = _pairs(x, width, interleaved)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin

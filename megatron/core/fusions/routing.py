@@ -1,8 +1,8 @@
-"""The router of a mixture of experts after its linear map: one kernel chooses, one gives weights and what losses and
-statistics need. Definitions: ``core/transformer/moe/routing.py`` and ``balance.py``, which are the references.
+"""Triton kernels of the MoE router after its linear layer: top-k selection; weights with statistics for aux losses.
+Definitions and references: ``core/transformer/moe/routing.py`` and ``balance.py``.
 
-Backward gets the gradients of weights, summed scores and summed squares of the logsumexp and writes that of the logits,
-once. Sums over tokens are made in two stages in a fixed order: same bits every run.
+Backward takes the gradients of weights, summed scores and summed squared logsumexp, and writes the gradient of the
+logits once. Sums over tokens have two stages in a fixed order: same bits every run.
 
 Legend: s sequence, b batch, t tokens (s * b), e experts, k choices of a token, w padded experts.
 """
@@ -17,44 +17,44 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 _ELEMENTS, _NUM_WARPS = 2048, 4
-"""Logits of a program: 16 registers of each thread for a tile."""
+"""Logits per program: 16 registers of each thread per tile."""
 _SOFTMAX, _SOFTMAX_BEFORE, _SIGMOID, _SQRT_SOFTPLUS = range(4)
 _KINDS = {"softmax": _SOFTMAX, "softmax before": _SOFTMAX_BEFORE, "sigmoid": _SIGMOID, "sqrtsoftplus": _SQRT_SOFTPLUS}
 _SCORES, _CHOICES, _REST = range(3)
-"""Rows of the sums."""
+"""Row indices of the sums."""
 
 
 class Summary(NamedTuple):
     """Sums over the local tokens of each sequence, fp32."""
 
     scores_be: Tensor
-    """Scores that add up to 1 for every token; differentiable."""
+    """Scores normalized to sum 1 per token; differentiable."""
     choices_be: Tensor
-    """How often each expert was chosen."""
+    """Number of tokens that selected each expert."""
     z_b: Tensor
-    """Squared logsumexp of the logits; differentiable."""
+    """Squared logsumexp of the logits (z-loss); differentiable."""
     nonfinite_b: Tensor
-    """Logits that are infinite or NaN."""
+    """Number of infinite or NaN logits."""
 
 
 if triton is not None:
 
     @triton.jit
     def _scores(z, KIND: tl.constexpr):
-        """sigmoid, or the root of softplus."""
+        """Return sigmoid(z), or the square root of softplus(z)."""
         if KIND == 2:
             return 1.0 / (1.0 + tl.exp(-z))
         x = tl.exp(-tl.abs(z))
-        u = 1.0 + x  # log(1 + x) of tiny x, after Kahan
+        u = 1.0 + x  # log1p(x), accurate for tiny x (Kahan)
         log1p = tl.where(u == 1.0, x, tl.log(u) * x / tl.where(u == 1.0, 1.0, u - 1.0))
         return tl.sqrt(tl.maximum(tl.maximum(z, 0.0) + log1p, 1.1754944e-38))
 
     @triton.jit
     def _slope(z, score, KIND: tl.constexpr):
-        """Derivative of the scores."""
+        """Return the derivative of :func:`_scores`."""
         if KIND == 2:
             return score * (1.0 - score)
-        # a softplus that has underflown is a constant
+        # the slope is 0 if softplus has underflowed to its lower bound
         return tl.where(score > 1.0842023e-19, 0.5 / (1.0 + tl.exp(-z)) / score, 0.0)
 
     @triton.jit
@@ -62,7 +62,7 @@ if triton is not None:
         logits, bias, experts, tokens, num_experts,
         KIND: tl.constexpr, BIASED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Experts of ROWS tokens."""
+        """Select the top-k experts of ROWS tokens."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, WIDTH)
         within = row < tokens
@@ -75,7 +75,7 @@ if triton is not None:
             score = _scores(score, KIND)
         if BIASED:
             score += tl.load(bias + column, mask=column < num_experts, other=0.0)[None, :]
-        # what is no expert, or taken already, is -inf: real scores, NaN among them, stay above
+        # padding and selected experts are -inf; all real scores, including NaN, are clamped to stay above
         score = tl.where(score == score, tl.maximum(score, -3.0e38), -3.0e38)
         score = tl.where((column < num_experts)[None, :], score, -float("inf"))
         for choice in tl.static_range(K):
@@ -85,8 +85,7 @@ if triton is not None:
 
     @triton.jit
     def _softmax_of_rows(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-        """(token, whether it is one, the same by expert, logits, their softmax, logsumexp) of a program's ROWS tokens
-        of one sequence."""
+        """Return (token, validity, validity by expert, logits, softmax, logsumexp) of ROWS tokens of a sequence."""
         place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
         row, within = place.to(tl.int64) * batch + tl.program_id(1), place < length
         inside = within[:, None] & (column < num_experts)[None, :]
@@ -99,7 +98,7 @@ if triton is not None:
 
     @triton.jit
     def _chosen_logits(logits, experts, row, within, num_experts, K: tl.constexpr, PADDED_K: tl.constexpr):
-        """(whether it is a choice, logit) of every choice of the tokens ``row``."""
+        """Return (validity, logit) of every choice of the tokens ``row``."""
         choice = tl.arange(0, PADDED_K)
         valid = within[:, None] & (choice < K)[None, :]
         index = tl.load(experts + row[:, None] * K + choice[None, :], mask=valid, other=0)
@@ -107,7 +106,7 @@ if triton is not None:
 
     @triton.jit
     def _chosen_weights(chosen, valid, lse, scale, KIND: tl.constexpr, K: tl.constexpr):
-        """(weights, weights before the factor, divisor) of the logits of chosen experts."""
+        """Return (weights, weights before the scale, divisor) from the logits of the selected experts."""
         if KIND == 0:
             chosen = tl.where(valid, chosen, -float("inf"))
             score = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
@@ -127,7 +126,7 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """ROWS tokens of one sequence; their sums go to row (block, b) of ``sums`` [blocks, b, 3, w]."""
+        """Compute weights of ROWS tokens of a sequence; write sums to row (block, b) of ``sums`` [blocks, b, 3, w]."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
@@ -159,13 +158,13 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Gradient of the logits of ROWS tokens of one sequence."""
+        """Compute the gradient of the logits of ROWS tokens of one sequence."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
         grad = tl.load(grad_weights + row[:, None] * K + choice[None, :], mask=valid, other=0.0).to(tl.float32) * scale
         _, plain, divisor = _chosen_weights(chosen, (choice < K)[None, :], lse, 1.0, KIND, K)
-        mean = tl.sum(grad * plain, axis=1)  # sum of the chosen weights times their gradients
+        mean = tl.sum(grad * plain, axis=1)  # sum of top-k weights times their gradients
         if KIND == 0:
             grad_chosen = plain * (grad - mean[:, None])
             result = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
@@ -201,7 +200,8 @@ def _tile(num_experts: int) -> dict[str, int]:
 
 
 def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Tensor:
-    """Experts int64 [s, b, k] with the highest scores of ``logits`` [s, b, e], of equal ones the lower number first."""
+    """Return the k experts with the highest scores, int64 [s, b, k], of ``logits`` [s, b, e]; ties: lower index
+    first."""
     logits = logits.detach().contiguous()
     *tokens, num_experts = logits.shape
     experts = torch.empty(*tokens, k, dtype=torch.int64, device=logits.device)
@@ -255,9 +255,8 @@ class _Weigh(torch.autograd.Function):
 def weigh_triton(
     logits: Tensor, experts: Tensor, kind: str, scale: float, summing: bool
 ) -> tuple[Tensor, Summary | None]:
-    """Weights [s, b, k] of the chosen ``experts`` int64 [s, b, k] in the dtype of ``logits`` [s, b, e].
-
-    ``kind``: ``softmax`` (over the chosen), ``softmax before``, ``sigmoid``, ``sqrtsoftplus``. ``summing``: sums too.
-    """
+    """Return the weights [s, b, k] of the selected ``experts`` int64 [s, b, k], in the dtype of ``logits`` [s, b, e],
+    and the sums if ``summing``. ``kind``: ``softmax`` (over the top-k), ``softmax before``, ``sigmoid``,
+    ``sqrtsoftplus``."""
     weights, *sums = _Weigh.apply(logits.contiguous(), experts.contiguous(), kind, scale, summing)
     return weights, Summary(*sums) if summing else None

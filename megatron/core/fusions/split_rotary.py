@@ -1,11 +1,11 @@
-"""Queries, keys and values out of their joint projection, queries and keys rotated: one read and one write each way.
+"""Split the joint QKV projection and rotate queries and keys: one read and one write in each direction.
 
     packed [s, b, g, p + 2, d]  ->  query [s, b, g p, d],  key [s, b, g, d],  value [s, b, g, d]
 
-Per group the packed dim holds p query heads, the key head and the value head. The outputs are contiguous, which is what
-fused attention kernels take without copies; the projection itself need not live on. Backward rotates by the negative
-angle and writes one packed gradient, from gradients of any strides. Tables and rotation stay in fp32. Without rotary
-embedding the three are views, and only their gradients need a kernel.
+Per group the packed dim holds p query heads, the key head and the value head. Outputs are contiguous, as fused
+attention kernels need, and do not keep the projection alive. Backward rotates by the negative angle and writes one
+packed gradient, from gradients of any strides. Tables and rotation are fp32. Without rotary embedding the outputs are
+views, and only their gradients need a kernel.
 
 Legend: s sequence, b batch, g key/value groups, p query heads per group, d head dim, r half of the rotated width.
 """
@@ -22,34 +22,34 @@ from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.rope import apply_rotary
 
 _ELEMENTS, _NUM_WARPS = 2048, 4
-"""Elements of a program, whole heads: 4 KiB of 16-bit values read and as many written."""
+"""Elements per program, in full heads: 4 KiB of 16-bit values read and 4 KiB written."""
 
 
 class Rotary(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> Tensor:
-        """Rotated ``x`` [s, b, a, d]."""
+        """Return rotated ``x`` [s, b, a, d], a copy."""
 
 
 class SplitHeads(Protocol):
     def __call__(self, packed: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
-        """(query, key, value) as they are."""
+        """Split into (query, key, value) without rotation."""
 
 
 class SplitRotary(Protocol):
     def __call__(
         self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(query, key, value) by tables [s, 1, 1, r]; channels beyond 2 r are not rotated."""
+        """Split into (query, key, value), rotated by tables [s, 1, 1, r]; channels from 2 r are not rotated."""
 
 
 def split_heads(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(query, key, value) as they are: views, except for queries of several groups with several heads each."""
+    """Split into (query, key, value): views, except for queries of several groups with several heads each."""
     query, key, value = packed.split((packed.shape[3] - 2, 1, 1), dim=3)
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 
 def split_rotary_plain(packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Torch operations."""
+    """Implement :class:`SplitRotary` in torch operations."""
     query, key, value = split_heads(packed)
     return apply_rotary(query, cos, sin, interleaved), apply_rotary(key, cos, sin, interleaved), value
 
@@ -61,7 +61,7 @@ if triton is not None:
         query, key, value, token, head, batch, per_group, query_s, query_b, query_a, key_s, key_b, key_a,
         value_s, value_b, value_a,
     ):  # fmt: skip
-        """First channel of each head where it lies unpacked, for each of the three tensors; and which one it is in."""
+        """Return pointers to each head's first channel in query, key and value, and its slot in the group."""
         position, row = token // batch, token % batch
         group, slot = head // (per_group + 2), head % (per_group + 2)
         in_query = position * query_s + row * query_b + (group * per_group + slot) * query_a
@@ -71,7 +71,7 @@ if triton is not None:
 
     @triton.jit
     def _load_heads(query, key, value, channel, is_query, is_key, is_value):
-        """Tile of heads from where each of them lies."""
+        """Load a tile of heads, each from the tensor that contains it."""
         one = tl.load(query[:, None] + channel, mask=is_query, other=0.0).to(tl.float32)
         two = tl.load(key[:, None] + channel, mask=is_key, other=0.0).to(tl.float32)
         return one + two + tl.load(value[:, None] + channel, mask=is_value, other=0.0).to(tl.float32)
@@ -89,7 +89,7 @@ if triton is not None:
         PADDED_PAIRS: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr, HEADS: tl.constexpr,
         INTERLEAVED: tl.constexpr, PACKS: tl.constexpr,
     ):  # fmt: skip
-        """HEADS packed heads of one token, from the packed tensor to the three or, with PACKS, from them to it."""
+        """Move HEADS heads of one token from ``packed`` to query, key and value; with PACKS in reverse."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         head = (tl.program_id(0) % tiles) * HEADS + tl.arange(0, HEADS)
         query, key, value, slot = _head_pointers(
@@ -141,8 +141,8 @@ if triton is not None:
 def _launch(
     packed: Tensor, heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], interleaved: bool, packs: bool
 ) -> None:
-    """``tables`` are contiguous [s, r]; ``packed`` is contiguous, each of ``heads`` in its last dim. A ``packed`` of
-    four dims, [s, b, a, d], has query heads alone, and only the first of ``heads`` counts."""
+    """Run the kernel. ``tables`` [s, r] and ``packed`` are contiguous, ``heads`` in their last dim. A 4-dim ``packed``
+    [s, b, a, d] has query heads only; then only the first of ``heads`` is used."""
     length, batch = packed.shape[:2]
     groups, per_group, channels = packed.shape[2:] if packed.dim() == 5 else (1, *packed.shape[2:])
     queries = per_group - 2 if packed.dim() == 5 else per_group
@@ -159,12 +159,12 @@ def _launch(
 
 
 def _rows(table: Tensor) -> Tensor:
-    """[s, 1, 1, r] -> [s, r]."""
+    """View or copy a table [s, 1, 1, r] as contiguous [s, r]."""
     return table.reshape(table.shape[0], -1).contiguous()
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Views of the projection forward: nothing is rotated, and kernels take strided heads."""
+    """Splits into views of the projection (kernels accept strided heads); packs the gradients in one kernel."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,32 +219,32 @@ class _SplitRotary(torch.autograd.Function):
 
 
 def split_rotary_triton(packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """One kernel forward, one backward."""
+    """Implement :class:`SplitRotary` with one kernel in forward and one in backward."""
     return _SplitRotary.apply(packed, cos, sin, interleaved)
 
 
 def split_heads_triton(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`split_heads`, of which torch packs the gradients in three passes: here it is one kernel."""
+    """Split as :func:`split_heads`; one kernel packs the gradients, for which torch needs three passes."""
     return _SplitHeads.apply(packed)
 
 
 def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """As :func:`megatron.core.fusions.rope.apply_rotary`, for heads that were split before, to be normed."""
+    """Rotate as :func:`megatron.core.fusions.rope.apply_rotary`, for heads split earlier (query/key norms)."""
     return _Rotary.apply(x, cos, sin, interleaved)
 
 
 def choose_rotary(dtype: torch.dtype, wanted: bool = True) -> Rotary:
-    """For heads of ``dtype``; not ``wanted`` asks for plain torch."""
+    """Return the implementation for heads of ``dtype``; ``wanted`` False selects torch operations."""
     return ByDevice(rotary_triton, apply_rotary) if kernels_serve(dtype, wanted) else apply_rotary
 
 
 def choose_split_heads(dtype: torch.dtype) -> SplitHeads:
-    """For projections of ``dtype``."""
+    """Return the implementation for projections of ``dtype``."""
     return ByDevice(split_heads_triton, split_heads) if kernels_serve(dtype) else split_heads
 
 
 def choose_split_rotary(dtype: torch.dtype, wanted: bool = True) -> SplitRotary:
-    """For projections of ``dtype``; not ``wanted`` asks for plain torch."""
+    """Return the implementation for projections of ``dtype``; ``wanted`` False selects torch operations."""
     if kernels_serve(dtype, wanted):
         return ByDevice(split_rotary_triton, split_rotary_plain)
     return split_rotary_plain

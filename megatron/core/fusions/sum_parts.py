@@ -1,10 +1,10 @@
-"""Parts of 16 bits added up in fp32.
+"""Sums of 16-bit tensors in fp32.
 
     out = total + part,     computed in fp32, in the dtype of ``out``, which may be ``total``
     sum_all(parts),         computed in fp32, in the dtype of the parts
 
-Torch's addition of mixed types casts element by element: its loads and stores are not wide. The kernel reads and writes
-vectors of neighbouring elements.
+Torch adds tensors of different dtypes element by element, with narrow loads and stores. The kernel reads and writes
+vectors of adjacent elements.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron.core.fusions.installed_triton import tl, triton
 
 _ELEMENTS, _NUM_WARPS = 2048, 4
-"""Elements of a program: 16 per thread."""
+"""Elements per program: 16 per thread."""
 
 
 def sum_parts_reference(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """Plain torch, any strides and dtypes."""
+    """Write ``total + part`` to ``out`` in torch operations; any strides and dtypes."""
     torch.add(total, part, out=out)
 
 
@@ -36,7 +36,7 @@ if triton is not None:
 
 
 def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """``total`` fp32; all three contiguous."""
+    """Write ``total + part`` to ``out``; ``total`` fp32, all three contiguous."""
     numel = total.numel()
     _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](
         total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS
@@ -44,7 +44,7 @@ def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
 
 
 def sum_parts(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """``out`` becomes ``total + part``; all of one shape, ``out`` may be ``total``."""
+    """Write ``total + part`` to ``out``, which may be ``total``; equal shapes."""
     fits = total.is_cuda and total.dtype == torch.float32 and all(x.is_contiguous() for x in (total, part, out))
     add = sum_parts_triton if triton is not None and fits and part.dtype != torch.float64 else sum_parts_reference
     add(total, part, out)
@@ -54,7 +54,7 @@ MAX_ADDENDS = 8
 
 
 def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
-    """Plain torch, any strides and dtypes; at least in fp32."""
+    """Sum in torch operations, in at least fp32; any strides and dtypes."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in parts[1:]:
@@ -75,7 +75,7 @@ if triton is not None:
 
 
 def sum_all_triton(parts: Sequence[Tensor]) -> Tensor:
-    """Two to eight contiguous parts of up to 32 bits."""
+    """Sum two to eight contiguous parts of up to 32 bits in one kernel."""
     out = torch.empty_like(parts[0])
     numel = out.numel()
     grid = (triton.cdiv(numel, _ELEMENTS),)
@@ -84,7 +84,7 @@ def sum_all_triton(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_all(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors of one shape and dtype, added up in fp32 (fp64 where they are) in their order."""
+    """Return the sum, in list order, of tensors of one shape and dtype, accumulated in fp32 (fp64 for fp64)."""
     first = parts[0]
     fits = first.is_cuda and first.dtype != torch.float64 and 2 <= len(parts) <= MAX_ADDENDS
     if triton is not None and fits and all(part.is_contiguous() for part in parts):

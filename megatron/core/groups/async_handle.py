@@ -1,4 +1,4 @@
-"""The handle of every collective that runs beside something else: ``wait()``."""
+"""Handles of asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class AsyncHandle(Protocol):
-    """A collective under way, such as ``torch.distributed.Work``. What it reads and writes lives as long."""
+    """Collective in flight, such as ``torch.distributed.Work``; keeps its input and output tensors alive."""
 
     def wait(self) -> Any:
-        """The result, where it is not the tensor that the collective was given, complete when this returns (on CUDA: in
-        stream order; the host does not wait). To be called once."""
+        """Wait for the collective (on CUDA: the current stream waits, not the host). Call it once. Returns the result
+        if it is a new tensor; in-place collectives may return anything."""
 
 
 class Finished:
-    """The handle of a result for which there is nothing to wait."""
+    """Handle of a result that is already complete."""
 
     def __init__(self, result: Tensor | None) -> None:
         self._result = result

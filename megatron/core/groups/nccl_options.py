@@ -1,10 +1,10 @@
-"""NCCL settings per process group, from a YAML file as Megatron-LM reads it:
+"""NCCL communicator settings per process group, from a YAML file in Megatron-LM's format:
 
     tp: {cga_cluster_size: 2, max_ctas: 8, min_ctas: 2}
     dp: {max_ctas: 4}
 
-Keys are axes (fields of ``ProcessGroups``), values fields of NCCL's communicator configuration. Axes that the file does
-not name keep ``DEFAULTS``.
+Keys are axes (fields of ``ProcessGroups``), values are fields of NCCL's communicator configuration. Axes that are not
+in the file keep ``DEFAULTS``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from megatron.core.config.errors import UserError
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "split_share", "blocking", "net_name")
 
 DEFAULTS: dict[str, dict[str, Any]] = {"pp_up": {"max_ctas": 4}, "pp_down": {"max_ctas": 4}}
-"""Messages between pipeline stages wait on the GPU for each other, for most of a micro-batch's time. What they occupy
-while waiting is lost to the GEMMs beside them, and a few thread blocks carry them fast enough."""
+"""Settings by axis without a file. Pipeline p2p kernels wait on the GPU for most of a micro-batch and occupy SMs that
+concurrent GEMMs then lack; 4 thread blocks give enough bandwidth."""
 
 
 def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Settings by axis. ValueError naming every axis and setting that does not exist, and where PyYAML is missing."""
+    """Read the settings by axis from a YAML file. Raises UserError if PyYAML is missing, the file cannot be read or has
+    another structure, or axes or settings are unknown (all are listed)."""
     if importlib.util.find_spec("yaml") is None:
         raise UserError("nccl_communicator_config_path needs the package PyYAML: pip install pyyaml")
     import yaml
 
-    with open(path, encoding="utf-8") as file:
-        content = yaml.safe_load(file)
+    from megatron.core.safe_files import read_text
+
+    try:
+        content = yaml.safe_load(read_text(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping) or not all(isinstance(value, Mapping) for value in content.values()):
         raise UserError(f"{path}: must hold lines such as `tp: {{max_ctas: 8}}`")
     problems = [f"{axis}: no such group, choose from {', '.join(sorted(axes))}" for axis in content if axis not in axes]
@@ -41,7 +46,7 @@ def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, 
 
 
 def group_options(settings: Mapping[str, Any]) -> Any:
-    """``pg_options`` of ``torch.distributed.new_group`` over NCCL; None without settings."""
+    """Build ``pg_options`` for ``torch.distributed.new_group`` with NCCL; None without settings."""
     if not settings:
         return None
     from torch.distributed import ProcessGroupNCCL

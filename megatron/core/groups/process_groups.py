@@ -1,11 +1,11 @@
-"""Process groups as plain data: which ranks form the groups of every axis, and the handles that layers receive.
+"""Process groups as plain data: the ranks of every group on every axis, and the handles that layers receive.
 
-``RankGrid`` is a pure function of sizes. The dense grid orders its axes fastest to slowest, by default
-``tp-cp-ep-dp-pp`` with world = tp * cp * dp * pp: expert parallelism takes no ranks of its own. Expert layers see the
-same world through a second grid with ``etp`` in the place of tp, no cp, ``ep``, and the data parallelism that remains,
-``edp``.
+``RankGrid`` computes rank lists from the parallel sizes. The dense grid orders its axes from fastest to slowest, by
+default ``tp-cp-ep-dp-pp``, with world = tp * cp * dp * pp; expert parallelism reuses these ranks. Expert layers use a
+second grid over the same ranks: ``etp`` instead of tp, no cp, ``ep``, and the remaining data parallelism ``edp``.
 
-A group of one rank has no handle, and every collective over it is the identity: layers need no special case.
+A group of one rank has the handle None. Collectives over it are the identity: the tensor-parallel operations skip them
+automatically. Guard direct ``torch.distributed`` calls with ``group.size > 1``, because ``group=None`` is the world.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 @dataclass(frozen=True)
 class Group:
-    """The group of one axis that this process belongs to. ``rank`` counts within the group."""
+    """Group of one axis that this process belongs to."""
 
     name: str
+    """Axis, a field of ``ProcessGroups``."""
     ranks: tuple[int, ...] = (0,)
+    """Global ranks of the members."""
     rank: int = 0
+    """Rank of this process within the group."""
     handle: Any = field(default=None, compare=False)
-    """torch.distributed.ProcessGroup; None exactly when the group has one rank."""
+    """torch.distributed.ProcessGroup; None if and only if the group has one rank."""
     host_handle: Any = field(default=None, compare=False)
-    """A gloo twin for CPU tensors where ``handle`` is NCCL (only on the axes that need one)."""
+    """gloo group of the same ranks for CPU tensors if ``handle`` is NCCL; only for axes that need it."""
     engines: Any = field(default=None, compare=False)
-    """``copy_engines.CopyEngines`` between the ranks; None where everything goes through ``handle``."""
+    """``copy_engines.CopyEngines`` between the ranks; None: all messages use ``handle``."""
 
     @property
     def size(self) -> int:
@@ -48,77 +51,78 @@ class Group:
 
 
 class DataParallelGroups(NamedTuple):
-    """The ranks that matter to one kind of parameters, dense or expert: for gradients, optimizer state and norms."""
+    """Groups for gradients, optimizer state and norms of one kind of parameters (dense or expert)."""
 
     reduce: Group
-    """Ranks that hold the same parameters: their gradients are summed over it."""
+    """Ranks that hold the same parameters; gradients are summed over it."""
     shard: Group
-    """Ranks of ``reduce`` that share out one copy of the optimizer state: all of them with one instance."""
+    """Ranks of ``reduce`` over which one optimizer instance is sharded; equal to ``reduce`` with one instance."""
     replica: Group
-    """Ranks of ``reduce`` that hold the same part of that state, one of each instance."""
+    """Ranks of ``reduce`` that hold the same optimizer shard, one per instance."""
     model: Group
     """Ranks that together hold one copy of the parameters."""
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """One group per axis, or per combination of axes, as seen by this process. The defaults describe a single
-    process."""
+    """Groups of this process, one per axis or combination of axes. The defaults describe a single process."""
 
     world: Group = Group("world")
     tp: Group = Group("tp")
     cp: Group = Group("cp")
     cp_a2a: Group = Group("cp_a2a")
-    """Inner level of two-level context parallelism: neighbours in ``cp`` that exchange heads; alone without levels."""
+    """Inner level of two-level context parallelism: adjacent ranks of ``cp`` for the head all-to-all. Without levels:
+    one rank."""
     cp_p2p: Group = Group("cp_p2p")
-    """Outer level: ranks at the same place of the inner groups, which form a ring."""
+    """Outer level: ranks with the same index in their inner groups, which form the ring. Without levels: one rank."""
     pp: Group = Group("pp")
     dp: Group = Group("dp")
     dp_cp: Group = Group("dp_cp")
-    """Ranks that hold the same dense parameters: their gradients are summed over it."""
+    """Ranks that hold the same dense parameters; gradients are summed over it."""
     dp_cp_shard: Group = Group("dp_cp_shard")
-    """Ranks of ``dp_cp`` that share out one copy of the optimizer state: all of them with one instance."""
+    """Ranks of ``dp_cp`` over which one optimizer instance is sharded; equal to ``dp_cp`` with one instance."""
     dp_cp_replica: Group = Group("dp_cp_replica")
-    """Ranks of ``dp_cp`` that hold the same part of the optimizer state, one of each instance."""
+    """Ranks of ``dp_cp`` that hold the same optimizer shard, one per instance."""
     tp_cp: Group = Group("tp_cp")
     tp_pp: Group = Group("tp_pp")
     """Ranks that together hold one copy of the model (Megatron-LM's model-parallel group)."""
     ep: Group = Group("ep")
     etp: Group = Group("etp")
     edp: Group = Group("edp")
-    """Ranks that hold the same expert parameters: what is ``dp_cp`` to dense ones."""
+    """Ranks that hold the same expert parameters; the counterpart of ``dp_cp``."""
     edp_shard: Group = Group("edp_shard")
     edp_replica: Group = Group("edp_replica")
     etp_ep: Group = Group("etp_ep")
     etp_ep_pp: Group = Group("etp_ep_pp")
     """Ranks that together hold one copy of the expert parameters."""
     pp_up: Group = Group("pp_up")
-    """The ranks of ``pp`` again, with a communicator of their own for messages to higher ranks."""
+    """Ranks of ``pp`` with a separate communicator for messages to higher ranks."""
     pp_down: Group = Group("pp_down")
-    """The same for messages to lower ranks."""
+    """Ranks of ``pp`` with a separate communicator for messages to lower ranks."""
     embedding: Group = Group("embedding")
-    """First and last pipeline stage, which share tied embeddings; one rank where this rank is on neither."""
+    """First and last pipeline stage, for tied embeddings; one rank for middle stages."""
 
     def stream(self, sequence_parallel: bool) -> Group:
-        """Ranks that split the positions of the residual stream; this rank alone without sequence parallelism."""
+        """Return the group that splits the residual stream by position; one rank without sequence parallelism."""
         return self.tp if sequence_parallel else SINGLE_PROCESS.tp
 
     @property
     def dense(self) -> DataParallelGroups:
-        """Those of parameters of the dense grid."""
+        """Data-parallel groups of dense parameters."""
         return DataParallelGroups(self.dp_cp, self.dp_cp_shard, self.dp_cp_replica, self.tp_pp)
 
     @property
     def expert(self) -> DataParallelGroups:
-        """Those of parameters of the expert grid: the dense ones where they are the same ranks (no expert parallelism),
-        so that both kinds share buffers and collectives."""
+        """Data-parallel groups of expert parameters. Returns the dense groups if the ranks are equal (no expert
+        parallelism), so that both kinds of parameters share buffers and collectives."""
         own = DataParallelGroups(self.edp, self.edp_shard, self.edp_replica, self.etp_ep_pp)
         alike = all(mine.ranks == dense.ranks for mine, dense in zip(own, self.dense))
         return self.dense if alike else own
 
     @property
     def data_parallel(self) -> tuple[DataParallelGroups, ...]:
-        """All different ones. Every rank has as many, whatever it holds, and may sum over each in turn."""
+        """Distinct data-parallel groups: one or two. All ranks have the same number in the same order, so that they
+        can run collectives over each."""
         return tuple(dict.fromkeys((self.dense, self.expert)))
 
 
@@ -128,15 +132,13 @@ _AXES = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp",
 }  # fmt: skip
 _LANES = ("pp_up", "pp_down")
-"""Groups that share their communicator with no other, although others have the same ranks."""
+"""Groups with a separate communicator, although other groups have the same ranks."""
 _EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep", "etp_ep_pp": "tp-ep-pp"}
 
 
 def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[str]) -> list[list[int]]:
-    """Groups that vary the ``wanted`` axes and fix the others, for a grid with axes ordered fastest to slowest.
-
-    Within a group ranks ascend, and groups are ordered by their first rank.
-    """
+    """Return the groups that vary the ``wanted`` axes and fix all others. ``sizes`` orders the axes of the grid from
+    fastest to slowest. Ranks ascend within a group, and groups are sorted by their first rank."""
     world_size = math.prod(sizes.values())
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world_size):
@@ -150,18 +152,19 @@ def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[st
 
 
 def _stretches(lists: list[list[int]], size: int) -> list[list[int]]:
-    """The groups cut into neighbours, ``size`` at a time."""
+    """Split each group into runs of ``size`` adjacent ranks."""
     return [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
 
 
 def _places(lists: list[list[int]], size: int) -> list[list[int]]:
-    """Ranks at the same place of those stretches."""
+    """Split each group into ranks with the same index in the runs of :func:`_stretches`."""
     return [ranks[i::size] for ranks in lists for i in range(size)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """Sizes of all axes and the rank lists that follow from them."""
+    """Parallel sizes and the rank lists of all groups derived from them. The constructor raises UserError for sizes
+    that do not fit together."""
 
     tp: int = 1
     cp: int = 1
@@ -171,10 +174,10 @@ class RankGrid:
     etp: int | None = None
     order: str = DEFAULT_ORDER
     optimizer_instances: int = 1
-    """Copies of sharded optimizer state: ``dp_cp`` groups are cut into as many stretches."""
+    """Number of copies of the sharded optimizer state; every ``dp_cp`` group is split into this many shard groups."""
 
     cp_levels: Sequence[int] | None = None
-    """Inner and outer size of two-level context parallelism."""
+    """(inner, outer) size of two-level context parallelism; None: one level."""
 
     def __post_init__(self) -> None:
         if self.cp_levels is not None and (len(self.cp_levels) != 2 or math.prod(self.cp_levels) != self.cp):
@@ -208,7 +211,7 @@ class RankGrid:
 
     @classmethod
     def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **rest: Any) -> RankGrid:
-        """The grid whose data-parallel size is what remains of ``world_size``."""
+        """Build the grid with data-parallel size ``world_size / (tp * cp * pp)``. Raises UserError if not divisible."""
         if world_size % (tp * cp * pp):
             raise UserError(
                 f"world size {world_size} is not divisible by tensor-model-parallel {tp} x context-parallel {cp} x "
@@ -231,12 +234,12 @@ class RankGrid:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Dense axes, fastest first."""
+        """Sizes of the dense axes, fastest first."""
         return {axis: getattr(self, axis) for axis in self.order.split("-") if axis != "ep"}
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """Expert axes, fastest first: tp stands for expert tensor parallelism and dp for ``edp``."""
+        """Sizes of the expert axes, fastest first; "tp" is the expert-tensor-parallel size and "dp" is ``edp``."""
         by_axis = {"tp": self.expert_tp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
         return {axis: by_axis[axis] for axis in self.order.split("-") if axis != "cp"}
 
@@ -245,15 +248,15 @@ class RankGrid:
         return orthogonal_rank_lists(sizes, set(axes.split("-")))
 
     def rank_lists(self, axes: str) -> list[list[int]]:
-        """All groups of dense axes such as ``"tp"`` or ``"dp-cp"``."""
+        """Return all groups over dense axes such as ``"tp"`` or ``"dp-cp"``."""
         return self._rank_lists(self.sizes, axes)
 
     def expert_rank_lists(self, axes: str) -> list[list[int]]:
-        """All groups of expert axes: ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"``, ``"pp"``."""
+        """Return all groups over expert axes such as ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"`` or ``"pp"``."""
         return self._rank_lists(self.expert_sizes, axes)
 
     def embedding_rank_lists(self) -> list[list[int]]:
-        """Per pipeline: its first and last rank, then its middle ranks one by one."""
+        """Return, for each pipeline, the group of its first and last rank, then one group per middle rank."""
         lists = []
         for ranks in self.rank_lists("pp"):
             lists.append([ranks[0], ranks[-1]] if len(ranks) > 1 else ranks)
@@ -261,7 +264,7 @@ class RankGrid:
         return lists
 
     def all_rank_lists(self) -> dict[str, list[list[int]]]:
-        """Rank lists by field name of ``ProcessGroups``; each field partitions the world."""
+        """Return the rank lists by field of ``ProcessGroups``; the lists of each field partition the world."""
         lists = {"world": [list(range(self.world_size))]}
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
@@ -269,7 +272,7 @@ class RankGrid:
             size = len(lists[name][0]) // self.optimizer_instances
             lists |= {f"{name}_shard": _stretches(lists[name], size), f"{name}_replica": _places(lists[name], size)}
         lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
-        inner, step = (self.cp_levels[0],) * 2 if self.cp_levels else (1, self.cp)  # without levels, every rank alone
+        inner, step = (self.cp_levels[0],) * 2 if self.cp_levels else (1, self.cp)  # without levels: groups of one rank
         lists |= {"cp_a2a": _stretches(lists["cp"], inner), "cp_p2p": _places(lists["cp"], step)}
         return lists | {"embedding": self.embedding_rank_lists()}
 
@@ -277,12 +280,10 @@ class RankGrid:
 def build_process_groups(
     grid: RankGrid, rank: int, new_group: Callable[[str, list[list[int]]], tuple[Any, Any]]
 ) -> ProcessGroups:
-    """The groups of process ``rank``.
-
-    ``new_group(name, rank_lists)`` is called once per distinct partition with groups of two ranks or more, in the same
-    order on all ranks, and returns (handle, host handle) of this rank's group. Axes with equal partitions share
-    handles, pipeline lanes excepted.
-    """
+    """Build the groups of process ``rank``. Collective if ``new_group`` is. ``new_group(name, rank_lists)`` must return
+    (handle, host handle) of this rank's group. It is called in the same order on all ranks, once per distinct partition
+    of the world, with its groups of at least two ranks. Axes with equal partitions share handles, except ``pp_up`` and
+    ``pp_down``."""
     handles: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Any, Any]] = {}
     built: dict[str, Group] = {}
     for axis_field in fields(ProcessGroups):

@@ -8,7 +8,7 @@ Legend: s sequence, e sequence of the encoder, h hidden, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +30,27 @@ class Sampling:
     seed: int | None = None
     """Seeds the draws of one text; None: torch's global generator."""
 
+    def __post_init__(self) -> None:
+        if problems := sampling_problems(vars(self)):
+            raise UserError("; ".join(f"{name} {value}: {problem}" for name, (value, problem) in problems.items()))
+
     def chooser(self) -> Callable[[Tensor], int]:
         """A function from logits [v] to a token, for one text."""
-        if self.temperature == 0:
-            return lambda logits: int(logits.argmax())
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        return lambda logits: int(torch.multinomial(self.filtered(logits).softmax(dim=-1), 1, generator=generator))
+
+        def choose(logits: Tensor) -> int:
+            if logits.isnan().any() or logits.max().isinf():
+                raise UserError("the model's logits are NaN or infinite: its weights are damaged, or training diverged")
+            if self.temperature == 0:
+                return int(logits.argmax())
+            return int(torch.multinomial(self.filtered(logits).softmax(dim=-1), 1, generator=generator))
+
+        return choose
 
     def filtered(self, logits: Tensor) -> Tensor:
         """Logits [v] over the temperature, with all but the allowed tokens at -inf."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.max()) / self.temperature  # at most 0: a small temperature overflows to -inf only
         if self.top_k > 0:
             smallest = logits.topk(min(self.top_k, logits.numel())).values[-1]
             logits = logits.masked_fill(logits < smallest, float("-inf"))
@@ -49,6 +60,27 @@ class Sampling:
             beyond = probabilities.cumsum(dim=-1) - probabilities >= self.top_p  # the token that reaches top_p stays
             logits = logits.index_fill(0, order[beyond], float("-inf"))
         return logits
+
+
+MIN_TEMPERATURE = 1e-6
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1000), "top_k": (0, 2**31 - 1), "top_p": (0, 1), "seed": (0, 2**63 - 1),
+    "max_new_tokens": (0, 10**6),
+}  # fmt: skip
+
+
+def sampling_problems(values: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
+    """Name -> value and problem of every value that is out of its range, NaN included."""
+    found = {}
+    for name, (low, high) in _RANGES.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if not low <= value <= high:
+            found[name] = (value, f"must be between {low} and {high}")
+        elif name == "temperature" and 0 < value < MIN_TEMPERATURE:
+            found[name] = (value, f"must be 0, or at least {MIN_TEMPERATURE}")
+    return found
 
 
 PLAIN = Sampling()

@@ -1,15 +1,17 @@
-"""Implementations of the modules that fill a layer spec: one frozen row each, and what a built model uses.
+"""Backends that fill the slots of a layer spec, and a summary of the kernels that a built model uses.
 
-``local`` needs nothing beyond torch. ``transformer_engine`` needs the package of that name; asking for it where it is
-missing says what to install. The attention kernel is a choice of its own (``attention/choose.py``), which
-``local`` follows; Transformer Engine chooses among its own.
+``local`` needs only torch. ``transformer_engine`` needs the package of that name; without it, local modules with its
+parameter names are used and a notice says what to install. ``local`` selects its attention kernel in
+``attention/choose.py``; Transformer Engine selects its own.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -19,20 +21,27 @@ from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.sink import has_sink
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError, listed
+from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.apex import ApexNormalize, ApexWeightGradient
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.moved_parameters import MovableParameters, move_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelOutput
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.norm import StreamNorm, make_norm
 from megatron.core.transformer.recompute import recomputed_modules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation's modules."""
+    """Module classes, or factories, of one layer implementation."""
 
     name: str
     column_parallel_linear: Callable[..., Any]
@@ -46,11 +55,13 @@ def transformer_engine_attention(
     config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
     *, groups: ProcessGroups,
 ) -> nn.Module:  # fmt: skip
-    """Transformer Engine's attention; that of ``local`` under context parallelism, where no kernel is wanted, with
-    attention sinks, capped logits and attention dropout, of which the package draws masks that depend on the layout.
+    """Build Transformer Engine's attention and set its NVTE_* environment variables for ``config.attention_backend``.
+
+    Returns local :class:`CoreAttention` instead with context parallelism, backend ``local``, attention sinks,
+    softcapped logits or attention dropout, because Transformer Engine's dropout masks depend on the parallel layout.
 
     Raises:
-        UserError: variables that contradict ``attention_backend``.
+        UserError: an NVTE_* variable in the environment contradicts ``attention_backend`` or deterministic mode.
     """
     own = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
     if own or config.attention_dropout or config.attn_logit_softcapping:
@@ -67,8 +78,38 @@ def transformer_engine_attention(
     return te.TEDotProductAttention(config, layer_number, causal=causal, window=window, groups=groups)
 
 
-class TransformerEngineLayer(TransformerLayer):
-    """A layer whose norms are computed with the GEMMs behind them, where nothing else needs their outputs."""
+_NORM_IN_LINEAR: Mapping[type, str] = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}
+"""Linear layer of each mixer into which Transformer Engine fuses the norm before the mixer."""
+_INNER_NORMS: Mapping[type, Mapping[str, str]] = {
+    MLASelfAttention: {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
+}
+"""Linear layers into which Transformer Engine fuses norms inside a mixer, by norm name."""
+
+
+class EngineNamedLayer(TransformerLayer):
+    """Transformer layer with Transformer Engine's parameter names: a norm that Transformer Engine fuses into a linear
+    layer appears as that layer's ``layer_norm_weight`` and ``layer_norm_bias``. Checkpoints keep the local names.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
+        groups: ProcessGroups, branches: range | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
+        for branch in self.branches:
+            kind = type(branch.mixer)
+            norms = {f"{branch.name}.{norm}": linear for norm, linear in _INNER_NORMS.get(kind, {}).items()}
+            if kind in _NORM_IN_LINEAR:
+                norms[branch.norm_name] = _NORM_IN_LINEAR[kind]
+            for norm, linear in norms.items():
+                if isinstance(self.get_submodule(norm), MovableParameters):
+                    move_parameters(self, norm, f"{branch.name}.{linear}", "layer_norm_")
+
+
+class TransformerEngineLayer(EngineNamedLayer):
+    """Layer that fuses each norm into the next column-parallel GEMM. The norm stays separate with norm recomputation,
+    with tensor parallelism, or if the normalized stream is also the residual.
+    """
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
@@ -100,12 +141,19 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 )  # fmt: skip
 
 
+@cache
+def _local_with_engine_names() -> Backend:
+    """Return the local backend with Transformer Engine's parameter names; log a notice once per process."""
+    notice(logger, "%s is not installed (%s); using local layers with its parameter names", te.NAME, te.INSTALL)
+    return replace(BACKENDS["local"], layer=EngineNamedLayer)
+
+
 def get_backend(name: str) -> Backend:
-    """The row called ``name``.
+    """Return the backend ``name``. If Transformer Engine is not installed, ``transformer_engine`` returns local modules
+    with its parameter names, which programs address, and logs a notice the first time.
 
     Raises:
-        ValueError: there is none (with the alternatives), or its package is missing (with the command that installs
-            it).
+        UserError: ``name`` is unknown; the message lists the alternatives.
     """
     if name not in BACKENDS:
         raise UserError(
@@ -113,12 +161,14 @@ def get_backend(name: str) -> Backend:
             "Use --transformer-impl local"
         )
     if name == te.NAME and not te.transformer_engine_is_installed():
-        raise te.missing_package()
+        return _local_with_engine_names()
     return BACKENDS[name]
 
 
 def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
-    """Lines on what built models compute with: the modules that are there, not the settings that asked for them."""
+    """Yield log lines about the implementations that the built ``model_chunks`` use: layer backend, attention kernel
+    per layer, and Apex kernels. Inspects the modules, not the settings.
+    """
     kinds: set[str] = set()
     attention: dict[str, list[int]] = {}
     others: dict[str, None] = {}
@@ -142,7 +192,9 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _descriptions_of_parts(module: nn.Module) -> Iterator[str]:
-    """Names kernels inside a module that another package computes."""
+    """Yield the description of the Apex kernel that ``module`` itself calls; nothing for other modules. Children are
+    not visited.
+    """
     if isinstance(module, StreamNorm):
         kernel: object = module.normalize
     elif isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelOutput):

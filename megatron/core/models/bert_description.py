@@ -1,4 +1,4 @@
-"""Describes the BERT that ``bert/`` builds. Torch-free."""
+"""Description of the BERT model that ``bert/`` builds: parameters, FLOPs and memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def describe_bert(
     add_binary_head: bool = True,
     spec: Any = None,
 ) -> ModelDescription:
-    """The model that :class:`BertModel` builds from the same arguments, on ``seq_length`` tokens a sequence, all of
-    which are taken for text. A vocabulary of 0: not known. ``spec``: as of :func:`describe_gpt`.
+    """Return the description of the model that :class:`BertModel` builds from the same arguments, for sequences of
+    ``seq_length`` tokens without padding. A vocabulary size of 0 means unknown; ``spec`` is as in :func:`describe_gpt`.
     """
     word, output = common.word_tables(config, vocabulary)
     rotary, layers = position_embedding_type in ("rope", "yarn"), []
@@ -40,7 +40,9 @@ def describe_bert(
 
 
 def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piece:
-    """Final norm, dense layer with GELU and norm, output layer with bias, losses."""
+    """Return one piece for the final norm, the LM head (dense, GELU, norm), the output layer with bias, the optional
+    pooler and binary head, and the loss.
+    """
     head = common.describe_head(config, output, seq_length, "encoder.final_layernorm")
     hidden, kept = config.hidden_size, stream_elements(config) * activation_bytes(config)
     dense = Param("lm_head.dense.weight", (hidden, hidden))
@@ -60,8 +62,10 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
 
 
 def with_head_on(described: ModelDescription, computed: float, needed: float) -> ModelDescription:
-    """The model whose head, behind the final norm, is ``computed`` on a share of the tokens, while its loss needs the
-    share ``needed``."""
+    """Return ``described`` with the costs of its head, except the final norm, scaled by ``computed``, the fraction of
+    tokens at which the head is computed. The loss needs the fraction ``needed``; the difference is counted as needless
+    FLOPs.
+    """
     final, *rest = described.head.ops
     ops = [
         replace(

@@ -1,4 +1,4 @@
-"""The model of each training program, described by its settings. Torch-free, unless ``spec`` names layers."""
+"""Describe the model of each training program from its settings. Torch-free unless ``spec`` names layers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from megatron.core.models.t5_description import EncoderDecoder, describe_t5
 
 
 def describe_family(config: Config, run: Any, vocab_size: int, *, spec: Any = None) -> ModelDescription:
-    """The model that ``run.model_family`` names (``gpt``, ``bert``, ``t5``), of the settings of ``run``.
+    """Return the description of the model that ``run.model_family`` names (``gpt``, ``bert`` or ``t5``).
 
     Args:
-        config: of its layers.
-        run: the command line's settings, resolved, or an object with those of the model.
-        vocab_size: the true size; 0: unknown.
-        spec: of GPT's layers; None: those that ``config`` asks for.
+        config: transformer configuration.
+        run: resolved command-line settings, or any object with the same model attributes.
+        vocab_size: unpadded vocabulary size; 0 if unknown.
+        spec: layer spec of GPT, or one per layer; None builds the default layers of ``config``. Ignored for BERT and
+            T5.
     """
     vocabulary = Vocabulary(vocab_size, not run.untie_embeddings_and_output_weights, run.make_vocab_size_divisible_by)
     lengths = {"max_sequence_length": run.max_position_embeddings,
@@ -40,7 +41,9 @@ def describe_family(config: Config, run: Any, vocab_size: int, *, spec: Any = No
 
 
 def weight_shapes(model: ModelDescription, *, expert_bias: bool) -> dict[str, tuple[int, ...]]:
-    """Names and global shapes of a model's tensors; ``expert_bias``: routers of experts have one."""
+    """Map the names of a model's stored tensors to their global, unpadded shapes. Tied parameters are omitted.
+    ``expert_bias`` adds ``router.expert_bias`` [experts] for every MoE router.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for param in model.params():
         if not param.tied_to:

@@ -1,4 +1,4 @@
-"""Describes the GPT that ``gpt/`` builds. Torch-free."""
+"""Description of the GPT model that ``gpt/`` builds: parameters, FLOPs and memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def describe_gpt(
     make_vocab_size_divisible_by: int = 128,
     spec: Any = None,
 ) -> ModelDescription:
-    """The model that :class:`GPTModel` builds from the same arguments, on ``seq_length`` tokens a sequence.
+    """Return the description of the model that :class:`GPTModel` builds from the same arguments, for sequences of
+    ``seq_length`` tokens.
 
-    ``vocab_size`` is the true size; 0 where it is not known. ``spec``: that of a layer, or one per layer; None: layers
-    of attention and a feed-forward network, described without torch.
+    ``vocab_size`` is the unpadded size, or 0 if unknown. ``spec`` is one spec for all layers or one per layer; None
+    describes layers of attention and a feed-forward network without importing torch.
     """
     vocabulary = common.Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
     word, output = common.word_tables(config, vocabulary)
@@ -56,7 +57,9 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 def _prediction(
     config: Config, branches: tuple[Piece, ...], output: Param, seq_length: int, embedding: Piece
 ) -> Iterator[Piece]:
-    """One depth: norms, projection, layer, and the output layer once more."""
+    """Yield the pieces of one multi-token prediction depth: norms and projection, the layer's branches, and the output
+    layer, which is computed again but shares its weight.
+    """
     hidden = config.hidden_size
     norms = [each for name in ("enorm", "hnorm") for each in norm(name, hidden, config)]
     project, kept = Param("eh_proj.weight", (hidden, 2 * hidden)), stream_elements(config) * activation_bytes(config)

@@ -1,6 +1,6 @@
-"""Describes the T5 that ``t5/`` builds. Torch-free.
+"""Description of the T5 model that ``t5/`` builds. Torch-free.
 
-Bytes per token, as ``core/description/model.py`` has them, are per token of the encoder.
+Bytes per token (see ``core/description/model.py``) are per token of the encoder.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ DECODER_LAYER = ("attention", "cross-attention", "feed-forward")
 
 @dataclass(frozen=True)
 class EncoderDecoder:
-    """Sizes of the two stacks, beside those of the configuration, whose ``num_layers`` are the encoder's."""
+    """Sizes of both stacks that the configuration does not have; ``config.num_layers`` is the encoder's depth."""
 
     encoder_length: int
     decoder_length: int
     decoder_layers: int
     num_buckets: int = 32
-    """Buckets of relative positions."""
+    """Number of relative-position buckets."""
 
     @property
     def share(self) -> float:
-        """Tokens of the decoder per token of the encoder."""
+        """Number of decoder tokens per encoder token."""
         return self.decoder_length / self.encoder_length
 
 
@@ -46,8 +46,10 @@ def describe_t5(
     position_embedding_type: str = "learned_absolute",
     specs: tuple[Any, Any] = (None, None),
 ) -> ModelDescription:
-    """The model that :class:`T5Model` builds from the same arguments, on samples all tokens of which are taken for
-    text. A vocabulary of 0: not known. ``specs``: of encoder and decoder, as of :func:`describe_gpt`."""
+    """Return the description of the model that :class:`T5Model` builds from the same arguments, for samples without
+    padding. A vocabulary size of 0 means unknown. ``specs`` holds the encoder's and the decoder's spec, each as in
+    :func:`describe_gpt`.
+    """
     word, output = common.word_tables(config, vocabulary)
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
     embedding = common.describe_embedding(config, word, positions, (*common.SETTINGS, *OWN_SETTINGS))
@@ -66,7 +68,10 @@ def describe_t5(
 def _layers(
     config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]
 ) -> Iterator[tuple[Piece, ...]]:  # fmt: skip
-    """Those of the encoder, the last with the norm behind it, then those of the decoder, numbered on."""
+    """Yield the branches of each encoder layer, then of each decoder layer. The last encoder layer includes the
+    encoder's final norm. Layer numbers continue from encoder to decoder; parameter names count from 0 in each stack.
+    Costs are per encoder token.
+    """
     for index, describe in enumerate(common.layer_descriptions(specs[0], config.num_layers, common.encoder_layer)):
         layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
         own = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)
@@ -89,7 +94,9 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 
 
 def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:
-    """Final norm, output layer, of a shared weight with a bias unless its input is scaled, loss."""
+    """Describe the final norm, the output layer and the loss. A shared output weight has a bias unless
+    ``scale_decoder_outputs`` is set.
+    """
     head = common.describe_head(config, output, sizes.decoder_length)
     stored = None if output.stored is None else output.stored[:1]
     bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)

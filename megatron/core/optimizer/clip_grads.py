@@ -1,9 +1,9 @@
-"""Norms and counts over the whole model, each unique parameter once.
+"""Gradient norm, zero count and clipping factor over the full model, counting each element once.
 
-A parameter that is sharded over an axis contributes its shards; one that is replicated there contributes from the axis'
-rank 0 alone. Which it is follows from its placement (``parameter.spec``). Data-parallel ranks hold equal gradients and
-are not added up, unless each has a shard of its own. Over which ranks a sum goes therefore differs between dense and
-expert parameters: a *share* is tensors with the groups whose ranks together hold each of their elements once.
+A parameter that is sharded over an axis contributes all shards; a replicated one contributes on rank 0 of the axis
+only, as its placement (``parameter.spec``) says. Data-parallel ranks hold equal gradients and are not summed over,
+unless gradients are sharded over them. The groups of a sum therefore differ between dense and expert parameters. A
+``Share`` pairs local tensors with the groups to all-reduce over, whose ranks together hold each element exactly once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ Share = tuple[Iterable[Tensor], Sequence[Group]]
 
 
 def sum_over_model(shares: Iterable[Share], local_sum: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:
-    """The sum over the model of what ``local_sum``, a new scalar, makes of each share's tensors.
-
-    Collective: every rank comes with the same groups in the same order, whether it has tensors or not.
-    """
+    """Sum ``local_sum(tensors)`` over all shares and all ranks of their groups; return a 0-d tensor. Collective: every
+    rank must pass the same groups in the same order, with or without tensors. ``local_sum`` must return a new 0-d
+    tensor, which is all-reduced in place."""
     sums = []
     for tensors, groups in shares:
         value = local_sum(tensors)
@@ -37,11 +36,9 @@ def sum_over_model(shares: Iterable[Share], local_sum: Callable[[Iterable[Tensor
 
 
 def l2_norm(shares: Iterable[Share], device: torch.device) -> Tensor:
-    """L2 norm over all tensors of the model as an fp64 scalar on ``device``.
-
-    One pass over memory: a tensor's sum of squares in fp32 (fp64 for fp64), in an order that depends on its size alone;
-    theirs in fp64.
-    """
+    """Return the L2 norm over all shares and ranks, an fp64 scalar on ``device``. Collective. Norms of single tensors
+    are computed in fp32 (fp64 for fp64), in an order that depends only on the size; their squares are summed in fp64.
+    Reads memory once and does not wait for the device."""
 
     def squares(tensors: Iterable[Tensor]) -> Tensor:
         norms = [norm.to(torch.float64) for batch in _batches(tensors) for norm in _norms(batch)]
@@ -51,7 +48,8 @@ def l2_norm(shares: Iterable[Share], device: torch.device) -> Tensor:
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of one dtype, cut so that tensors made for this (masters put together) do not exist all at once."""
+    """Yield lists of one dtype with a bounded number of elements. The bound limits memory if the iterable creates
+    tensors on the fly (masters joined from two parts)."""
     batch: list[Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -70,7 +68,7 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def count_zeros(shares: Iterable[Share], device: torch.device) -> Tensor:
-    """Number of elements that are exactly zero, over the model, as an int64 scalar on ``device``."""
+    """Return the number of zero elements over all shares and ranks, an int64 scalar on ``device``. Collective."""
 
     def zeros(tensors: Iterable[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.int64, device=device)
@@ -82,5 +80,5 @@ def count_zeros(shares: Iterable[Share], device: torch.device) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that brings a norm down to ``max_norm``: min(1, max_norm / (norm + 1e-6))."""
+    """Return the clipping factor ``min(1, max_norm / (norm + 1e-6))``, a tensor like ``norm``."""
     return (max_norm / (norm + 1.0e-6)).clamp(max=1.0)

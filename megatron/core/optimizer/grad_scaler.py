@@ -1,4 +1,4 @@
-"""Loss scales of fp16 training: a factor on the loss that keeps small gradients representable."""
+"""Loss scaling for fp16 training: constant and dynamic. The scale keeps small gradients representable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.config.errors import UserError
 
 
 class ConstantGradScaler:
-    """A fixed scale (--loss-scale)."""
+    """Constant loss scale (--loss-scale). Raises UserError unless it is positive."""
 
     def __init__(self, scale: float) -> None:
         if scale <= 0:
@@ -16,26 +16,27 @@ class ConstantGradScaler:
         self.scale = float(scale)
 
     def update(self, found_inf: bool) -> None:
-        """Nothing changes."""
+        """Do nothing; the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the scale as a plain float."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A constant comes from the flags, not from a checkpoint."""
+        """Ignore the checkpoint: a constant scale comes from the flags."""
 
 
 class DynamicGradScaler:
-    """Backs off at overflows and grows back.
-
-    ``hysteresis`` overflows without a growth between them halve the scale (and so does each further one);
-    ``growth_interval`` steps without overflow double it and restore the patience.
+    """Dynamic loss scale: shrinks after overflows, grows after a window of finite steps. From the ``hysteresis``-th
+    overflow since the last growth on, each overflow multiplies the scale by ``backoff_factor``. ``growth_interval``
+    consecutive steps without overflow multiply it by ``growth_factor`` and reset the hysteresis. Raises UserError if an
+    argument is out of range.
 
     Args:
         initial_scale: --initial-loss-scale.
-        min_scale: --min-loss-scale, never undercut.
-        growth_factor, backoff_factor: above and below 1.
+        min_scale: --min-loss-scale, the lower bound of the scale.
+        growth_factor: factor of a growth, > 1.
+        backoff_factor: factor after overflows, in (0, 1).
         growth_interval: --loss-scale-window.
         hysteresis: --hysteresis.
     """
@@ -57,7 +58,7 @@ class DynamicGradScaler:
         self.hysteresis_tracker = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """After a step that overflowed, or did not."""
+        """Update the scale after a step; ``found_inf`` is whether a gradient was not finite."""
         if found_inf:
             self.growth_tracker = 0
             self.hysteresis_tracker -= 1
@@ -71,13 +72,13 @@ class DynamicGradScaler:
             self.scale *= self.growth_factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return the scale and both counters as plain numbers."""
         return {
             "scale": self.scale, "growth_tracker": self.growth_tracker, "hysteresis_tracker": self.hysteresis_tracker,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Restore the scale and both counters."""
         self.scale = float(state_dict["scale"])
         self.growth_tracker = int(state_dict["growth_tracker"])
         self.hysteresis_tracker = int(state_dict["hysteresis_tracker"])

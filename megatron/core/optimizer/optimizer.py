@@ -1,18 +1,19 @@
-"""The optimizer step: measure, check, then clip, update and round in one pass (``update_rules``). Gradients are read
-from ``parameter.main_grad`` (see ``core/distributed``), or ``parameter.grad`` without it.
+"""The optimizer step: gradient norm and overflow check, then clip, update and round in one pass (``update_rules``).
+Gradients are read from ``parameter.main_grad`` (see ``core/distributed``), or from ``parameter.grad`` if unset.
 
-An optimizer is a list of parts, each an update rule, the ranks that hold and share out its parameters, and parameter
-groups: AdamW beside another rule, dense parameters beside experts. Norm, clipping and skipping are of all of them.
+An optimizer is a list of parts. Each part has one update rule, one set of data-parallel groups, and parameter groups;
+for example AdamW next to another rule, or dense parameters next to experts. The gradient norm, clipping and skipping
+apply to all parts together.
 
-An update works on *masters* (``fusions/master_weights``): the model's own weights where they are fp32 (or fp64); fp32
-copies of them, or the 16 bits that they lack, where the model computes in half precision. Where data-parallel ranks
-share out the update (a distributed optimizer, fully sharded data parallelism), there is a master for what this rank
-updates of each parameter: ``ParameterShard`` says what, nothing else differs.
+The update works on *master weights* (``fusions/master_weights``). If the model's weights are fp32 or fp64, these are
+the masters. For a half-precision model a master is an fp32 copy, or the model weight plus a 16-bit remainder. If the
+optimizer state is sharded (distributed optimizer, FSDP), masters exist only for this rank's shards
+(``ParameterShard``); the update is otherwise the same.
 
-The host need not wait for the device: whether a gradient was finite decides there whether anything changes, and
-:meth:`MegatronOptimizer.update` hands out tensors.
+A step needs no host sync: the device decides from the finiteness of the gradient norm whether to apply the update, and
+:meth:`MegatronOptimizer.update` returns device tensors.
 
-State is known by global parameter names, so that it can be saved, compared and loaded without knowing any order.
+State is stored by global parameter name, so that saving, comparing and loading do not depend on any order.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.fusions.master_weights import Master, Updated, master_of
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.megatron_names import MegatronNames
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, UpdateRule, build_update_rule
 from megatron.core.sharding.flat_pieces import flat_pieces
@@ -46,30 +49,33 @@ class Update(NamedTuple):
     """Results of one step, 0-d tensors on the device."""
 
     found_nonfinite: Tensor
-    """bool: a NaN, an infinity, or ``skip_update`` of the caller; nothing has changed."""
+    """bool: whether the step was skipped, for a NaN or infinity in the gradients or by the caller's ``skip_update``."""
     grad_norm: Tensor
-    """fp64: L2 norm before clipping."""
+    """fp64: L2 norm of the unscaled gradients before clipping."""
     num_zeros: Tensor | None
-    """int64: zeros in the gradients, if asked for."""
+    """int64: zero gradient elements; None without ``log_num_zeros_in_grad``."""
 
 
 class OptimizerPart(NamedTuple):
-    """Parameters that one rule updates and one set of ranks shares out."""
+    """Parameter groups with the same update rule and the same data-parallel groups."""
 
     rule: UpdateRule
     ranks: DataParallelGroups
     param_groups: list[dict[str, Any]]
 
 
-class MegatronOptimizer:
-    """Steps over every parameter of this rank's model chunks.
+class MegatronOptimizer(MegatronNames):
+    """Mixed-precision, optionally sharded optimizer over the parameters of this rank's model chunks. The constructor
+    allocates all state and copies fp32 masters from the model. Raises UserError if no parameter is trainable. Raises
+    ValueError for two parameters with the same name.
 
     Args:
-        config: optimizer kind, clipping, loss scale, formats of the state.
-        param_groups: as from ``parameter_groups``; their ``params`` are model parameters.
-        model_chunks: whose gradient buffers ``zero_grad`` clears; wrapped for data parallelism, they say what this rank
-            updates.
-        grad_scaler: of fp16 training, else None.
+        config: optimizer kind, clipping, loss scale, dtypes of the state.
+        param_groups: groups as returned by ``parameter_groups``, with model parameters in ``params``. They are copied
+            and reduced to the parameters that this rank updates.
+        model_chunks: this rank's model chunks. Data-parallel wrappers define the shards that this rank updates;
+            ``zero_grad`` clears their gradient buffers, and ``update`` starts their weight all-gather.
+        grad_scaler: loss scaler of fp16 training, else None.
         groups: this rank's process groups.
     """
 
@@ -83,30 +89,30 @@ class MegatronOptimizer:
         self.groups = groups
         self.model_params: dict[str, nn.Parameter] = {}
         self.shards: dict[str, ParameterShard] = {}
-        """What this rank updates, by name of the parameter; one of which it updates nothing is absent."""
+        """This rank's shard of each parameter, by name; parameters without a local shard are absent."""
         self.masters: dict[str, Master] = {}
-        """Their exact values."""
+        """Master weights of the shards, by name."""
         parallel = self._parallel_chunks()
         self.shares_update = any(chunk.shares_update for chunk in parallel)
-        """Whether data-parallel ranks each update a part of every parameter."""
+        """Whether optimizer state is sharded over data-parallel ranks."""
         cut = [shards for chunk in parallel if (shards := chunk.parameter_shards()) is not None]
         shards = {key: shard for each in cut for key, shard in each.items()} if cut else None
         rates = {"lr": 0.0 if config.lr is None else config.lr, "weight_decay": config.weight_decay}
         self.param_groups = [{**rates, **group, **self._adopt(group, shards)} for group in param_groups]
-        """A scheduler writes ``lr`` and ``weight_decay`` here."""
+        """Parameter groups; the scheduler writes their ``lr`` and ``weight_decay``."""
         if not self.model_params:
             raise UserError("the model has no parameter to train")
         self.parts = self._build_parts()
         self._counted = {
             ranks: [name for name in self.masters if self._is_counted(name, ranks)] for ranks in groups.data_parallel
         }
-        """What this rank contributes to sums over the model, by the ranks that hold it."""
+        """Names that this rank contributes to sums over the model, by data-parallel groups of the parameter."""
         self._allocate()
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
-        """The names and parameters of what this rank updates of a group."""
+        """Register a group's parameters, shards and masters; return ``names`` and ``params`` with a local shard."""
         names = []
         for name, parameter in zip(group["names"], group["params"]):
             if name in self.model_params:
@@ -139,14 +145,15 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """All state, so that memory use and state names do not depend on the first step: a flat buffer per kind."""
+        """Allocate all state in flat buffers, one per kind and dtype. Done before the first step, so that memory use
+        and state names do not change during training."""
         masters = self.masters
         kept = {name: master.kept_dtype for name, master in masters.items() if master.kept_dtype is not None}
         for name, memory in self._flat(kept).items():
             masters[name].kept = memory
             masters[name].refresh()
         self.moments: dict[str, dict[str, Tensor]] = {}
-        """Kind of moment, then name."""
+        """Moments by kind ("exp_avg"), then by parameter name."""
         for part in self.parts:
             own = {name: masters[name].dtype for group in part.param_groups for name in group["names"]}
             for kind, dtype in part.rule.moment_dtypes.items():
@@ -154,7 +161,7 @@ class MegatronOptimizer:
                 self.moments.setdefault(kind, {}).update(self._flat(wanted))
 
     def _flat(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-        """Zeros of the shapes of the masters called so, contiguous by dtype."""
+        """Allocate zeros in the shapes of the named masters: views into one flat buffer per dtype."""
         views: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(dtypes.values()):
             weights = {name: self.masters[name].weight for name in dtypes if dtypes[name] == dtype}
@@ -166,29 +173,29 @@ class MegatronOptimizer:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(iter(self.model_params.values())).device
 
     @property
     def step_count(self) -> int:
-        """Updates made. Waits for the device."""
+        """Number of applied updates; skipped steps do not count. Waits for the device."""
         return int(self._steps.item())
 
     @property
     def found_nonfinite(self) -> bool:
-        """Whether the last step met a NaN or an infinity, and therefore changed nothing. Waits for the device."""
+        """Whether the last step was skipped (NaN, infinity or ``skip_update``). Waits for the device."""
         return bool(self._found_nonfinite.item())
 
     def get_loss_scale(self) -> float:
-        """1.0 without a scaler."""
+        """Return the current loss scale; 1.0 without a scaler."""
         return self.grad_scaler.scale if self.grad_scaler else 1.0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on, scaled."""
+        """Return ``loss`` times the loss scale; call backward on the result."""
         return loss * self.grad_scaler.scale if self.grad_scaler else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradient buffers, and ``grad`` of every parameter (kept as zeros unless ``set_to_none``)."""
+        """Zero the gradient buffers, and free ``grad`` of every parameter (or zero it if not ``set_to_none``)."""
         for chunk in self.model_chunks:
             if isinstance(chunk, DataParallel):
                 chunk.zero_grad_buffer()
@@ -199,11 +206,10 @@ class MegatronOptimizer:
                 parameter.grad.zero_()
 
     def step(self, gradient_factor: Tensor | None = None) -> tuple[bool, float | None, int | None]:
-        """(whether weights changed, gradient norm before clipping, zeros in the gradients if asked for).
-
-        A NaN or infinite gradient anywhere changes nothing on any rank: the loss scale backs off, ``found_nonfinite``
-        is set, and the result is (False, None, None). Waits for the device: see :meth:`update`.
-        """
+        """Run one step; return (whether weights changed, gradient norm before clipping, number of zero gradients). The
+        last is None without ``log_num_zeros_in_grad``. A NaN or infinite gradient on any rank skips the step on all
+        ranks: the loss scale backs off, ``found_nonfinite`` is set, and the result is (False, None, None). Collective.
+        Waits for the device; :meth:`update` does not."""
         update = self.update(gradient_factor=gradient_factor)
         if bool(update.found_nonfinite):
             return False, None, None
@@ -211,23 +217,23 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def update(self, skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
-        """:meth:`step` without waiting for the device (but with a dynamic loss scale, which the host keeps).
+        """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Collective.
+        Starts the all-gather of updated weights if the state is sharded.
 
         Args:
-            skip_update: a bool on the device; True changes nothing, like a NaN in the gradients.
-            gradient_factor: a scalar on the device that the gradients still have to be multiplied by; done in the pass
-                that reads them anyway.
+            skip_update: bool device tensor; True skips the step like a NaN in the gradients.
+            gradient_factor: scalar device tensor that multiplies the gradients, fused into the update.
         """
         for chunk in self._parallel_chunks():
-            chunk.finish_param_sync()  # what is about to be written may still be on its way from the last step
+            chunk.finish_param_sync()  # the last step's all-gather may still write the weights that are updated here
         grads = self._gradients()
         unscale: Tensor | float | None = gradient_factor
         if self.grad_scaler is not None:
             unscale = (1.0 if unscale is None else unscale) / self.grad_scaler.scale
         norm = self._norm(grads)
         if unscale is not None:
-            norm = norm * unscale  # the norm, not the gradients: they are multiplied in the pass that reads them anyway
-        # the norm has the same bits on all ranks and is not finite if any gradient is not: ranks agree without asking
+            norm = norm * unscale  # scale the norm only; the update scales the gradients, which saves a pass over them
+        # the all-reduced norm is bit-identical on all ranks and non-finite if any gradient is: all ranks decide equally
         found = ~norm.isfinite()
         if skip_update is not None:
             found = found | skip_update
@@ -237,7 +243,7 @@ class MegatronOptimizer:
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
         for part in self.parts:
             part.rule.update(self._update_groups(part, grads), conditions)
-        self._steps += 1.0 - skip  # on the device: a host that asked would wait for the whole backward pass
+        self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.update(bool(found))
         for chunk in self._parallel_chunks():
@@ -245,10 +251,10 @@ class MegatronOptimizer:
         return Update(found, norm, num_zeros)
 
     def _factor(self, norm: Tensor, found: Tensor, unscale: Tensor | float | None) -> Tensor | None:
-        """Factor of the gradients; None where nothing can change them."""
+        """Return the combined clipping and unscaling factor of the gradients; None if both are off."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
-            clip = torch.where(found, 1.0, clip)  # no NaN gets into the gradients
+            clip = torch.where(found, 1.0, clip)  # a NaN norm must not spread into the gradients
             return clip if unscale is None else clip * unscale
         return None if unscale is None else torch.ones_like(norm) * unscale
 
@@ -267,33 +273,32 @@ class MegatronOptimizer:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
 
     def _gradients(self) -> dict[str, Tensor]:
-        """By name, in the dtype in which they were added up; live."""
+        """Return the gradients of the shards by name, as live views in the accumulation dtype."""
         grads = ((name, shard.gradient()) for name, shard in self.shards.items())
         return {name: grad.detach() for name, grad in grads if grad is not None}
 
     def gradient_shards(self) -> Iterator[ShardedTensor]:
-        """What this rank uses of the gradients, as rectangles under global names; live views.
-
-        After ``finalize_model_grads``: the gradients of the global batch (times the loss scale, if there is one, and
-        without the factor that ``update`` may be given). After ``step`` they may have been clipped, and unscaled, in
-        place. Copies of one element (over tensor-parallel ranks that replicate a parameter, data-parallel ranks without
-        sharding) come from each of their ranks.
-        """
+        """Yield the gradients of this rank's shards as rectangles under global names; live views. Between
+        ``finalize_model_grads`` and ``step`` they are the gradients of the global batch, times the loss scale and
+        without the ``gradient_factor`` of ``update``. ``step`` may unscale and clip them in place. Replicated elements
+        (replicas over tensor-parallel ranks, or over data-parallel ranks without sharding) are yielded by every rank
+        that holds them."""
         yield from self._sharded("", self._gradients()).values()
 
     def _shares(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
-        """What ``tensors_of`` gives for each name, every unique element of the model exactly once, with the groups to
-        sum over: the same ones on all ranks, whichever parameters they hold."""
+        """Yield ``tensors_of(name)`` for the names that this rank contributes, with the groups to sum over. Together
+        the ranks contribute each element of the model exactly once. All ranks yield the same groups in the same order,
+        whether or not they hold parameters for them."""
         for ranks in self.groups.data_parallel:
             tensors = (tensor for name in self._counted[ranks] for tensor in tensors_of(name))
             yield tensors, (ranks.shard, ranks.model) if self.shares_update else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
-        """Global L2 norm of the gradients; padding has none."""
+        """Return the global L2 norm of the gradients (0-d fp64). Collective. Padding contributes zeros."""
         return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device)
 
     def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
-        """Zeros among the gradients, without those of padding."""
+        """Return the number of zero gradient elements (0-d int64), without padding. Collective."""
 
         def tensors_of(name: str) -> Iterator[Tensor]:
             if name in grads:
@@ -306,23 +311,22 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:
-        """Global L2 norm of the exact values, a 0-d fp64 tensor on the device."""
+        """Return the global L2 norm of the master weights, a 0-d fp64 device tensor. Collective; no host sync."""
         return l2_norm(self._shares(lambda name: [self.masters[name].read()]), self.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """After the model's weights changed from outside (a checkpoint without optimizer state): main := model."""
+        """Copy the model's weights to the masters, after a checkpoint without optimizer state was loaded."""
         for master in self.masters.values():
             master.refresh()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``.
-
-        The tensors are the live ones of what this rank updates (``shards``), but for masters kept in two parts, which
-        are put together. SGD has ``momentum_buffer`` in place of the moments. ``main_param`` holds only parameters that
-        the model computes with in half precision.
-        """
+        """Return the state of this rank's shards by kind and parameter name.
+        ``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``. The
+        tensors are live, except masters with 16-bit remainders, which are new fp32 tensors. SGD has ``momentum_buffer``
+        instead of the two moments. ``main_param`` contains only parameters with a half-precision compute dtype. Waits
+        for the device (``step``)."""
         mains = {name: master.read() for name, master in self.masters.items() if self._has_main_param(name)}
         scaler = self.grad_scaler.state_dict() if self.grad_scaler else {}
         return {**self.moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
@@ -331,15 +335,16 @@ class MegatronOptimizer:
         return self.shards[name].compute_dtype in HALF
 
     def replicas(self) -> Iterator[ShardedTensor]:
-        """Moments and main parameters, for ``check_replicas``: ``exp_avg:`` + global parameter name …"""
+        """Yield moments and main parameters as rectangles named ``exp_avg:`` + global name, for ``check_replicas``."""
         for key, named in self._state_tensors(self.state_dict()):
             yield from self._sharded(f"{key}:", named).values()
 
     def sharded_tensors(
         self, prefix: str = "optimizer.", state: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """The tensors of ``state``, by default of :meth:`state_dict`, as rectangles called prefix + ``exp_avg.`` +
-        global parameter name. Who fills them calls :meth:`load_state_dict` with that state."""
+        """Return the tensors of ``state`` as rectangles named prefix + ``exp_avg.`` + global parameter name. ``state``
+        defaults to a new :meth:`state_dict`. A loader that writes into these tensors must then call
+        :meth:`load_state_dict` with the same ``state``."""
         tensors: dict[str, ShardedTensor] = {}
         for key, named in self._state_tensors(self.state_dict() if state is None else state):
             tensors |= self._sharded(f"{prefix}{key}.", named)
@@ -349,7 +354,7 @@ class MegatronOptimizer:
         return [(key, named) for key, named in state.items() if key not in _SCALARS]
 
     def _sharded(self, prefix: str, named: dict[str, Tensor]) -> dict[str, ShardedTensor]:
-        """What this rank updates of each parameter, given values in the order of its memory, as rectangles."""
+        """Convert tensors in the layout of this rank's shards, by parameter name, to rectangles of global tensors."""
         tensors: dict[str, ShardedTensor] = {}
         for name, tensor in named.items():
             shard = self.shards[name]
@@ -360,7 +365,10 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`; ``ValueError`` lists all missing and unknown names before anything changes."""
+        """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors.
+        Also writes the model's weights from ``main_param`` and starts their all-gather if the state is sharded. Raises
+        UserError for missing or unknown names (all are listed); nothing has changed then."""
+        state_dict = self.plain_state(state_dict)
         check_names(self.state_dict(), state_dict)
         for kind, tensors in self.moments.items():
             for name, tensor in tensors.items():
@@ -377,7 +385,8 @@ class MegatronOptimizer:
 
 
 def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
-    """``ValueError`` naming every entry that only one of two optimizer states has."""
+    """Compare the names in two optimizer states. Raises UserError if a name is in only one of them; the message lists
+    all such names."""
     problems = []
     for key in sorted(set(live) | set(stored)):
         if key not in stored or key not in live:
@@ -387,3 +396,5 @@ def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
             problems += [f"{key}.{name} is unknown" for name in sorted(set(stored[key]) - set(live[key]))]
     if problems:
         raise UserError(f"the optimizer state does not fit this model and optimizer: {'; '.join(problems)}")
+
+serve_other_names(__name__)

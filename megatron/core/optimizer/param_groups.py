@@ -1,4 +1,4 @@
-"""Which parameter gets which weight decay and learning rate: parameter groups, by rule from global names."""
+"""Parameter groups: weight decay, learning rate and update rule per parameter, from its global name."""
 
 from __future__ import annotations
 
@@ -9,72 +9,91 @@ from typing import Any
 from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_keys import (
+    Overrides,
+    ParamGroupOverride,
+    ParamKey,
+    ParamWithNamePredicate,
+    overrides_of,
+)
 
 logger = logging.getLogger(__name__)
 
 NamedParameter = tuple[str, nn.Parameter]
 ParameterRule = Callable[[str, nn.Parameter], bool]
 RuleChoice = Callable[[str, nn.Parameter], str]
-"""(name, parameter) -> the name of an update rule (``update_rules.RULES``)."""
+"""(name, parameter) -> name of an update rule (key of ``update_rules.RULES``)."""
 
 _INPUT_AND_OUTPUT = ("word_embeddings.weight", "output_layer.weight")
 _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 
 
 def is_embedding_or_output(name: str) -> bool:
-    """Parameters that --decoupled-lr is about."""
+    """Whether --decoupled-lr applies: word embeddings and the output layer."""
     return name.endswith(_INPUT_AND_OUTPUT)
 
 
 def has_no_weight_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Biases and vectors (norm weights) are not decayed."""
+    """Whether a parameter has no weight decay: biases and 1-d parameters (norm weights)."""
     return name.endswith(("bias", "layer_norm_weight")) or parameter.ndim == 1
 
 
 def has_no_weight_decay_but_qk_norms(name: str, parameter: nn.Parameter) -> bool:
-    """The same, but the norms of queries and keys are decayed (--apply-wd-to-qk-layernorm)."""
+    """Whether a parameter has no weight decay with --apply-wd-to-qk-layernorm, which decays the q/k norms."""
     return has_no_weight_decay(name, parameter) and not name.endswith(_QK_NORMS)
+
+
+def is_no_decay_or_embedding(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a bias, a 1-d parameter or an embedding (``default_skip_embedding_weight_decay``)."""
+    return has_no_weight_decay(name, parameter) or "embedding" in name
 
 
 def parameter_groups(
     config: OptimizerConfig, named: Iterable[NamedParameter], *, no_weight_decay: ParameterRule | None = None,
     scale_lr: ParameterRule | None = None, lr_mult: float = 1.0, update_rule: RuleChoice | None = None,
+    overrides: Overrides | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Groups with ``params`` and ``names`` (parallel lists), ``wd_mult``, ``lr_mult``, ``max_lr``, ``min_lr``,
-    ``is_expert_parallel``, and the name of their update rule as ``optimizer``.
+    """Split the trainable parameters into groups with equal settings. A group has ``params`` and ``names`` (parallel
+    lists), ``wd_mult``, ``lr_mult``, ``max_lr``, ``min_lr`` (None: from the schedule), ``is_decoupled_lr``,
+    ``is_expert_parallel``, ``optimizer`` (its update rule), and any overrides. The order of groups depends on their
+    settings only: groups with weight decay come first.
 
     Args:
-        config: rates and decoupled rates.
-        named: (global name, parameter), the order of which is kept within a group.
-        no_weight_decay: which parameters are not decayed.
-        scale_lr: which parameters' rate is multiplied by ``lr_mult``.
-        lr_mult: that factor.
-        update_rule: which rule updates a parameter; by default ``config.optimizer`` all of them.
+        config: learning rates, decoupled learning rates, default update rule.
+        named: (global name, parameter) pairs; their order is kept within a group.
+        no_weight_decay: predicate for parameters without weight decay; default: biases and 1-d parameters.
+        scale_lr: predicate for parameters whose learning rate is multiplied by ``lr_mult``.
+        lr_mult: learning rate factor.
+        update_rule: update rule per parameter; default: ``config.optimizer``.
+        overrides: group settings per parameter. They replace the default rules of weight decay and decoupled learning
+            rates, which ``get_standard_config_overrides`` returns as overrides.
     """
     rule = no_weight_decay or (
         has_no_weight_decay_but_qk_norms if config.apply_wd_to_qk_layernorm else has_no_weight_decay
     )
-    groups: dict[tuple[float, float, bool, bool, str], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
-        decoupled = config.decoupled_lr is not None and is_embedding_or_output(name)
-        wd = 0.0 if rule(name, parameter) else 1.0
+        decoupled = overrides is None and config.decoupled_lr is not None and is_embedding_or_output(name)
+        wd = 0.0 if overrides is None and rule(name, parameter) else 1.0
         mult = lr_mult if scale_lr is not None and scale_lr(name, parameter) else 1.0
         kind = config.optimizer if update_rule is None else update_rule(name, parameter)
         spec = getattr(parameter, "spec", None)
+        values = {} if overrides is None else overrides_of(overrides, parameter, name)
+        further = tuple(sorted(values.items()))
         key = (wd, mult, decoupled, spec is not None and spec.is_expert, kind)
-        group = groups.setdefault(key, _empty_group(config, *key))
+        group = groups.setdefault((*key, further), {**_empty_group(config, *key), **values})
         group["params"].append(parameter)
         group["names"].append(name)
-    # decayed first, then by multiplier: an order that does not depend on which parameter happens to come first
-    return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], *key[1:]))]
+    # sort by settings, so that the order of groups does not depend on which parameter comes first
+    return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], *key[1:-1], repr(key[-1])))]
 
 
 def _empty_group(
     config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: str
 ) -> dict[str, Any]:  # fmt: skip
-    max_lr = min_lr = None  # those of the schedule
+    max_lr = min_lr = None  # from the schedule
     if decoupled:
         max_lr = config.decoupled_lr
         min_lr = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
@@ -84,8 +103,24 @@ def _empty_group(
     }  # fmt: skip
 
 
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Return the default rules as ``config_overrides``. Biases and 1-d parameters have no weight decay, except q/k
+    norms with ``apply_wd_to_qk_layernorm``. Embeddings and the output layer get the decoupled learning rates, if
+    set."""
+    no_decay = has_no_weight_decay_but_qk_norms if config.apply_wd_to_qk_layernorm else has_no_weight_decay
+    is_plain = ParamWithNamePredicate("no weight decay", lambda param, name: no_decay(name, param))
+    found = {ParamKey(with_name_predicate=is_plain): ParamGroupOverride(wd_mult=0.0)}
+    if config.decoupled_lr is not None:
+        rates = ParamGroupOverride(max_lr=config.decoupled_lr)
+        if config.decoupled_min_lr is not None:
+            rates["min_lr"] = config.decoupled_min_lr
+        is_decoupled = ParamWithNamePredicate("decoupled rates", lambda param, name: is_embedding_or_output(name))
+        found[ParamKey(with_name_predicate=is_decoupled)] = rates
+    return found
+
+
 def report_groups(groups: Iterable[dict[str, Any]]) -> None:
-    """Logs what is decayed and what is not."""
+    """Log tensors and elements of each parameter group, and whether it has weight decay."""
     for group in groups:
         kind = "decayed" if group["wd_mult"] else "not decayed"
         count = sum(parameter.numel() for parameter in group["params"])

@@ -1,7 +1,7 @@
 """Update rules: AdamW (or Adam with L2 decay) and SGD with momentum.
 
-A rule says which state it keeps per parameter and in which format, and updates lists of tensors. Everything that it
-is told beyond rates stays on the device, whether to skip included.
+A rule declares its state tensors per parameter with their dtypes, and updates lists of tensors in place. Learning rate
+and weight decay are Python floats. All other inputs, including the skip flag, are device tensors: no host sync.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Formats of moments. With 5 (fp16) or fewer bits of exponent they would need a scale per tensor."""
+"""Supported dtypes of moments. Formats with 5 exponent bits (fp16) or fewer would need a scale per tensor."""
 
 
 class UpdateGroup(NamedTuple):
-    """Tensors that share rate and decay."""
+    """Tensors with the same learning rate and weight decay."""
 
     tensors: Sequence[Updated]
     lr: float
@@ -34,28 +34,28 @@ class UpdateGroup(NamedTuple):
 
 
 class Conditions(NamedTuple):
-    """0-d tensors on the parameters' device."""
+    """Inputs of one step that apply to all tensors, 0-d tensors on the parameters' device."""
 
     step: Tensor
-    """fp32: number of updates, this one counted."""
+    """fp32: number of updates, including this one."""
     skip: Tensor
-    """fp32: 1 changes nothing, 0 updates."""
+    """fp32: 1 skips the update, 0 applies it."""
     factor: Tensor | None
-    """Factor of the gradients; None: 1."""
+    """Factor of the gradients (clipping, unscaling); None: 1."""
 
 
 class UpdateRule(Protocol):
-    """One kind of optimizer."""
+    """Interface of an update rule."""
 
     moment_dtypes: dict[str, torch.dtype]
-    """State tensors of a parameter: name to dtype, where the parameter is not fp64."""
+    """State tensors per parameter: name -> dtype (fp64 parameters use fp64 instead)."""
 
     def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
-        """One update of all tensors, in place."""
+        """Update masters, model weights and moments in place; may also scale the gradients in place."""
 
 
 class Adam:
-    """Adam with bias correction, by the operator that fits ``masters``, or by apex's."""
+    """Adam with bias correction; ``masters`` determines the kernel, or Apex's is used (``config.apex_parts``)."""
 
     def __init__(self, config: OptimizerConfig, masters: Sequence[Master]) -> None:
         self.moment_dtypes = {
@@ -80,7 +80,8 @@ class Adam:
 
 
 class SGD:
-    """``b <- momentum b + g + wd p, p <- p - lr b``, by torch's fused operator."""
+    """SGD with momentum: ``b <- momentum b + g + wd p; p <- p - lr b``, with torch's fused kernel. Without momentum it
+    keeps no state."""
 
     def __init__(self, config: OptimizerConfig, masters: Sequence[Master]) -> None:
         self.momentum = config.sgd_momentum
@@ -98,7 +99,8 @@ class SGD:
 
 
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
-    """The dtype that ``flag`` names, or that a program gives; ``ValueError`` for one that is not available."""
+    """Return the torch dtype of a moment given by name or as a torch dtype. Raises UserError if it is not in
+    ``DTYPES``; the message names ``flag``."""
     if isinstance(name, torch.dtype):
         name = next((known for known, dtype in DTYPES.items() if dtype == name), str(name))
     if name not in DTYPES:
@@ -107,11 +109,11 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
 
 
 RULES: dict[str, Callable[[OptimizerConfig, Sequence[Master]], UpdateRule]] = {"adam": Adam, "sgd": SGD}
-"""--optimizer, or ``optimizer`` of a parameter group."""
+"""Update rules by name (--optimizer, or ``optimizer`` in a parameter group)."""
 
 
 def build_update_rule(name: str, config: OptimizerConfig, masters: Sequence[Master]) -> UpdateRule:
-    """The rule called ``name`` for ``masters``; ``UserError`` for one that does not exist."""
+    """Build the update rule ``name`` for ``masters``. Raises UserError for an unknown name."""
     if name not in RULES:
         raise UserError(f"--optimizer {name}: not available yet; choose {' or '.join(RULES)}")
     return RULES[name](config, masters)

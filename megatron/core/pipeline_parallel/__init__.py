@@ -1,4 +1,4 @@
-"""Schedules of forward and backward passes. The schedules themselves import without torch; what runs them does not."""
+"""Pipeline parallelism: stage layout, schedules, p2p and runtime. Layout and schedules are torch-free."""
 
 from typing import Any
 

@@ -1,9 +1,10 @@
-"""A pipeline schedule as data: for every rank, the list of what it computes, in order. Torch-free.
+"""Pipeline schedules as data: the ordered list of computations of every rank. Torch-free.
 
-Sends and receives are not in the lists; they follow from where the inputs of an action come from. With P ranks and V
+The lists contain no sends and receives; these are derived from the dependencies of the actions. With P ranks and V
 chunks per rank, stage ``s`` (of P x V) is chunk ``s // P`` of rank ``s % P``.
 
-Legend: F forward of a micro-batch through one chunk; B its backward; W its weight gradients where B leaves them out.
+Kinds of actions: F is the forward of a micro-batch through one chunk, B its backward, and W its weight gradients if B
+computes only the input gradient (zero-bubble).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class Action(NamedTuple):
-    """One piece of computation on one rank."""
+    """Forward (F), backward (B) or weight gradients (W) of one micro-batch through one chunk of a rank."""
 
     kind: Kind
     chunk: int
@@ -31,14 +32,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank, in order. All ranks know all lists."""
+    """Ordered actions of all ranks. Every rank has the full schedule, which defines the order of p2p messages."""
 
     name: str
     num_chunks: int
     """Model chunks per rank."""
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
+    """Actions by rank."""
 
     @property
     def num_ranks(self) -> int:
@@ -50,7 +51,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Whether weight gradients are separate actions (W)."""
         return any(action.kind == "W" for actions in self.actions for action in actions)
 
     @property
@@ -58,19 +59,21 @@ class Schedule:
         return any(action.kind == "B" for actions in self.actions for action in actions)
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Position in the pipeline, from 0."""
+        """Return the stage index of a rank's chunk, from 0."""
         return chunk * self.num_ranks + rank
 
     def source(self, rank: int, action: Action) -> Place | None:
-        """The action whose result this one receives (it may run on the same rank); None for none."""
+        """Return the action whose output is the input of ``action``; it may run on the same rank. None for the first
+        stage's F, the last stage's B, and W."""
         return self._neighbour(rank, action, {"F": -1, "B": 1, "W": 0}[action.kind])
 
     def target(self, rank: int, action: Action) -> Place | None:
-        """The action that receives the result of this one."""
+        """Return the action that receives the output of ``action``; None for the last stage's F, the first stage's B,
+        and W."""
         return self._neighbour(rank, action, {"F": 1, "B": -1, "W": 0}[action.kind])
 
     def _neighbour(self, rank: int, action: Action, step: int) -> Place | None:
-        """The same action ``step`` stages further on; None for no step, and beyond the ends."""
+        """Return the action of this kind and micro-batch ``step`` stages later; None for step 0 or beyond the ends."""
         stage = self.stage(rank, action.chunk) + step
         if step == 0 or not 0 <= stage < self.num_stages:
             return None

@@ -1,8 +1,8 @@
-"""The cuts of a model into pipeline stages that make the slowest stage as fast as possible. Torch-free.
+"""Balanced split of a model into pipeline stages: minimize the cost of the slowest stage. Torch-free.
 
-Costs are times of forward and backward pass in units of one layer, by the FLOPs of a model's description
-(``core/description/model.py``): GEMMs at one rate, attention between its projections at a lower one; norms,
-activations and the embedding count nothing.
+Costs are forward plus backward times in units of one layer, estimated from the FLOPs of the model description
+(``core/description/model.py``). GEMMs run at one rate and core attention at a lower one; norms, activations and the
+embedding cost nothing.
 """
 
 from __future__ import annotations
@@ -16,47 +16,52 @@ from megatron.core.config.errors import UserError
 
 
 class LayoutError(UserError):
-    """A way of cutting a model into stages that cannot be read or met, and why."""
+    """Pipeline layout that cannot be parsed or is impossible for the model; the message has the reason."""
 
 
 ATTENTION_RATE = 0.65
-"""Speed of attention relative to GEMMs, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192
-tokens, forward and backward, beside 670 of GEMMs."""
+"""Speed of core attention relative to GEMMs, in model FLOP/s. On a Hopper GPU: 430 TFLOP/s for attention over 8192
+tokens (forward and backward), 670 TFLOP/s for GEMMs."""
 
 
 class ModelCosts(NamedTuple):
-    """The branches of a model and what they cost, in units of its median layer."""
+    """Names and costs of a model's residual branches, in units of its median layer."""
 
     names: tuple[tuple[str, ...], ...]
     """Names of the branches of every layer, for messages."""
     layers: tuple[tuple[float, ...], ...] | None
-    """Costs of the branches of every layer; None where they are not known: layers count alike and stay whole."""
+    """Costs of the branches of every layer. None: unknown; all layers then cost the same and are not split."""
     head: float = 0.0
-    """The output layer and the loss, and predictions of further tokens."""
+    """Cost of the output layer, the loss and multi-token prediction."""
 
     @property
     def branches(self) -> list[float]:
-        """Costs of all branches in order; where they are not known, a layer costs 1."""
+        """Costs of all branches in order; if unknown, every layer costs 1, spread evenly over its branches."""
         layers = self.layers or [[1 / len(own)] * len(own) for own in self.names]
         return [cost for layer in layers for cost in layer]
 
 
 def shared_out(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` counts that differ by one at most, the larger ones first."""
+    """Split ``total`` into ``parts`` counts that differ by at most one, larger first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-_SHARPNESS = 8  # the 8-norm of the stages' costs: nearly their maximum, but among equal maxima the evener split wins
+_SHARPNESS = 8  # minimize the 8-norm of stage costs: close to their maximum, but prefers even splits for equal maxima
 
 
 def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: float, back: float) -> list[int]:
-    """Share the pieces of a model out to stages, such that the costliest stage is as cheap as possible.
+    """Split consecutive items (layers or branches) over stages to minimize the cost of the slowest stage. Solved by
+    dynamic programming over stages; the objective is the 8-norm of stage costs. Raises LayoutError if there are fewer
+    items than ``sum(smallest)``.
 
     Args:
-        costs: of the pieces, in order.
-        smallest: least number of pieces of each stage.
-        front: cost that the first stage has besides its pieces.
-        back: the same for the last stage.
+        costs: cost of each item, in order.
+        smallest: minimum number of items per stage.
+        front: additional cost of the first stage.
+        back: additional cost of the last stage.
+
+    Returns:
+        Number of items per stage.
     """
     num_stages, num = len(smallest), len(costs)
     if num < sum(smallest):
@@ -64,7 +69,7 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
     before = [0.0, *accumulate(costs)]
     mean = (before[-1] + front + back) / num_stages
     largest = math.ceil(num / max(num_stages - 1, 1)) + math.ceil(mean * num / max(before[-1], 1e-9))
-    # best[n] = (sum of costs^8 so far, counts) for n pieces on the stages so far
+    # best[n] = (sum of (stage cost / mean)^8, counts) for n items on the stages so far
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         extra = (front if stage == 0 else 0.0) + (back if stage == num_stages - 1 else 0.0)
@@ -82,7 +87,7 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
 
 
 def stage_costs(costs: Sequence[float], counts: Sequence[int], front: float, back: float) -> list[float]:
-    """Cost of every stage, for the pieces that it gets."""
+    """Return the cost of every stage for ``counts`` items per stage, with ``front`` and ``back`` added at the ends."""
     before, ends = [0.0, *accumulate(costs)], [0, *accumulate(counts)]
     found = [before[end] - before[begin] for begin, end in zip(ends, ends[1:])]
     found[0] += front
@@ -91,5 +96,5 @@ def stage_costs(costs: Sequence[float], counts: Sequence[int], front: float, bac
 
 
 def slowest(costs: Sequence[float], counts: Sequence[int], front: float, back: float) -> float:
-    """The cost of the costliest stage."""
+    """Return the cost of the slowest stage."""
     return max(stage_costs(costs, counts, front, back))

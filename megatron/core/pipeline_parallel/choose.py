@@ -1,4 +1,4 @@
-"""From settings to a schedule. Torch-free."""
+"""Selection of the pipeline schedule from the configuration. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, ze
 
 
 def schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
-    """The training schedule that settings ask for."""
+    """Return the training schedule for ``config`` (--pipeline-schedule; --delay-wgrad-compute gives zero-bubble).
+    Raises UserError if the schedule does not support ``num_chunks``."""
     name = config.pipeline_schedule or ("zero-bubble" if config.delay_wgrad_compute else None)
     group_size = config.microbatch_group_size_per_virtual_pipeline_stage
     return choose_schedule(name, num_ranks, num_chunks, num_microbatches, group_size)
@@ -23,11 +24,8 @@ def schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches: 
 def choose_schedule(
     name: str | None, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
 ) -> Schedule:
-    """The training schedule called ``name``; None takes ``interleaved`` for several chunks per rank, else ``1f1b``.
-
-    Raises:
-        ValueError: where the name and the number of chunks contradict each other.
-    """
+    """Return the training schedule ``name``; None: ``interleaved`` for several chunks per rank, else ``1f1b``. Cached.
+    Raises UserError if the schedule does not exist or does not support ``num_chunks``."""
     if name == "zero-bubble":
         return zero_bubble(num_ranks, num_microbatches, num_chunks, group_size)
     if name == "zero-bubble-h2" and num_chunks == 1:

@@ -1,16 +1,16 @@
-"""Hidden states and their gradients between pipeline stages: the sends and receives that a schedule implies.
+"""Point-to-point communication of hidden states and their gradients between pipeline stages, derived from a schedule.
 
-From one rank to another, messages travel in the order in which the sender computes them, which the receiver knows from
-the schedule; it posts its receives in that order, as early as it likes. On GPUs nothing here stops the host; streams
-wait. What carries a message is a wire:
+A rank sends to each peer in the order in which it computes. The receiver knows this order from the schedule and posts
+its receives in the same order, as early as it wants. On GPUs only streams wait, not the host. Transports:
 
-    ``_GroupWire``     sends and receives of torch.distributed. Traffic up and down the ranks runs in two groups of its
-                       own (``groups.pp_up``, ``groups.pp_down``): in each, two ranks talk in one direction only, so
-                       that a receive which waits never stands in the way of a send.
-    ``_MailboxWire``   copy engines, between GPUs of one host: who receives need not be there when a message comes.
+    ``_GroupWire``     send and receive of torch.distributed. Each direction has a separate communicator
+                       (``groups.pp_up``, ``groups.pp_down``), in which any two ranks communicate one way only, so that
+                       a pending receive never blocks a send.
+    ``_ShapedWire``    as ``_GroupWire``, but each message is preceded by its shapes, for which the host waits.
+    ``_MailboxWire``   copy engines between GPUs of one host; a message can arrive before its receive is posted.
 
-A message is one tensor or several (of a model with two stacks), of the same shapes at every boundary.
-Micro-batches may differ in length where every rank knows all lengths in advance (``MessageShape.lengths``).
+A message is one tensor, or several for encoder-decoder models, with the same shapes at every stage boundary. The
+length may differ between micro-batches if every rank knows all lengths in advance (``MessageShape.lengths``).
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Message = tuple[Tensor, ...]
 
 
 class MessageShape(NamedTuple):
-    """Shapes of the tensors of a message, their dtype and device."""
+    """Shapes, dtype and device of the tensors of a message."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
     lengths: tuple[int, ...] | None = None
-    """The first dimension of each micro-batch's messages, where they differ; ``shapes`` are then the largest."""
+    """First dim of the messages by micro-batch, if it varies; ``shapes`` then has the maximum. None: constant."""
 
     def of(self, microbatch: int) -> MessageShape:
-        """That of one micro-batch's messages."""
+        """Return the message shape of one micro-batch."""
         if self.lengths is None:
             return self
         return self._replace(shapes=tuple((self.lengths[microbatch], *shape[1:]) for shape in self.shapes))
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of elements."""
+        """Number of elements of each tensor."""
         return [torch.Size(shape).numel() for shape in self.shapes]
 
     def empty(self) -> Message:
@@ -54,13 +54,13 @@ class MessageShape(NamedTuple):
 
 
 class _Lane:
-    """Messages from rank ``source`` of the pipeline to rank ``target``, numbered in the sender's order."""
+    """Ordered messages from pipeline rank ``source`` to pipeline rank ``target``."""
 
     def __init__(self, schedule: Schedule, source: int, target: int) -> None:
         self.source, self.target = source, target
         sent = (action for action in schedule.actions[source] if _goes_to(schedule, source, action, target))
         self.number: dict[Action, int] = {action: number for number, action in enumerate(sent)}
-        """By the sender's action."""
+        """Message number, in the order of sending, by the sender's action."""
 
 
 def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bool:
@@ -70,13 +70,14 @@ def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bo
 
 class _Wire(Protocol):
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Post a receive, in the order of numbers; returns what waits for the message, in stream order."""
+        """Post a receive; call it in the order of numbers. Return a function that waits in stream order for the message
+        and returns it."""
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
-        """Start to send; the tensors are let go once they have arrived."""
+        """Start to send; call it in the order of numbers. Keeps the tensors until they have been sent."""
 
     def finish(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all messages have been sent."""
 
 
 class _GroupWire:
@@ -89,7 +90,7 @@ class _GroupWire:
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
         buffers, group = message.empty(), self._group(lane)
-        # gloo matches by tag; NCCL ignores tags and matches in the order of posting, hence the order of numbers
+        # gloo matches by tag. NCCL ignores tags and matches in posting order, so receives must be posted by number
         works = [
             dist.irecv(buffer, group.ranks[lane.source], group=group.handle, tag=number * len(buffers) + index)
             for index, buffer in enumerate(buffers)
@@ -109,7 +110,7 @@ class _GroupWire:
             tag = number * len(message) + index
             work = dist.isend(tensor, group.ranks[lane.target], group=group.handle, tag=tag)
             assert work is not None
-            # the tensor must outlive its send: the allocator would give its memory away while it is still read
+            # keep the tensor until its send is complete: otherwise the allocator reuses memory that is still read
             self._sending.append((tensor, work))
         while self._sending and self._sending[0][1].is_completed():
             self._sending.popleft()
@@ -120,10 +121,34 @@ class _GroupWire:
         self._sending.clear()
 
 
+class _ShapedWire(_GroupWire):
+    """Transport for messages whose shapes the receiver does not know. An int64 tensor with the shapes precedes each
+    message. ``start_receive`` blocks the host until it has arrived, so it must be called only when the message is
+    needed, not ahead."""
+
+    def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
+        group = self._group(lane)
+        dims = [len(shape) for shape in message.shapes]
+        known = torch.empty(sum(dims), dtype=torch.int64, device=message.device)
+        dist.recv(known, group.ranks[lane.source], group=group.handle, tag=2 * number * len(dims))
+        shapes = tuple(tuple(each.tolist()) for each in known.split(dims))
+        return super().start_receive(lane, 2 * number + 1, message._replace(shapes=shapes, lengths=None))
+
+    def send(self, lane: _Lane, number: int, message: Message) -> None:
+        sizes = [size for tensor in message for size in tensor.shape]
+        shapes = torch.tensor(sizes, dtype=torch.int64, device=message[0].device)
+        group = self._group(lane)
+        tag = 2 * number * len(message)
+        work = dist.isend(shapes, group.ranks[lane.target], group=group.handle, tag=tag)
+        assert work is not None
+        self._sending.append((shapes, work))
+        super().send(lane, 2 * number + 1, message)
+
+
 class _MailboxWire:
     def __init__(self, engines: Any, largest: MessageShape) -> None:
-        # tensors travel as one: each number takes one slot, as schedules need them. One mailbox, of the largest, serves
-        # all lengths: a new one per length would map memory between ranks in every iteration
+        # the tensors of a message are concatenated, so that each number takes one slot. A single mailbox, sized for the
+        # longest message, serves all lengths: one mailbox per length would map peer memory in every iteration
         self._mailbox = engines.mailbox(largest.dtype.itemsize * sum(largest.sizes))
         self._unread: dict[_Lane, deque[tuple[int, MessageShape]]] = {}
         self._read: dict[tuple[_Lane, int], Message] = {}
@@ -132,7 +157,7 @@ class _MailboxWire:
         self._unread.setdefault(lane, deque()).append((number, message))
 
         def wait() -> Message:
-            # a mailbox hands messages out in the order of sending: take out those before the one that is asked for
+            # a mailbox returns messages in the order of sending: read and store all messages before this number
             while (lane, number) not in self._read:
                 first, its = self._unread[lane].popleft()
                 flat = torch.empty(sum(its.sizes), dtype=its.dtype, device=its.device)
@@ -146,7 +171,7 @@ class _MailboxWire:
         self._mailbox.send(lane.target, message[0] if len(message) == 1 else torch.cat([x.flatten() for x in message]))
 
     def finish(self) -> None:
-        """The stream that sends keeps what it needs."""
+        """Do nothing: the sending stream holds its tensors (``record_stream``)."""
 
 
 def _shown(shapes: tuple[tuple[int, ...], ...]) -> str:
@@ -154,31 +179,36 @@ def _shown(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 class Messages:
-    """All messages of one rank during one run of ``schedule``.
+    """Sends and receives of one rank during one run of ``schedule``. Messages are identified by actions, so that
+    callers count nothing: pass the consuming action to ``post`` and ``receive``, and the producing action to ``send``.
+    Messages between chunks of the same rank are passed by reference."""
 
-    ``post`` and ``receive`` are told the action that needs a message, ``send`` the one that made it. Everything is
-    keyed by actions, so that no caller counts anything.
-    """
-
-    def __init__(self, schedule: Schedule, groups: ProcessGroups, message: MessageShape) -> None:
-        self.schedule, self.rank, self.message = schedule, groups.pp.rank, message
+    def __init__(
+        self, schedule: Schedule, groups: ProcessGroups, message: MessageShape, sends_shapes: bool = False
+    ) -> None:
+        """Derive this rank's messages from ``schedule``; a collective with copy engines, which open a mailbox. With
+        ``sends_shapes`` the shapes may differ from ``message``: they are sent before each message."""
+        self.schedule, self.rank, self.message, self.sends_shapes = schedule, groups.pp.rank, message, sends_shapes
         neighbours = {(self.rank - 1) % groups.pp.size, (self.rank + 1) % groups.pp.size} - {self.rank}
         self._inbound = {peer: _Lane(schedule, peer, self.rank) for peer in neighbours}
         self._outbound = {peer: _Lane(schedule, self.rank, peer) for peer in neighbours}
         self._expected = {peer: deque(lane.number) for peer, lane in self._inbound.items()}
         engines = groups.pp.engines
         self._wire: _Wire = _GroupWire(groups) if engines is None else _MailboxWire(engines, message)
+        if sends_shapes:
+            self._wire = _ShapedWire(groups)
         self._posted: dict[Place, Callable[[], Message]] = {}
         self._at_home: dict[Place, Message] = {}
-        """Between chunks of the same rank."""
+        """Messages between chunks of this rank, by the action that produced them."""
 
     def post(self, action: Action) -> None:
-        """Start to receive the input of ``action``, and whatever its sender sends before."""
+        """Post the receive of the input of ``action``, after the receives of all earlier messages of its sender. Does
+        nothing if ``action`` has no remote input or the receive is posted already."""
         place = self.schedule.source(self.rank, action)
         if place is None or place.rank == self.rank or place in self._posted:
             return
         lane, expected = self._inbound[place.rank], self._expected[place.rank]
-        # what the sender sends before has to be posted before: else this receive gets an earlier message
+        # post the receives of earlier messages first: otherwise this receive would match an earlier message
         while place not in self._posted:
             sent = expected.popleft()
             self._posted[Place(place.rank, sent)] = self._wire.start_receive(
@@ -186,7 +216,7 @@ class Messages:
             )
 
     def receive(self, action: Action) -> Message | None:
-        """The input of ``action``; None where it has none."""
+        """Wait (on CUDA: in stream order) for the input of ``action`` and return it; None if it has no input."""
         place = self.schedule.source(self.rank, action)
         if place is None:
             return None
@@ -196,16 +226,19 @@ class Messages:
         return self._posted.pop(place)()
 
     def send(self, action: Action, message: Message) -> None:
-        """Start to send the result of ``action`` to the rank that needs it."""
+        """Start to send the output of ``action`` to the rank that needs it, detached. No-op at the pipeline's ends.
+        Raises ValueError if shapes (except with ``sends_shapes``) or dtype differ from what the receiver expects."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return
         if place.rank == self.rank:
-            # detached, as if it had travelled: the next chunk's backward ends here and sends its gradient on
+            # detach as a remote message would be: the next chunk's backward must stop here and send its gradient
             self._at_home[Place(self.rank, action)] = tuple(tensor.detach() for tensor in message)
             return
         made, wanted = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action.microbatch).shapes
         dtypes = {tensor.dtype for tensor in message}
+        if self.sends_shapes and len(made) == len(wanted):
+            wanted = made
         if made != wanted or dtypes != {self.message.dtype}:
             raise ValueError(
                 f"a pipeline stage made {_shown(made)} {', '.join(map(str, dtypes))}, but stages pass on "
@@ -216,6 +249,6 @@ class Messages:
         self._wire.send(lane, lane.number[action], tuple(tensor.detach().contiguous() for tensor in message))
 
     def finish(self) -> None:
-        """Wait until everything has been sent. Whatever was announced must have been received."""
+        """Wait until all messages have been sent; assert that all expected messages were received."""
         self._wire.finish()
         assert not self._posted and not any(self._expected.values()), "messages that no action asked for"

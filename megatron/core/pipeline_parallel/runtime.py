@@ -1,6 +1,7 @@
-"""Runs any schedule: one loop over this rank's actions, with the messages between stages in flight meanwhile.
+"""Execution of a pipeline schedule: run this rank's F/B/W actions in order, overlapped with p2p sends and receives.
 
-An output is let go as soon as it has been sent: what backward needs is its edge in the autograd graph, not its values.
+A stage's output is freed as soon as it has been sent: backward needs only its gradient edge in the autograd graph, not
+its values.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ from megatron.core.tensor_parallel.linear import WeightGradientStore
 
 @dataclass(frozen=True)
 class Work:
-    """The model and data behind the actions of a schedule."""
+    """Model, data and loss functions that the actions of a schedule use."""
 
     forward_step: Callable
     """``(iterator, chunk) -> (output, loss_func)``."""
     chunks: Sequence[nn.Module]
     iterators: Sequence[Iterator]
-    """One per chunk, over the same micro-batches."""
+    """One iterator per chunk, all over the same micro-batches."""
     loss_transform: Callable[[Tensor], Tensor] | None = None
+    """Function applied to each loss before backward (normalization, loss scale)."""
     collect_non_loss_data: bool = False
+    """Whether to call ``loss_func(output, non_loss_data=True)`` and collect its results instead of losses."""
+    mean_loss_weight: float | None = None
+    """Weight of a micro-batch's mean loss before ``loss_transform``, used to scale auxiliary losses. None: auxiliary
+    losses derive from the model's loss mask whether the main loss is a sum or a mean."""
 
 
 def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
-    """One iterator per chunk. A single one is read once and shared, so that all chunks see the same micro-batches."""
+    """Return one iterator per chunk. A single iterator is teed, so that all chunks see the same micro-batches. Raises
+    ValueError for a list of iterators of another length than ``num_chunks``."""
     if isinstance(data_iterator, list | tuple):
         if len(data_iterator) == num_chunks:
             return data_iterator
@@ -47,20 +54,25 @@ def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterato
 
 @dataclass
 class _Passed:
-    """The part of a forward pass that backward needs."""
+    """Forward state of a micro-batch, kept until its backward."""
 
     received: Message | None
+    """Input tensors from the previous stage, leaves of the autograd graph; None on the first stage."""
     roots: Sequence[Any]
-    """The loss, or the gradient edges of the tensors of the output; None for one that needs no gradient."""
+    """The loss, or the gradient edges of the output tensors; an entry is None if its tensor requires no gradient."""
     weight_gradients: Sequence[Callable[[], None]] = ()
-    """Weight gradients that B delayed until W."""
+    """Weight gradient computations that B deferred to W."""
 
 
 class PipelineRun:
-    """One run of ``schedule`` on this rank.
+    """Execution of ``schedule`` for one global batch on this rank.
 
     Args:
-        lookahead: actions whose inputs are asked for before the current one is computed.
+        schedule: actions of all ranks.
+        rank: this rank in the pipeline.
+        work: model chunks, data and loss functions.
+        messages: p2p communication of this rank.
+        lookahead: number of following actions whose receives are posted before the current action runs.
     """
 
     def __init__(self, schedule: Schedule, rank: int, work: Work, messages: Messages, *, lookahead: int = 1) -> None:
@@ -69,15 +81,17 @@ class PipelineRun:
         self.results: list[MicroBatchResult] = []
         self._stores: Sequence[WeightGradientStore] = ()
         self._passed: dict[tuple[int, int], _Passed] = {}
+        self._num_loss_values: int | None = None
+        """Number of values that ``loss_func`` returned for the first micro-batch (2: mean loss, 3: sum)."""
         last = {(action.kind, action.chunk): action for action in self.actions}
         self._final = {action for (kind, _), action in last.items() if kind != "F"}
-        """After these a chunk's gradients are complete: those that B computes after its last B, the others after its
-        last W."""
+        """The last B and the last W of each chunk: only in these may data-parallel reduction start."""
 
     def run(self) -> list[MicroBatchResult]:
-        """The results of all micro-batches, in order; empty where this rank has no loss."""
+        """Run all actions and return the results of all micro-batches in order; empty on ranks without the loss.
+        Gradients accumulate in the parameters. Every rank of the pipeline must call it."""
         for chunk in self.work.chunks:
-            set_loss_scale(chunk, self.work.loss_transform if self.schedule.has_backward else None)
+            set_loss_scale(chunk, self.work, self.schedule.has_backward)
         with weight_gradients_put_off(self.work.chunks, self.schedule.splits_backward) as self._stores:
             self._run()
         return self.results
@@ -85,7 +99,7 @@ class PipelineRun:
     def _run(self) -> None:
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for index, action in enumerate(self.actions):
-            # before computing: over NCCL a message moves once its receive is posted, so it moves beside this action
+            # post before computing: an NCCL transfer starts only with its receive, and so overlaps with this action
             for soon in self.actions[index : index + 1 + self.lookahead]:
                 self.messages.post(soon)
             step[action.kind](action)
@@ -97,7 +111,7 @@ class PipelineRun:
         received = self.messages.receive(action)
         if received is not None and train:
             for tensor in received:
-                tensor.requires_grad_()  # a leaf: its .grad is what backward sends to the stage before
+                tensor.requires_grad_()  # a leaf: backward sends its .grad to the previous stage
         set_input_tensor(chunk, received)
         roots: Sequence[Any]
         with torch.set_grad_enabled(train):
@@ -107,22 +121,23 @@ class PipelineRun:
             else:
                 message = tensors_of(output)
                 self.messages.send(action, message)
-                # an edge holds the graph but not the output's memory, which is free once it has been sent
+                # a gradient edge keeps the graph but not the output, whose memory is freed after the send
                 roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in message]
-        # else the model keeps the input alive until its next forward pass
+        # otherwise the model would keep the input alive until its next forward
         set_input_tensor(chunk, None)
         if train:
             self._passed[action.chunk, action.microbatch] = _Passed(received, roots)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
-        """Keeps the micro-batch's result; what to differentiate."""
+        """Call ``loss_func``, append the micro-batch's result, and return the loss to differentiate (or None)."""
         if self.work.collect_non_loss_data:
             kept = loss_func(output, non_loss_data=True)
             self.results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
             return None
         returned = loss_func(output)
-        loss, num_tokens, logged = split_loss(returned)
-        if self.schedule.has_backward:
+        loss, num_tokens, logged = split_loss(returned, self._num_loss_values)
+        self._num_loss_values = len(returned)
+        if self.schedule.has_backward and self.work.mean_loss_weight is None:
             check_loss(self.work.chunks[-1], num_tokens if len(returned) == 3 else None)
         self.results.append(MicroBatchResult(num_tokens=num_tokens, logged=logged))
         return loss if self.work.loss_transform is None else self.work.loss_transform(loss)
@@ -137,10 +152,10 @@ class PipelineRun:
                 roots, theirs = zip(*pairs)
                 torch.autograd.backward(roots, theirs)
         if passed.received is not None:
-            # where nothing needs a tensor, the stage before waits for a message all the same
+            # send zeros for unused inputs: the previous stage has posted a receive
             found = (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in passed.received)
             self.messages.send(action, tuple(found))
-        passed.received, passed.roots = None, ()  # where W is still to come, only what it needs stays alive
+        passed.received, passed.roots = None, ()  # until W, keep only the tensors that weight gradients need
         if self.schedule.splits_backward:
             passed.weight_gradients = self._stores[action.chunk].take()
 
@@ -150,15 +165,16 @@ class PipelineRun:
                 compute()
 
     def _gradients_follow(self, action: Action) -> AbstractContextManager:
-        """Data-parallel sums may start with the gradients of the chunk's last micro-batch only."""
+        """Allow gradient reduction only in the last B and the last W of a chunk; else return its ``no_sync()``."""
         chunk = self.work.chunks[action.chunk]
-        # a bucket that is reduced early would miss the gradients of later micro-batches
+        # a bucket that is reduced earlier would miss the gradients of later micro-batches
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
 
 
 @contextmanager
 def weight_gradients_put_off(chunks: Sequence[nn.Module], split: bool) -> Iterator[Sequence[WeightGradientStore]]:
-    """While it lasts, backward through a linear layer leaves the weight gradient in the store of its chunk."""
+    """Defer weight gradients within the context: backward of linear layers puts them into their chunk's store. Yields
+    one store per chunk. Does nothing unless ``split``."""
     stores = [WeightGradientStore() for _ in chunks]
     layers = [
         (module, store) for chunk, store in zip(chunks, stores) if split for module in chunk.modules()
@@ -174,19 +190,20 @@ def weight_gradients_put_off(chunks: Sequence[nn.Module], split: bool) -> Iterat
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside data-parallel and precision wrappers."""
+    """Return the model inside all wrappers (data-parallel, ``Float16Module``), following ``.module``."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
 
 
 def tensors_of(output: Any) -> Message:
-    """The tensors of what a stage puts out: a tensor, or a tuple of them in which None stands for none."""
+    """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
     return (output,) if isinstance(output, Tensor) else tuple(each for each in output if each is not None)
 
 
 def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
-    """Hands a stage what the stage before it sent: a tensor, or a tuple where there are several."""
+    """Pass the previous stage's output to the model: a tensor, a tuple if there are several, or None to clear it.
+    Raises ValueError if there is a message but the model has no ``set_input_tensor``."""
     model: Any = unwrapped(chunk)
     if hasattr(model, "set_input_tensor"):
         model.set_input_tensor(message[0] if message is not None and len(message) == 1 else message)
@@ -194,17 +211,26 @@ def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
         raise ValueError(f"{type(model).__name__} is a later pipeline stage: it needs set_input_tensor(tensor)")
 
 
-def set_loss_scale(chunk: nn.Module, transform: Callable[[Tensor], Tensor] | None) -> None:
-    """Tells a model with losses of its own, beside the one that the schedule differentiates, what that is multiplied
-    by."""
+def set_loss_scale(chunk: nn.Module, work: Work, has_backward: bool = True) -> None:
+    """Pass the factor of the main loss (weight, then ``loss_transform``) to models that have auxiliary losses. With
+    ``mean_loss_weight`` the main loss is declared a mean, independent of the model's loss mask. Does nothing for models
+    without ``set_loss_scale``, without a backward, or if neither factor is set."""
     model: Any = unwrapped(chunk)
-    if transform is not None and hasattr(model, "set_loss_scale"):
-        one = torch.ones((), dtype=torch.float64, device=next(model.parameters()).device)
-        model.set_loss_scale(transform(one))
+    weight, transform = work.mean_loss_weight, work.loss_transform
+    if not has_backward or (weight is None and transform is None) or not hasattr(model, "set_loss_scale"):
+        return
+    one = torch.ones((), dtype=torch.float64, device=next(model.parameters()).device)
+    scale = one if weight is None else one * weight
+    scale = scale if transform is None else transform(scale)
+    if weight is None:
+        model.set_loss_scale(scale)
+    else:
+        model.set_loss_scale(scale, is_mean=True)
 
 
 def check_loss(chunk: nn.Module, num_tokens: Tensor | None) -> None:
-    """Tells a model with losses of its own how many tokens the main loss sums up; None: it is a mean."""
+    """Pass the number of tokens that the main loss sums over (None: it is a mean) to models with auxiliary losses. The
+    model raises UserError if its loss mask contradicts the number. Does nothing for models without ``check_loss``."""
     model: Any = unwrapped(chunk)
     if hasattr(model, "check_loss"):
         model.check_loss(num_tokens)

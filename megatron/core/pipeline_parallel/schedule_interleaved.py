@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (arXiv:2104.04473): several model chunks per rank divide the bubble by their number. Torch-free."""
+"""Interleaved 1F1B (arXiv:2104.04473): V model chunks per rank shrink the bubble by a factor of V. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from megatron.core.pipeline_parallel.actions import Action, Schedule
 
 
 def group_sizes(num_ranks: int, num_microbatches: int, group_size: int) -> list[int]:
-    """Sizes of the groups of micro-batches that pass through chunk after chunk.
-
-    All have ``group_size``, the last one what remains. A remainder of fewer micro-batches than ranks would have to wait
-    for itself at every chunk, and is shared out over the other groups instead.
-    """
+    """Return the sizes of the micro-batch groups; a group runs through one chunk completely before the next chunk. All
+    groups have ``group_size`` and the last one the remainder. A remainder smaller than ``num_ranks`` would stall at
+    every chunk, waiting for its previous chunk on the last rank; it is spread over the other groups instead."""
     full, rest = divmod(num_microbatches, group_size)
     if full == 0 or rest >= num_ranks:
         return [group_size] * full + [rest]
@@ -18,7 +16,7 @@ def group_sizes(num_ranks: int, num_microbatches: int, group_size: int) -> list[
 
 
 def passes(sizes: list[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of the forward passes, the same on every rank."""
+    """Return (chunk, micro-batch) in the order of the forward passes, which is the same on all ranks."""
     order: list[tuple[int, int]] = []
     first = 0
     for size in sizes:
@@ -28,10 +26,8 @@ def passes(sizes: list[int], num_chunks: int) -> list[tuple[int, int]]:
 
 
 def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None) -> Schedule:
-    """Interleaved 1F1B for any group size from ``num_ranks`` on and any number of micro-batches.
-
-    Rank r first runs (V - 1) x group + 2 (P - 1 - r) forwards, as far as there are that many.
-    """
+    """Build interleaved 1F1B for any number of micro-batches and any group size >= ``num_ranks`` (the default). The
+    warm-up of rank r has (V - 1) x group size + 2 (P - 1 - r) forwards, or all of them if there are fewer."""
     group_size = num_ranks if group_size is None else group_size
     sizes = group_sizes(num_ranks, num_microbatches, group_size)
     order = passes(sizes, num_chunks)

@@ -1,4 +1,4 @@
-"""Plain schedules: without a pipeline, 1F1B (PipeDream-flush, arXiv:2006.09503), forward only. Torch-free."""
+"""Basic schedules: no pipeline, 1F1B (PipeDream-flush, arXiv:2006.09503) and forward only. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from megatron.core.pipeline_parallel.actions import Action, Schedule
 
 
 def without_pipeline(num_microbatches: int) -> Schedule:
-    """One rank: every forward is followed by its backward."""
+    """Build the schedule of a single rank: every forward is followed by its backward."""
     actions = tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in ("F", "B"))  # type: ignore[arg-type]
     return Schedule("without pipeline", 1, num_microbatches, (actions,))
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int, ahead: int = 1) -> Schedule:
-    """1F1B: rank r runs P - 1 - r forwards ahead, then forward and backward in turns, then the backwards that remain.
-
-    At most P - r micro-batches are in flight on rank r; the bubble is (P - 1) / (M + P - 1) of the time. ``ahead``
-    times as many forwards ahead change nothing about the time by themselves.
-    """
+    """Build 1F1B: rank r runs P - 1 - r warm-up forwards, then alternates forward and backward, then cools down. At
+    most P - r micro-batches are in flight on rank r. The bubble fraction is (P - 1) / (M + P - 1). ``ahead`` multiplies
+    the number of warm-up forwards; this changes the duration only if weight gradients are split off (ZB-H2)."""
     return Schedule(
         "1f1b", 1, num_microbatches,
         tuple(_one_rank(ahead * (num_ranks - 1 - r), num_microbatches) for r in range(num_ranks)),
@@ -33,7 +31,7 @@ def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
 
 
 def forward_only(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Evaluation. With several chunks, a group of P micro-batches passes through chunk after chunk."""
+    """Build the evaluation schedule. With several chunks, groups of P micro-batches run through chunk after chunk."""
     actions = tuple(
         Action("F", chunk, m)
         for first in range(0, num_microbatches, num_ranks)

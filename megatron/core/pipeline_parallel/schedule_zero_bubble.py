@@ -1,12 +1,14 @@
-"""Zero-bubble schedules (arXiv:2401.10241): the weight gradient W of a micro-batch is split from its input gradient B,
-so that B reaches the stage before it sooner, and W fills the time in which a rank would wait. Torch-free.
+"""Zero-bubble schedules ZB-H1 and ZB-H2 (arXiv:2401.10241). Torch-free.
 
-Forward and backward passes keep the order of 1F1B, or with several chunks per rank of the interleaved schedule; rank r
-computes weight gradients r micro-batches behind. This is ZB-H1: the bubble shrinks from (P - 1)(F + B + W) to
-(P - 1)(F + B - W) at the peak memory of 1F1B. W waits for no other rank, so no deadlock can come with it.
+The backward of a micro-batch is split into input gradient B and weight gradient W. The previous stage receives the
+result of B earlier, and W fills time in which a rank would be idle.
 
-ZB-H2 runs twice as many forwards ahead, and weight gradients twice as far behind: 2P - 1 micro-batches are alive on
-every rank. What is left of the bubble is (P - 1)F, since the ranks' steps of the optimizer wait for each other.
+ZB-H1 keeps the order of F and B of 1F1B (with several chunks per rank: of the interleaved schedule), and rank r delays
+W by r micro-batches. The bubble shrinks from (P - 1)(F + B + W) to (P - 1)(F + B - W) at the peak memory of 1F1B. W
+depends on no other rank, so that adding it cannot cause a deadlock.
+
+ZB-H2 doubles the warm-up forwards and the delay of W; 2P - 1 micro-batches are alive on every rank. The remaining
+bubble is (P - 1)F, because the optimizer step synchronizes the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backw
 def zero_bubble(
     num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """ZB-H1 with one or several chunks per rank."""
+    """Build ZB-H1, from 1F1B for one chunk per rank, else from interleaved 1F1B."""
     if num_chunks == 1:
         whole = one_forward_one_backward(num_ranks, num_microbatches)
     else:
@@ -32,7 +34,7 @@ def zero_bubble(
 
 
 def zero_bubble_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H2."""
+    """Build ZB-H2, for one chunk per rank."""
     whole = one_forward_one_backward(num_ranks, num_microbatches, ahead=2)
     split = tuple(_with_weight_gradients(actions, behind=2 * rank) for rank, actions in enumerate(whole.actions))
     return replace(whole, name="zero-bubble-h2", actions=split)

@@ -1,156 +1,151 @@
-"""Forward and backward passes over the micro-batches of one global batch: chooses a schedule and runs it.
+"""Forward and backward functions for programs with a custom training loop, with Megatron-LM's names and conventions.
 
-A *forward step* is ``forward_step(data_iterator, model) -> (output, loss_func)``; ``loss_func(output)`` returns either
+``get_forward_backward_func()(forward_step_func=..., data_iterator=..., model=..., num_microbatches=M, ...)`` calls
+``forward_step_func(data_iterator, model) -> (output, loss_func)`` for every micro-batch. On the last pipeline stage it
+returns a list with one entry per micro-batch, the last value that ``loss_func(output)`` returned, unchanged. On other
+stages the list is empty. ``loss_func`` returns
 
-* ``(loss, num_tokens, {name: tensor})``: ``loss`` is the **sum** of the token losses of the micro-batch and
-  ``num_tokens`` how many tokens it sums over; each logged value is a pair ``[sum, count]`` or a plain mean; or
-* ``(loss, {name: tensor})``: ``loss`` is a mean, and every micro-batch counts alike (the older convention).
+    (loss, anything)                backward starts from loss * CP / M
+    (loss, num_tokens, anything)    backward starts from loss / max(num_tokens, 1) / M; with
+                                    ``config.calculate_per_token_loss`` from loss, a sum; ``finalize_model_grads``
+                                    then divides by the number of tokens
 
-Gradients of all micro-batches but the last accumulate inside ``model.no_sync()``, so that a data-parallel wrapper
-starts to reduce a bucket with the last one.
+If the model is wrapped in ``DistributedDataParallel``, gradients are means over the data- and context-parallel ranks.
+The wrappers sum gradients, so the loss of each rank is divided by the number of these ranks.
+``config.grad_scale_func`` is applied to each loss. After the last backward
+``config.finalize_model_grads_func(chunks, num_tokens or None)`` is called if it is set.
+
+The training program uses ``microbatches.py`` instead, whose losses are sums over the tokens of the global batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
-from megatron.core.config.model_parallel_config import ModelParallelConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.pipeline_parallel.choose import schedule_of
-from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
-from megatron.core.pipeline_parallel.results import MicroBatchResult
-from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
-from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
-from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
+from megatron.core.pipeline_parallel.microbatches import choose_runner, run_pipeline, run_without_pipeline
+from megatron.core.pipeline_parallel.runtime import unwrapped
 
-__all__ = ["MicroBatchResult", "forward_backward_no_pipelining", "forward_backward_pipelining",
-           "get_forward_backward_func"]  # fmt: skip
+__all__ = [
+    "forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving", "get_forward_backward_func",
+]  # fmt: skip
 
-_NO_MESSAGES = MessageShape((), torch.float32, torch.device("cpu"))
+_OPTIONS = {"seq_length", "micro_batch_size", "decoder_seq_length", "row_lengths", "loss_transform"}
+_WITHOUT_EFFECT = {
+    "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce",
+}  # fmt: skip
+"""Megatron-LM arguments that are accepted and ignored."""
 
 
-def forward_backward_no_pipelining(
-    *,
-    forward_step_func: Callable,
-    data_iterator: Iterator | Sequence[Iterator],
-    model: nn.Module | Sequence[nn.Module],
-    num_microbatches: int,
-    forward_only: bool = False,
-    loss_transform: Callable[[Tensor], Tensor] | None = None,
-    collect_non_loss_data: bool = False,
-    **_shapes: Any,
-) -> list[MicroBatchResult]:
-    """Runs every micro-batch through a model that is whole on this rank.
+def get_forward_backward_func(
+    pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+) -> Callable[..., list[Any]]:
+    """Return the function that runs all micro-batches in the current parallel layout. The arguments are ignored."""
+    return _FUNCTIONS[choose_runner()]
+
+
+class _LossFunctions:
+    """Adapter of a program's forward step: scales its losses and converts them to the runtime's convention. ``results``
+    collects the last value that ``loss_func`` returned for every micro-batch."""
+
+    def __init__(self, forward_step: Callable, model: nn.Module, num_microbatches: int, has_backward: bool) -> None:
+        self.forward_step, self.has_backward = forward_step, has_backward
+        config = getattr(unwrapped(model), "config", None)  # a custom model may have no config
+        self.per_token = bool(getattr(config, "calculate_per_token_loss", False))
+        groups = parallel_state.get_process_groups()
+        self.context_ranks = groups.cp.size
+        sums_ranks = getattr(model, "sums_gradients", False) and not self.per_token
+        self.mean_weight = 1.0 / (num_microbatches * (groups.dp_cp.size if sums_ranks else 1))
+        """Weight of a micro-batch's mean loss in the sum over micro-batches and data-parallel ranks."""
+        self.results: list[Any] = []
+
+    def __call__(self, iterator: Iterator, chunk: nn.Module) -> tuple[Any, Callable]:
+        output, loss_func = self.forward_step(iterator, chunk)
+        return output, partial(self._loss, loss_func)
+
+    def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
+        """Call the program's ``loss_func``, record its last value, and return the scaled loss for the runtime. Raises
+        ValueError if there is no loss function but a backward, or it returned neither 2 nor 3 values."""
+        if loss_func is None and self.has_backward:
+            raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
+        if loss_func is None or non_loss:
+            self.results.append(output if loss_func is None else loss_func(output, **non_loss))
+            return torch.zeros(()), {}
+        returned = loss_func(output)
+        if len(returned) not in (2, 3):
+            raise ValueError(
+                f"loss_func returned {len(returned)} values; give (loss, anything) or (loss, num_tokens, anything)"
+            )
+        self.results.append(returned[-1])
+        loss = returned[0]
+        if len(returned) == 2:
+            return loss * (self.context_ranks * self.mean_weight), {}
+        num_tokens = torch.as_tensor(returned[1], device=loss.device)
+        if not self.per_token:
+            loss = loss * self.mean_weight / num_tokens.clamp(min=1)
+        return loss, num_tokens, {}
+
+
+def _forward_backward(
+    runner: Callable[..., Any], *, forward_step_func: Callable, data_iterator: Any,
+    model: nn.Module | Sequence[nn.Module], num_microbatches: int, forward_only: bool = False,
+    collect_non_loss_data: bool = False, **options: Any,
+) -> list[Any]:  # fmt: skip
+    """Run all micro-batches and finalize gradients; see the module docstring. Raises TypeError for an unknown argument.
 
     Args:
-        loss_transform: applied to the loss before its backward (the constant of the loss rule, the loss scale).
-        collect_non_loss_data: call ``loss_func(output, non_loss_data=True)`` and keep what it returns.
-        _shapes: ``seq_length``, ``micro_batch_size`` … which pipelined schedules need for their buffers.
+        runner: ``run_without_pipeline`` or ``run_pipeline``.
+        forward_step_func: ``(data_iterator, model) -> (output, loss_func)``.
+        data_iterator: an iterator, or a list with one per chunk of an interleaved pipeline.
+        model: this rank's chunk, or a list of its chunks.
+        num_microbatches: micro-batches of the global batch per data-parallel rank.
+        forward_only: whether to skip backward. ``loss_func`` may then be None; the result is the output.
+        collect_non_loss_data: whether to return ``loss_func(output, non_loss_data=True)`` instead; no backward.
+        options: ``seq_length`` and ``micro_batch_size`` (required with a pipeline), ``decoder_seq_length``,
+            ``row_lengths`` and ``loss_transform`` (replaces ``config.grad_scale_func``); see ``microbatches.py``. Other
+            Megatron-LM arguments are ignored.
     """
-    chunks = _chunks(model)
-    iterators = iterators_of_chunks(data_iterator, 1)
-    only_forward = forward_only or collect_non_loss_data
-    schedule = forward_only_schedule(1, num_microbatches) if only_forward else without_pipeline(num_microbatches)
-    work = Work(forward_step_func, chunks, iterators, loss_transform, collect_non_loss_data)
-    return _run(PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, _NO_MESSAGES)))
-
-
-def forward_backward_pipelining(
-    *,
-    forward_step_func: Callable,
-    data_iterator: Iterator | Sequence[Iterator],
-    model: nn.Module | Sequence[nn.Module],
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    forward_only: bool = False,
-    **options: Any,
-) -> list[MicroBatchResult]:
-    """Runs every micro-batch through the stages of all pipeline ranks, by the schedule that the model's configuration
-    names; every rank of the pipeline calls it alike.
-
-    Args:
-        model: this rank's chunk, or its chunks in the order in which a micro-batch visits them.
-        seq_length: of the whole sequence, before context and sequence parallelism split it.
-        micro_batch_size: sequences per micro-batch.
-        options: ``loss_transform`` and ``collect_non_loss_data`` as without a pipeline; ``decoder_seq_length`` of a
-            model with two stacks, whose encoder has ``seq_length``; ``row_lengths``, where each micro-batch is one row
-            of sequences laid end to end: its tokens, at most ``seq_length * micro_batch_size``.
-
-    Returns:
-        One result per micro-batch on the last stage, nothing elsewhere.
-    """
-    chunks = _chunks(model)
-    config: Any = unwrapped(chunks[0]).config
-    groups = parallel_state.get_process_groups()
-    if options.get("collect_non_loss_data") or forward_only:
-        schedule = forward_only_schedule(groups.pp.size, num_microbatches, len(chunks))
-    else:
-        schedule = schedule_of(config, groups.pp.size, len(chunks), num_microbatches)
-    work = Work(
-        forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
-        options.get("collect_non_loss_data", False),
+    if unknown := sorted(options.keys() - _OPTIONS - _WITHOUT_EFFECT):
+        raise TypeError(f"forward_backward_func() has no arguments {', '.join(unknown)}")
+    options = {name: value for name, value in options.items() if name in _OPTIONS}
+    chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
+    config = getattr(unwrapped(chunks[0]), "config", None)
+    has_backward = not forward_only and not collect_non_loss_data
+    losses = _LossFunctions(forward_step_func, chunks[-1], num_microbatches, has_backward)
+    scale = options.pop("loss_transform", None) or getattr(config, "grad_scale_func", None)
+    results = runner(
+        forward_step_func=losses, data_iterator=data_iterator, model=chunks, num_microbatches=num_microbatches,
+        forward_only=forward_only, collect_non_loss_data=collect_non_loss_data, loss_transform=scale,
+        mean_loss_weight=None if losses.per_token else losses.mean_weight, **options,
     )  # fmt: skip
-    lengths = seq_length, options.get("decoder_seq_length")
-    shape = message_shape(unwrapped(chunks[0]), groups, lengths, micro_batch_size)
-    if (row_lengths := options.get("row_lengths")) is not None:
-        shape = of_rows(shape, row_lengths, seq_length)
-    messages = Messages(schedule, groups, shape)
-    return _run(PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=int(config.overlap_p2p_comm)))
+    finalize = getattr(config, "finalize_model_grads_func", None)
+    if finalize is not None and has_backward:
+        finalize(chunks, _num_tokens(results, chunks) if losses.per_token else None)
+    return losses.results
 
 
-def _run(run: PipelineRun) -> list[MicroBatchResult]:
-    """All micro-batches, and the callbacks that a program's own loop has set in its configuration."""
-    config = getattr(unwrapped(run.work.chunks[0]), "config", None)  # a model of a program's own need not have one
-    if not isinstance(config, ModelParallelConfig):
-        return run.run()
-    if run.work.loss_transform is None:
-        run.work = replace(run.work, loss_transform=config.grad_scale_func)
-    results = run.run()
-    if config.finalize_model_grads_func is not None and run.schedule.has_backward:
-        device = next(run.work.chunks[0].parameters()).device
-        num_tokens = torch.zeros((), dtype=torch.float64, device=device)  # stages without the loss count none
-        for result in results:
-            num_tokens += result.num_tokens
-        config.finalize_model_grads_func(list(run.work.chunks), num_tokens)
-    return results
+def _num_tokens(results: Sequence[Any], chunks: Sequence[nn.Module]) -> Tensor:
+    """Return the tokens of this rank's micro-batches, an fp64 scalar on the device; 0 on stages without the loss."""
+    total = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    for result in results:
+        total += result.num_tokens
+    return total
 
 
-def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
-    return model if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+forward_backward_no_pipelining = partial(_forward_backward, run_without_pipeline)
+"""Run all micro-batches of a model without pipeline parallelism."""
+forward_backward_pipelining_without_interleaving = partial(_forward_backward, run_pipeline)
+"""Run all micro-batches through a pipeline; collective over its ranks."""
+forward_backward_pipelining_with_interleaving = forward_backward_pipelining_without_interleaving
+"""Run all micro-batches through a pipeline with several chunks per rank."""
 
-
-def message_shape(
-    model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
-) -> MessageShape:  # fmt: skip
-    """Hidden states [s, b, h] as one stage passes them to the next, or what ``model.message_shapes`` says."""
-    config = model.config
-    parts = groups.cp.size * (groups.tp.size if config.sequence_parallel else 1)
-    shapes = [(lengths[0] // parts, micro_batch_size, config.hidden_size)]
-    if hasattr(model, "message_shapes"):
-        shapes = model.message_shapes(lengths, micro_batch_size)
-    device = torch.device("cpu")
-    if dist.get_backend(groups.pp_up.handle) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return MessageShape(tuple(shapes), config.pipeline_dtype, device)
-
-
-def of_rows(shape: MessageShape, row_lengths: Sequence[int], seq_length: int) -> MessageShape:
-    """Hidden states [n, 1, h] of rows of ``row_lengths`` tokens in place of [s, b, h], split over as many ranks."""
-    ((local_length, batch, hidden),) = shape.shapes
-    lengths = tuple(length * local_length // seq_length for length in row_lengths)
-    return shape._replace(shapes=((local_length * batch, 1, hidden),), lengths=lengths)
-
-
-def get_forward_backward_func() -> Callable[..., list[MicroBatchResult]]:
-    """The function that runs all micro-batches in the layout that is up: through a pipeline if there is one."""
-    if parallel_state.get_process_groups().pp.size > 1:
-        return forward_backward_pipelining
-    return forward_backward_no_pipelining
+_FUNCTIONS: dict[Any, Callable[..., list[Any]]] = {
+    run_without_pipeline: forward_backward_no_pipelining,
+    run_pipeline: forward_backward_pipelining_without_interleaving,
+}

@@ -1,6 +1,4 @@
-"""Runs a schedule on paper: start and end of every action for given costs, so that it either ends or is shown to wait
-in a circle; from that, the bubble, the activations that are alive, and a timeline. Torch-free.
-"""
+"""Simulation of a schedule with given costs: timeline, bubble, peak activations, and deadlock detection. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from dataclasses import dataclass
 from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
 
 CostFunction = Callable[[int, Action], float]
-"""(stage, action) -> seconds."""
+"""(stage, action) -> duration in seconds."""
 
 
 class DeadlockError(AssertionError):
-    """A schedule in which ranks wait for each other in a circle; the message says who waits for what."""
+    """Deadlock of a schedule; the message lists the action at which each rank is blocked."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One executed action."""
+    """One executed action with its start and end in seconds."""
 
     rank: int
     action: Action
@@ -29,29 +27,30 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The outcome of a simulation."""
+    """Result of a simulation."""
 
     schedule: Schedule
     events: tuple[tuple[Event, ...], ...]
-    """By rank, in order."""
+    """Executed actions by rank, in order."""
 
     @property
     def duration(self) -> float:
         return max((events[-1].end for events in self.events if events), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds that a rank computes."""
+        """Return the compute time of a rank in seconds."""
         return sum(event.end - event.start for event in self.events[rank])
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which they wait, from the first start to the last end."""
+        """Idle fraction of the total time of all ranks, from the first start to the last end."""
         total = self.duration * self.schedule.num_ranks
         return 1.0 - sum(self.busy(rank) for rank in range(self.schedule.num_ranks)) / total if total else 0.0
 
 
 def unit_costs(forward: float = 1.0, backward: float = 2.0, weight: float | None = None) -> CostFunction:
-    """The same cost on every stage. ``weight`` is the part of ``backward`` that W takes (default half)."""
+    """Return a cost function that is equal on all stages. With ``weight``, W costs ``weight`` and B the rest of
+    ``backward``, for schedules that split backward. Without it, B costs all of ``backward``."""
     share = backward / 2 if weight is None else weight
 
     def cost(stage: int, action: Action) -> float:
@@ -64,11 +63,9 @@ def unit_costs(forward: float = 1.0, backward: float = 2.0, weight: float | None
 
 
 def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: float = 0.0) -> Timeline:
-    """Every action starts once its rank is free and its input is there, ``latency`` seconds after it was computed.
-
-    Raises:
-        DeadlockError: if the schedule does not end.
-    """
+    """Simulate a schedule: an action starts when its rank is free and its inputs are available. An input from another
+    rank is available ``latency`` seconds after it was computed. The default costs are F = 1 and B = 2, or F = B = W = 1
+    if the schedule splits backward. Raises DeadlockError if the schedule does not finish."""
     if cost is None:
         cost = unit_costs(weight=1.0) if schedule.splits_backward else unit_costs()
     ends: dict[Place, float] = {}
@@ -97,7 +94,7 @@ def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: f
 def _input_time(
     schedule: Schedule, ends: dict[Place, float], rank: int, action: Action, latency: float
 ) -> float | None:
-    """When everything that ``action`` needs is there; None if that is not known yet."""
+    """Return the time at which all inputs of ``action`` are available; None if one has not been computed yet."""
     needs = []
     if (source := schedule.source(rank, action)) is not None:
         needs.append((source, latency if source.rank != rank else 0.0))
@@ -119,10 +116,9 @@ def _check_end(schedule: Schedule, position: list[int]) -> None:
 
 
 def peak_activations(schedule: Schedule, *, weight: Callable[[int], float] = lambda stage: 1.0) -> list[float]:
-    """Per rank, the most (chunk, micro-batch) activations alive at once, ``weight(stage)`` each.
-
-    They are alive from F until B, or until W where weight gradients are split off (which still need the inputs).
-    """
+    """Return the peak activation memory per rank, with ``weight(stage)`` for each (chunk, micro-batch) that is alive.
+    Activations are alive from F to B, or to W if the schedule splits backward, since weight gradients need the
+    inputs."""
     last = "W" if schedule.splits_backward else "B"
     peaks = []
     for rank, actions in enumerate(schedule.actions):

@@ -1,12 +1,11 @@
-"""Which stage of a pipeline holds what: a pure function of the configuration, read by models, rules, self-checks and
-``--dry-run`` alike. Torch-free.
+"""Contents of the pipeline stages, a pure function of the configuration. Torch-free.
 
-A pipeline of P ranks with V model chunks on each has P x V *stages*. A micro-batch visits them in order; stage ``s`` is
-chunk ``s // P`` of rank ``s % P``. Every stage holds a run of consecutive residual branches, the first one also the
-embedding and the last one the output layer and the loss: x + branch is all that travels between stages, wherever the
-cut is.
+Models, rules, self-checks and ``--dry-run`` all use it. A pipeline of P ranks with V model chunks per rank has P x V
+*stages*, which a micro-batch visits in order; stage ``s`` is chunk ``s // P`` of rank ``s % P``. Every stage holds
+consecutive residual branches, the first stage also the embedding, and the last stage also the output layer and the
+loss. Layers can be split between branches, because the residual stream is the only tensor between branches.
 
-Unless the user lays the stages out, the slowest stage is made as fast as possible (``balance.py``).
+Without a user-defined layout the split minimizes the cost of the slowest stage (``balance.py``).
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from typing import Any, NamedTuple
 from megatron.core.pipeline_parallel.balance import LayoutError, ModelCosts, balanced_counts, shared_out, slowest
 
 PipelineShape = Any
-"""Any configuration with the fields of ``PipelineConfig``, the pipeline's ranks and the network's sizes, resolved."""
+"""Any resolved configuration with the fields of ``PipelineConfig``, the pipeline size and the network sizes."""
 
 DECODER_LAYER = ("attention", "feed-forward")
-"""The branches of a layer of which nothing else is known."""
+"""Default branch names of a layer."""
 
 BranchNames = Sequence[Sequence[str]]
 """Names of the branches of each layer, for messages."""
 
 
 class LayerPart(NamedTuple):
-    """The branches of one layer that a stage holds."""
+    """Branches of one layer that a stage holds."""
 
     layer: int
-    """Global index, from 0."""
+    """Global layer index, from 0."""
     branches: range
-    """Which of the layer's branches."""
+    """Branch indices within the layer."""
     names: Sequence[str]
-    """Names of all branches of the layer."""
+    """Names of all branches of the layer, including those on other stages."""
 
     @property
     def is_whole(self) -> bool:
@@ -45,7 +44,7 @@ class LayerPart(NamedTuple):
 
 
 def parts_of(branches: range, names: BranchNames) -> Iterator[LayerPart]:
-    """The layers that a range of branches meets; branches are counted from 0 through the whole model."""
+    """Yield the layers, or parts of layers, in a range of branches (indices from 0 over the full model)."""
     first = 0
     for layer, own in enumerate(names):
         held = range(max(branches.start - first, 0), min(branches.stop - first, len(own)))
@@ -55,38 +54,41 @@ def parts_of(branches: range, names: BranchNames) -> Iterator[LayerPart]:
 
 
 def branches_of_layers(layers: range, names: BranchNames) -> range:
-    """The branches of whole layers."""
+    """Return the branch range (indices from 0 over the full model) of a range of layers."""
     before = [0, *accumulate(map(len, names))]
     return range(before[layers.start], before[layers.stop])
 
 
 @dataclass(frozen=True)
 class StageContents:
-    """Contents of one stage."""
+    """Contents of one stage. ``str()`` describes it as text, with layers numbered from 1."""
 
     stage: int
+    """Stage index, from 0."""
     branches: range
-    """Counted from 0 through the whole model."""
+    """Branches of the stage, indices from 0 over the full model."""
     names: BranchNames = field(repr=False)
-    """Branch names of every layer of the whole model."""
+    """Branch names of every layer of the full model."""
     embedding: bool = False
+    """Whether the stage holds the embedding."""
     loss: bool = False
+    """Whether the stage holds the output layer and the loss."""
     num_mtp: int = 0
-    """Multi-token prediction layers."""
+    """Number of multi-token prediction layers."""
 
     @property
     def parts(self) -> list[LayerPart]:
-        """Its branches, layer by layer."""
+        """Branches of the stage, grouped by layer."""
         return list(parts_of(self.branches, self.names))
 
     @property
     def num_layers(self) -> float:
-        """A branch counts as its share of a layer."""
+        """Number of layers; a split layer counts as a fraction, its branches on this stage / all its branches."""
         return sum(len(part.branches) / len(part.names) for part in self.parts)
 
     @property
     def cuts_layers(self) -> bool:
-        """Whether it begins or ends inside a layer."""
+        """Whether the stage begins or ends inside a layer."""
         return not all(part.is_whole for part in self.parts)
 
     def __str__(self) -> str:
@@ -114,7 +116,7 @@ _MAX_DEPTH = 50
 
 
 class _LayoutParser:
-    """Recursive descent over ``item*``, item = (char | "(" items ")") ["*" number]; commas and blanks mean nothing."""
+    """Recursive-descent parser of ``item*``, item = (char | "(" items ")") ["*" number]. Ignores commas and blanks."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -128,7 +130,8 @@ class _LayoutParser:
         return self.text[self.at] if self.at < len(self.text) else ""
 
     def items(self, closing: str) -> list[tuple[str, int]]:
-        """(symbol, its position) up to ``closing``, repetitions written out."""
+        """Parse up to and including ``closing``; return (symbol, position) pairs with repetitions expanded. Raises
+        LayoutError for a syntax error, or too many entries or nested parentheses."""
         result: list[tuple[str, int]] = []
         while (symbol := self.peek()) != closing:
             begin = self.at
@@ -169,7 +172,7 @@ class _LayoutParser:
 
 
 class _Order:
-    """A layout string as read so far: the branches it has named, and what may come next."""
+    """State while reading a layout string: the layers and branches so far, and the constraints on the next symbol."""
 
     def __init__(self, parser: _LayoutParser, names: BranchNames | None) -> None:
         self.parser, self.names = parser, names
@@ -177,10 +180,10 @@ class _Order:
         self.layers: list[Sequence[str]] = []
         self.branches = 0
         self.left = 0
-        """Branches of the last layer that are still to come."""
+        """Number of branches that are missing to complete the last layer."""
 
     def take(self, symbol: str, at: int) -> None:
-        """Raises LayoutError where ``symbol`` must not come."""
+        """Process the next symbol, at position ``at``. Raises LayoutError if it is not allowed here."""
         fail, seen = self.parser.fail, self.seen
         if "L" in seen:
             raise fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
@@ -213,11 +216,15 @@ _LAYERS = "taf"
 
 
 def parse_layout(text: str, names: BranchNames | None = None) -> list[StageContents]:
-    """The stages of a layout string such as ``Et*3|(tt|)*29,m|L``. ``names``: of the model's branches.
+    """Parse a layout string such as ``Et*3|(tt|)*29,m|L`` into stages. Symbols: E embedding, t full layer, a a branch
+    of a layer except the last, f the last branch of a layer, m multi-token prediction layer, L output layer and loss;
+    ``|`` separates stages. Raises LayoutError for a syntax error, if there is not exactly one E first and one L last,
+    if E is not on the first or L not on the last stage, or if an incomplete layer is followed by anything but its next
+    a or f.
 
-    Raises:
-        LayoutError: on anything but exactly one E, before every layer, and exactly one L, after every layer; on
-            branches of a layer other than a's and, last among them, an f.
+    Args:
+        text: the layout.
+        names: branch names of the model's layers; default: attention and feed-forward for every layer.
     """
     parser = _LayoutParser(text)
     order = _Order(parser, names)
@@ -244,7 +251,8 @@ def parse_layout(text: str, names: BranchNames | None = None) -> list[StageConte
 
 
 def virtual_pipeline_size(config: PipelineShape) -> int:
-    """Model chunks per pipeline rank; 1 without an interleaved schedule."""
+    """Return the number of model chunks per pipeline rank (V); 1 without interleaving. Derived from the layout, the
+    stages per rank or the layers per stage, whichever is set first in this order."""
     ranks = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
         return max(1, _num_stages(config.pipeline_model_parallel_layout) // ranks)
@@ -261,14 +269,10 @@ def _num_stages(layout: str) -> int:
 
 
 def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> list[StageContents]:
-    """The contents of every stage, in the order in which a micro-batch visits them.
-
-    ``costs`` are those of the model's description; without them layers are decoder layers, all alike, and stay whole,
-    and the output layer counts nothing. All callers of one run must pass the same.
-
-    Raises:
-        LayoutError: where the settings cannot be met; the rules refuse those before anything starts.
-    """
+    """Return the contents of every stage, in the order in which a micro-batch visits them. ``costs`` come from the
+    model description. Without them all layers are decoder layers of equal cost that are not split, and the output layer
+    costs nothing. All callers within a run must pass the same costs. Raises LayoutError if the settings are invalid or
+    impossible for the model; rules check this at startup."""
     costs = ModelCosts((DECODER_LAYER,) * config.num_layers, None) if costs is None else costs
     ranks, chunks = config.pipeline_model_parallel_size, virtual_pipeline_size(config)
     if config.pipeline_model_parallel_layout is not None:
@@ -290,13 +294,15 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
 
 
 def _of_whole_layers(counts: Sequence[int], names: BranchNames) -> list[int]:
-    """Branches per stage, from layers per stage."""
+    """Convert layers per stage to branches per stage."""
     ends = [0, *accumulate(counts)]
     return [len(branches_of_layers(range(*bounds), names)) for bounds in pairwise(ends)]
 
 
 def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int) -> list[int]:
-    """Layers per stage where the first or the last rank's number is given; the other ranks share the rest."""
+    """Return layers per stage if the layers of the first or last rank are given. The other layers are split evenly over
+    the other ranks, and each rank's layers evenly over its chunks. Raises LayoutError if too few layers remain for the
+    other ranks, or layers remain but no rank."""
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     rest = num_layers - (first or 0) - (last or 0)
     others = ranks - (first is not None) - (last is not None)
@@ -309,12 +315,16 @@ def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int)
 
 
 WORTH_A_CUT = 0.01
-"""Layers are cut where the slowest stage gets faster by more than this part."""
+"""Minimum relative improvement of the slowest stage for which layers are split between stages."""
 
 
 def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts) -> list[int]:
-    """Branches per stage."""
-    if num_stages > len(costs.names) + 2:  # said before anything as long as that number is built
+    """Return branches per stage with the lowest cost of the slowest stage. Layers are split only if this improves the
+    slowest stage by more than ``WORTH_A_CUT``, and never with --whole-layers-in-pipeline-split.
+    --account-for-embedding/loss-in-pipeline-split select Megatron-LM's rule: equal layers that are not split; the
+    embedding and the loss each count as one layer. Raises LayoutError if there are too few layers for
+    ``num_stages``."""
+    if num_stages > len(costs.names) + 2:  # check first: a huge number of stages must not allocate huge lists
         raise LayoutError(f"{len(costs.names)} layers cannot fill {num_stages} pipeline stages")
     front = float(config.account_for_embedding_in_pipeline_split)
     back = float(config.account_for_loss_in_pipeline_split)

@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on where a value stands in the global batch, not on which rank computes it or when.
+"""Layout-independent dropout: the mask depends on an element's position in the global batch, not on rank or time.
 
 Legend: s sequence (local), b batch, h hidden.
 """
@@ -20,23 +20,23 @@ COUNTERS_PER_PASS = 1 << 14
 
 @dataclass(frozen=True)
 class DropoutCoordinates:
-    """Where the tokens of a micro-batch stand: all that a mask depends on, besides layer and site."""
+    """Global coordinates of a micro-batch's tokens. Together with layer and site they determine every dropout mask."""
 
     stream: DropoutStream
     sample_b: Tensor
-    """Global sample counter, int64 [b]; of each token [s] of the stream where samples share the one row."""
+    """Global sample index, int64 [b]; or int64 [s], per token, if samples are packed into one row (b is 1)."""
     position_s: Tensor
-    """Global position of each token of the residual stream on this rank, int64 [s]."""
+    """Global position of each residual-stream token on this rank, int64 [s]."""
 
 
 class ScaleByMask(torch.autograd.Function):
-    """x * mask * scale, keeping only the bool mask for backward."""
+    """Return x * mask * scale; saves only the bool mask for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        return (x * mask.view(torch.uint8)).mul_(scale)  # four times as fast as a product with a bool tensor
+        return (x * mask.view(torch.uint8)).mul_(scale)  # uint8: four times as fast as multiplying by bool
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -45,10 +45,8 @@ class ScaleByMask(torch.autograd.Function):
 
 
 class Dropout(nn.Module):
-    """Inverted dropout: zero with probability ``rate``, else divided by 1 - rate. The identity when evaluating.
-
-    With a ``residual`` the result is added to it. ``fused`` lets a kernel do both; it draws the same mask.
-    """
+    """Inverted dropout: zero with probability ``rate``, else divided by 1 - rate; the identity in eval mode. Adds the
+    result to a ``residual`` if given. ``fused`` does both in one kernel, with the same mask."""
 
     def __init__(self, rate: float, *site: str | int, fused: bool = False) -> None:
         super().__init__()
@@ -68,7 +66,7 @@ class Dropout(nn.Module):
         return coordinates
 
     def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
-        """``x`` and ``residual`` [s, b, h]."""
+        """Drop out ``x`` [s, b, h] and add ``residual`` [s, b, h]. In training, ValueError without ``coordinates``."""
         if not self.training:
             return _added(x, residual)
         return self._drop(x, self._checked(coordinates), residual)
@@ -94,17 +92,17 @@ def _added(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 class NoDropout(nn.Module):
-    """The identity, for a rate of zero."""
+    """Module for rate zero: returns ``x``, plus ``residual`` if given."""
 
     def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
         return _added(x, residual)
 
 
 def make_dropout(rate: float, *site: str | int, fused: bool = False) -> nn.Module:
-    """``site`` names the place in the model, layer number included."""
+    """Build the dropout module of a ``site``: the position in the model with layer number, which selects the mask."""
     return Dropout(rate, *site, fused=fused) if rate else NoDropout()
 
 
 def dropout_is_fused(config: Any) -> bool:
-    """Whether a kernel computes dropout of the residual stream's branches."""
+    """Return whether a Triton kernel computes dropout in the residual branches of ``config``'s model."""
     return kernels_serve(config.params_dtype, config.bias_dropout_fusion)

@@ -1,15 +1,14 @@
-"""Random numbers that are pure functions of a key and an index, so that no result depends on how a tensor is sliced.
+"""Counter-based random numbers: pure functions of a key and an index, independent of how a tensor is sharded.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): ten rounds of two
-32x32-bit products on a 128-bit counter under a 64-bit key. It passes TestU01's BigCrush, is what cuRAND, JAX and
-``tl.philox`` use, and has published test vectors, so a GPU kernel can return the same bits. Here it runs in int64
-operations of torch or, on CPUs, of NumPy: products of two 32-bit words wrap modulo 2**64, whose bits are the ones
-wanted.
+32x32-bit products on a 128-bit counter with a 64-bit key. It passes TestU01's BigCrush, is used by cuRAND, JAX and
+``tl.philox``, and has published test vectors, so that a GPU kernel can return the same bits. It is implemented in int64
+operations of torch or, on CPUs, NumPy: products of two 32-bit words wrap modulo 2**64 to the required bits.
 
-One counter gives four 32-bit words; element ``i`` of a stream is word ``i % 4`` of counter ``i // 4``. Normal numbers
-come from Box-Muller on pairs (0,1) and (2,3) in float64, with logarithm, sine and cosine as polynomials in the five
-IEEE operations that are exactly rounded everywhere: the library functions differ between vector body, scalar tail and
-device, these do not.
+One counter yields four 32-bit words; element ``i`` of a stream is word ``i % 4`` of counter ``i // 4``. Normal numbers
+are computed by Box-Muller on pairs (0,1) and (2,3) in float64. Logarithm, sine and cosine are polynomials of the five
+IEEE operations that are exactly rounded everywhere: library functions differ between vector body, scalar tail and
+device, which would make the bits depend on the sharding.
 
 Legend: ``words`` are int64 tensors that hold 32-bit unsigned values.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,21 +29,21 @@ _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _CHUNK_COUNTERS = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Counters per pass. On a CPU the int64 temporaries (128 KiB each) stay in a core's second-level cache; a GPU needs
-passes large enough (32 MiB) that launching their kernels does not take longer than running them."""
+"""Counters per pass. On a CPU the int64 temporaries (128 KiB each) fit in a core's L2 cache; a GPU needs larger passes
+(32 MiB), whose kernels take longer to run than to launch."""
 
 
 def key(seed: int, *parts: str | int) -> int:
-    """A 64-bit key from a seed and any strings and integers; the same in every process and on every machine."""
+    """Return a 64-bit key (BLAKE2b) of a seed and any strings and integers; equal in all processes and machines."""
     text = "\x1f".join([str(int(seed)), *(f"{type(part).__name__[0]}{part}" for part in parts)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], key: int) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox4x32 on a counter of four words (broadcast against each other): four words."""
+    """Run ten rounds of Philox4x32 on a counter of four words (broadcast together); return four int64 words."""
     tensors = [word for word in counter if isinstance(word, Tensor)]
     if tensors and all(type(word) is Tensor and word.device.type == "cpu" for word in tensors):
-        # NumPy takes a third of torch's time for these operations, on large and on small arrays
+        # NumPy needs a third of torch's time for these operations, for large and small arrays
         arrays = (word.numpy() if isinstance(word, Tensor) else word for word in counter)
         with np.errstate(over="ignore"):
             return tuple(torch.from_numpy(np.asarray(word)) for word in _rounds(tuple(arrays), key))
@@ -52,11 +51,11 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
 
 
 def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
-    """:func:`philox` of tensors, arrays or integers."""
+    """Compute :func:`philox` on tensors, arrays or integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
     for _ in range(10):
-        # only the low halves of c1 and c3 count, so they may carry dirt above bit 31 until they are used
+        # only the low 32 bits of c1 and c3 matter: they are masked when used, and keep higher bits until then
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0 = ((product_1 >> 32) ^ c1 ^ k0) & _MASK32
         c2 = ((product_0 >> 32) ^ c3 ^ k1) & _MASK32
@@ -66,18 +65,18 @@ def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
 
 
 def _words_of_blocks(key: int, blocks: Tensor) -> Tensor:
-    """The four words of each counter of ``blocks`` (int64, any shape), in a new last dim of 4."""
+    """Return the four words of each counter in ``blocks`` (int64, any shape) in a new last dim of 4."""
     words = philox((blocks & _MASK32, blocks >> 32, torch.zeros_like(blocks), 0), key)
     return torch.stack(words, dim=-1)
 
 
 def _uniform_of_words(words: Tensor) -> Tensor:
-    """Float64 in (0, 1)."""
+    """Map words to float64 in (0, 1)."""
     return (words.double() + 0.5) * 2.0**-32
 
 
 def _polynomial(x: Tensor, coefficients: list[float]) -> Tensor:
-    """Horner's rule, highest power first."""
+    """Evaluate a polynomial by Horner's rule, highest power first."""
     result = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         result = result.add_(coefficient).mul_(x)
@@ -90,7 +89,7 @@ _COSINE_SERIES = [(-1.0) ** n / math.factorial(2 * n) for n in range(7, -1, -1)]
 
 
 def _log_of_uniform(u: Tensor) -> Tensor:
-    """log(u) for float64 0 < u < 1, to 1e-14: exponent from the bits, mantissa m in [1, 2) by 2
+    """Return log(u) for float64 0 < u < 1, to 1e-14: exponent from the bits, mantissa m in [1, 2) by the series of 2
     artanh((m-1.5)/(m+1.5))."""
     bits = u.view(torch.int64)
     exponent = (bits >> 52).sub_(1023).double()
@@ -101,11 +100,11 @@ def _log_of_uniform(u: Tensor) -> Tensor:
 
 
 def _normal_of_words(words: Tensor) -> Tensor:
-    """Box-Muller on the word pairs of the last dim (its size is even): float64 of the same shape."""
+    """Apply Box-Muller to the word pairs of the last dim (even size); return float64 of the same shape."""
     pairs = words.unflatten(-1, (-1, 2))
     radius = _log_of_uniform(_uniform_of_words(pairs[..., 0])).mul_(-2.0).clamp_(min=0.0).sqrt_()
     angle = pairs[..., 1]
-    # 30 bits of angle within a quarter circle around 0, one bit turns it by a right angle, one by half a circle
+    # 30 bits: angle within a quarter circle around 0; one bit adds a quarter turn, one bit a half turn
     turn = ((angle & 0x3FFFFFFF) - 0x20000000).double().add_(0.5).mul_(math.pi / 2**31)
     squared = turn * turn
     sine = _polynomial(squared, _SINE_SERIES).mul_(turn)
@@ -121,8 +120,10 @@ def _chunk_counters(device: torch.device) -> int:
     return _CHUNK_COUNTERS.get(device.type, _CHUNK_COUNTERS["cpu"])
 
 
-def _aligned_runs(key: int, starts: Tensor, length: int, transform) -> Iterator[tuple[slice, Tensor]]:
-    """Values of runs whose starts and length are multiples of four, a bounded number of runs at a time."""
+def _aligned_runs(
+    key: int, starts: Tensor, length: int, transform: Callable[..., Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (run indices, elements) of runs with starts and length divisible by four, with bounded memory per pass."""
     blocks_per_run = length // 4
     runs_per_pass = max(1, _chunk_counters(starts.device) // blocks_per_run)
     offsets = torch.arange(blocks_per_run, device=starts.device)
@@ -133,10 +134,9 @@ def _aligned_runs(key: int, starts: Tensor, length: int, transform) -> Iterator[
 
 
 def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "normal") -> Tensor:
-    """Fill each row of ``out`` [runs, length] with the stream's elements from ``starts[run]`` on, in place.
-
-    ``distribution`` is ``"normal"`` (standard) or ``"uniform"`` (on (0, 1)). Memory beyond ``out`` is bounded.
-    """
+    """Fill each row of ``out`` [runs, length] in place with the stream's elements from ``starts[run]``; return ``out``.
+    ``distribution``: ``"normal"`` (standard) or ``"uniform"`` on (0, 1). Extra memory is bounded. Waits for the
+    device."""
     transform = {"normal": _normal_of_words, "uniform": _uniform_of_words}[distribution]
     length = out.shape[1]
     chunk = _chunk_counters(out.device)
@@ -156,40 +156,36 @@ def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "norma
 
 @dataclass(frozen=True)
 class DropoutStream:
-    """Keep-masks as functions of (seed, sample, layer, site, token position, feature), independent of any layout.
-
-    The counter words of one element are: feature // 8, token position, low half of the sample index, and
-    (row << 16 | high half of the sample index), where ``row`` tells attention heads apart. The key is (seed, layer,
-    site). Each of the eight 16-bit lanes of a counter's four words decides one feature, so that rates are multiples of
-    2**-16; ``exact_rate`` is what scales must be computed from.
-    """
+    """Keep-masks as functions of (seed, sample, layer, site, token position, feature), independent of the layout. The
+    counter words of an element are: feature // 8, token position, low half of the sample index, and (row << 16 | high
+    half of the sample index), where ``row`` distinguishes attention heads. The key is (seed, layer, site). Each of the
+    eight 16-bit lanes of a counter's four words decides one feature, so that rates are multiples of 2**-16; compute
+    scales from ``exact_rate``."""
 
     seed: int
 
     @staticmethod
     def exact_rate(rate: float) -> float:
-        """The multiple of 2**-16 with which values are dropped."""
+        """Return ``rate`` rounded to a multiple of 2**-16: the probability with which elements are dropped."""
         return round(rate * 65536) / 65536
 
     def key(self, site: tuple[str | int, ...]) -> int:
-        """The 64-bit key of the masks of a site."""
+        """Return the 64-bit key of a site's masks."""
         return key(self.seed, "dropout", *site)
 
     def keep_mask(
         self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature:
         range
     ) -> Tensor:
-        """Bool mask, True with probability 1 - ``exact_rate(rate)``, where :meth:`lanes` are large."""
+        """Return a bool mask, True with probability 1 - ``exact_rate(rate)``; other arguments as in :meth:`lanes`."""
         return self.lanes(site, sample, position, row, feature) >= round(rate * 65536) - 32768
 
     def lanes(
         self, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature: range
     ) -> Tensor:
-        """Int16, uniform on [-2**15, 2**15).
-
-        ``sample``, ``position`` and ``row`` are int64 tensors that broadcast to all dims but the last (their own last
-        dim is 1); ``feature`` are the consecutive global feature indices along the last dim.
-        """
+        """Return int16 values, uniform on [-2**15, 2**15). ``sample``, ``position`` and ``row`` are int64 tensors with
+        last dim 1 that broadcast to the other dims; ``feature`` is the range of global feature indices in the last
+        dim."""
         first, last = feature.start >> 3, (feature.stop + 7) >> 3
         blocks = torch.arange(first, last, device=sample.device)
         high = (sample >> 32) | (row << 16)

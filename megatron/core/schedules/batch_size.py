@@ -1,9 +1,9 @@
-"""Global batch size, micro-batch count and training length as pure functions of consumed samples.
+"""Global batch size, number of micro-batches and training length as pure functions of consumed samples.
 
-Three kinds of schedule, told apart by the configuration: one constant size; a linear ramp ``--rampup-batch-size start
-increment samples``, whose increments are spread evenly over the ramp's samples; and a step schedule in tokens
-``--step-batch-size-schedule "0:16 2.4B:320"``. All are reduced to :class:`Plateau` rows, from which everything follows;
-nothing here keeps state, so that any rank computes any moment of the run.
+Three kinds of schedules exist: a constant size; a linear ramp ``--rampup-batch-size start increment samples``, whose
+increments are spread evenly over the ramp's samples; and a step schedule by tokens, ``--step-batch-size-schedule
+"0:16 2.4B:320"``. All are converted to a list of :class:`Plateau`. The functions keep no state, so that any rank can
+evaluate the schedule at any sample.
 """
 
 import re
@@ -21,7 +21,7 @@ _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class BatchConfig(Protocol):
-    """The fields that the batch schedule reads; ``PretrainConfig`` has them all."""
+    """Configuration fields of the batch size schedule; ``PretrainConfig`` has all of them."""
 
     micro_batch_size: int
     global_batch_size: int
@@ -32,7 +32,7 @@ class BatchConfig(Protocol):
 
 
 class ScheduleError(UserError):
-    """Flags of the batch size that cannot be read or met."""
+    """Batch size flag that is invalid or contradicts others; ``reason`` is the message without the flag."""
 
     def __init__(self, flag: str, reason: str) -> None:
         super().__init__(f"{flag}: {reason}")
@@ -41,14 +41,15 @@ class ScheduleError(UserError):
 
 @dataclass(frozen=True)
 class Plateau:
-    """Iterations that begin at ``first_sample`` or later take ``size`` samples each (until the next plateau)."""
+    """Batch size ``size`` for iterations that start at sample ``first_sample`` or later, until the next plateau."""
 
     first_sample: int
     size: int
 
 
 def parse_token_count(text: str) -> int:
-    """``"2.4B"`` -> 2400000000. Suffixes K, M, B, T are powers of 1000; :class:`ScheduleError` for anything else."""
+    """Parse a token count, e.g. ``"2.4B"`` -> 2400000000; the suffixes K, M, B, T are powers of 1000. Raises
+    ScheduleError for other text, or if the count is not an integer."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", text.strip().upper())
     if not match:
         raise ScheduleError(_STEPS, f"{text!r} is not a token count such as 0, 500M or 2.4B")
@@ -59,10 +60,10 @@ def parse_token_count(text: str) -> int:
 
 
 def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
-    """Rows of ``"0:16 2.4B:320"``: thresholds in tokens (first 0, strictly rising), then sizes in samples.
-
-    A size holds from the first sample at which the consumed tokens reach its threshold.
-    """
+    """Parse ``"0:16 2.4B:320"``: pairs of threshold in tokens and batch size in samples. A size applies from the first
+    sample at which the consumed tokens reach its threshold. Thresholds are converted to samples with ``seq_length``,
+    rounded up. Raises ScheduleError for invalid entries, a first threshold other than 0, or thresholds that do not
+    increase."""
     flag = f"{_STEPS} {text!r}"
     plateaus: list[Plateau] = []
     previous = -1
@@ -83,10 +84,9 @@ def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
 
 
 def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
-    """Rows of ``--rampup-batch-size start increment samples``.
-
-    Step j (size start + j * increment) begins when ``consumed >= j * samples / number of increments``.
-    """
+    """Return the plateaus of ``--rampup-batch-size start increment samples``. Plateau j has size start + j * increment
+    and starts when ``consumed >= j * samples / number of increments``. Raises ScheduleError for invalid numbers, or if
+    ``final_size - start`` is not a multiple of the increment."""
     flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
     if len(rampup) != 3:
         raise ScheduleError(flag, "needs three numbers, START INCREMENT SAMPLES")
@@ -106,11 +106,8 @@ def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
 
 
 def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
-    """The schedule of ``config``; rows with the same first sample are allowed, the last of them counts.
-
-    Raises:
-        ScheduleError: unreadable or contradictory flags.
-    """
+    """Return the batch size schedule of ``config``. Among plateaus with equal first sample the last one applies. Raises
+    ScheduleError for invalid or contradictory flags."""
     if config.step_batch_size_schedule:
         if config.rampup_batch_size:
             raise ScheduleError("--rampup-batch-size", "excludes --step-batch-size-schedule: give one")
@@ -123,7 +120,9 @@ def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
 
 
 def check_batch_sizes(config: BatchConfig, data_parallel_size: int) -> None:
-    """Raise ``ValueError`` unless every size of the schedule is a multiple of micro-batch size x data-parallel size."""
+    """Check that every batch size is divisible by micro-batch size x data-parallel size. With
+    --decrease-batch-size-if-needed it must only be at least as large. Raises UserError for the first other size, with
+    the nearest valid sizes."""
     unit = config.micro_batch_size * data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in batch_size_plateaus(config)):
         if size < unit or (size % unit and not config.decrease_batch_size_if_needed):
@@ -135,23 +134,24 @@ def check_batch_sizes(config: BatchConfig, data_parallel_size: int) -> None:
 
 
 def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
-    """Size of the global batch that starts after ``consumed_samples`` samples."""
+    """Return the size in samples of the global batch that starts after ``consumed_samples`` samples."""
     return _size_at(batch_size_plateaus(config), consumed_samples)
 
 
 def running_global_batch_size(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
-    """Like :func:`global_batch_size`, lowered to a multiple of MBS x DP under ``--decrease-batch-size-if-needed``."""
+    """Return :func:`global_batch_size`, rounded down to a multiple of micro-batch size x data-parallel size with
+    --decrease-batch-size-if-needed."""
     return _lowered(config, global_batch_size(config, consumed_samples), data_parallel_size)
 
 
 def num_microbatches(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
-    """Micro-batches per data-parallel rank of the global batch that starts after ``consumed_samples`` samples."""
+    """Return the micro-batches per data-parallel rank for the global batch that starts after ``consumed_samples``."""
     size = running_global_batch_size(config, consumed_samples, data_parallel_size)
     return size // (config.micro_batch_size * data_parallel_size)
 
 
 def train_iters_from_samples(config: BatchConfig, train_samples: int, data_parallel_size: int = 1) -> int:
-    """Whole iterations that fit into ``train_samples`` samples."""
+    """Return the number of full iterations that fit into ``train_samples`` samples, including the ramp-up."""
     iterations = 0
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or first + count * size > train_samples:
@@ -161,7 +161,7 @@ def train_iters_from_samples(config: BatchConfig, train_samples: int, data_paral
 
 
 def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size: int = 1) -> int:
-    """Samples that the first ``iterations`` iterations consume."""
+    """Return the number of samples that the first ``iterations`` iterations consume, including the ramp-up."""
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or iterations <= count:
             return first + iterations * size
@@ -180,7 +180,7 @@ def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:
 
 
 def _runs(config: BatchConfig, data_parallel_size: int) -> Iterator[tuple[int, int, int | None]]:
-    """(first sample, size, iterations) of each stretch of equal batches; the last has None iterations."""
+    """Yield (first sample, batch size, iterations) per run of equal batches; the last run has iterations None."""
     plateaus = batch_size_plateaus(config)
     consumed = 0
     for following in [plateau.first_sample for plateau in plateaus[1:]]:

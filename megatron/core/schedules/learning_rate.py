@@ -1,11 +1,11 @@
 """Learning rate and weight decay as pure functions of (configuration, consumed samples).
 
-Time is counted in *samples*, so that a schedule means the same for any batch size, ramp-up or restart: the rate used by
-an iteration is ``learning_rate(plan, consumed samples)``. :class:`SchedulePlan` is the configuration reduced to
-numbers of samples; :class:`OptimizerParamScheduler` writes the values into an optimizer's parameter groups.
+Schedules are defined in *samples*, so that they do not depend on batch size, ramp-up or restarts: an iteration uses
+``learning_rate(plan, consumed samples)``. :class:`SchedulePlan` holds the schedule in samples, and
+:class:`OptimizerParamScheduler` writes the values into the parameter groups of an optimizer.
 
-With ``n`` consumed samples, ``w`` warm-up and ``d`` decay samples, ``L`` the peak, ``m`` the minimum and ``i`` the
-initial rate, the closed forms are::
+Closed forms, with ``n`` consumed, ``w`` warm-up and ``d`` decay samples, ``L`` the peak, ``m`` the minimum and ``i``
+the initial learning rate::
 
     n <= w                  i + (L - i) n / w                                (only when w > 0)
     constant                L
@@ -40,7 +40,7 @@ LR_DECAY_STYLES, WSD_DECAY_STYLES, WEIGHT_DECAY_STYLES = map(get_args, (DecaySty
 
 
 class ScheduleConfig(Protocol):
-    """The fields that a schedule reads; ``PretrainConfig`` has them all."""
+    """Configuration fields of the schedule; ``PretrainConfig`` has all of them."""
 
     lr: float
     min_lr: float
@@ -65,7 +65,9 @@ class ScheduleConfig(Protocol):
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """A schedule in samples. The field names and their order are those of the classic scheduler's arguments."""
+    """Learning rate and weight decay schedule in samples. Names and order of the fields match the arguments of
+    Megatron-LM's ``OptimizerParamScheduler``. The constructor raises UserError for values that are out of range or
+    contradict each other."""
 
     init_lr: float
     max_lr: float
@@ -110,11 +112,9 @@ class SchedulePlan:
 
 
 def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
-    """The schedule of ``config`` in samples; iterations count as ``global_batch_size`` samples each, ramp-up or not.
-
-    Raises:
-        ValueError: a needed flag is missing, or the lengths contradict one another.
-    """
+    """Convert the schedule of ``config`` to samples. Lengths in iterations are multiplied by ``global_batch_size``,
+    also with batch size ramp-up. Raises UserError if a required flag is missing or the lengths contradict each
+    other."""
     if config.lr is None:
         raise UserError("--lr is not set: give the peak learning rate")
     style = config.weight_decay_incr_style
@@ -135,8 +135,9 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
-    """(training, decay, warm-up, WSD annealing) lengths in samples."""
-    if config.train_iters and not config.train_samples:  # a run by samples may have its iterations filled in
+    """Return the (training, decay, warm-up, WSD annealing) lengths in samples. Raises UserError if neither
+    --train-iters nor --train-samples is set, or the former without a global batch size."""
+    if config.train_iters and not config.train_samples:  # with --train-samples, train_iters may be derived from it
         size = config.global_batch_size
         if not size:
             raise UserError("--global-batch-size is not set: a schedule in iterations needs it")
@@ -152,7 +153,8 @@ def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | 
 def learning_rate(
     plan: SchedulePlan, samples: float, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
-    """The rate of ``plan`` after ``samples``; a peak and minimum of a parameter group replace the plan's own."""
+    """Return the learning rate after ``samples`` consumed samples (closed forms in the module docstring). ``max_lr``
+    and ``min_lr`` of a parameter group override the plan's peak and minimum."""
     peak = plan.max_lr if max_lr is None else max_lr
     low = plan.min_lr if min_lr is None else min_lr
     warmup, end = plan.lr_warmup_steps, plan.lr_decay_steps
@@ -174,7 +176,7 @@ def learning_rate(
 
 
 def _annealing(style: str | None, share: float) -> float:
-    """From 1 at ``share`` 0 to 0 at ``share`` 1."""
+    """Return the annealing factor, from 1 at ``share`` = 0 to 0 at ``share`` = 1."""
     if style == "linear":
         return 1.0 - share
     if style == "cosine":
@@ -184,26 +186,32 @@ def _annealing(style: str | None, share: float) -> float:
     return 1.0 - math.sqrt(share)
 
 
-def decay_weight(plan: SchedulePlan, samples: float) -> float:
-    """The weight decay of ``plan`` after ``samples``."""
+def decay_weight(
+    plan: SchedulePlan, samples: float, *, start_wd: float | None = None, end_wd: float | None = None
+) -> float:
+    """Return the weight decay after ``samples`` consumed samples. ``start_wd`` and ``end_wd`` of a parameter group
+    override the plan's values."""
+    start = plan.start_wd if start_wd is None else start_wd
+    end = plan.end_wd if end_wd is None else end_wd
     if samples > plan.wd_incr_steps or plan.wd_incr_style == "constant":
-        return plan.end_wd
+        return end
     share = samples / plan.wd_incr_steps
     if plan.wd_incr_style == "cosine":
         share = 0.5 * (math.cos(math.pi * (1 - share)) + 1.0)
-    return plan.start_wd + share * (plan.end_wd - plan.start_wd)
+    return start + share * (end - start)
 
 
 class OptimizerParamScheduler:
-    """Writes ``lr`` and ``weight_decay`` into the optimizer's parameter groups.
-
-    A group may carry ``max_lr`` and ``min_lr`` (decoupled rates) and the factors ``lr_mult`` and ``wd_mult``.
+    """Scheduler that writes ``lr`` and ``weight_decay`` into the optimizer's parameter groups. A group may have
+    ``max_lr`` and ``min_lr`` (decoupled learning rates), ``start_wd`` and ``end_wd``, and the factors ``lr_mult`` and
+    ``wd_mult``. The constructor writes the values for 0 samples. Raises UserError if both options are set or the
+    schedule is invalid.
 
     Args:
-        optimizer: has ``param_groups``, a list of dicts.
-        plan: positional and keyword fields of :class:`SchedulePlan`, or one ready plan.
-        use_checkpoint_opt_param_scheduler: take the stored schedule on load.
-        override_opt_param_scheduler: take this program's schedule on load.
+        optimizer: object with ``param_groups``, a list of dicts.
+        plan: a :class:`SchedulePlan`, or its fields as positional and keyword arguments.
+        use_checkpoint_opt_param_scheduler: whether loading a checkpoint adopts its schedule.
+        override_opt_param_scheduler: whether loading a checkpoint keeps this program's schedule.
     """
 
     def __init__(
@@ -221,37 +229,36 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def get_lr(self, param_group: dict) -> float:
-        """The rate of a group now, before its ``lr_mult``."""
+        """Return the current learning rate of a group, without its ``lr_mult``."""
         return learning_rate(
             self.plan, self.num_steps, max_lr=param_group.get("max_lr"), min_lr=param_group.get("min_lr")
         )
 
     def get_wd(self, param_group: dict | None = None) -> float:
-        """The weight decay now, before a group's ``wd_mult``; the same for every group."""
-        return decay_weight(self.plan, self.num_steps)
+        """Return the current weight decay of a group (default: of the plan), without its ``wd_mult``."""
+        group = param_group or {}
+        return decay_weight(self.plan, self.num_steps, start_wd=group.get("start_wd"), end_wd=group.get("end_wd"))
 
     def set_samples(self, consumed_samples: int) -> None:
-        """Move to ``consumed_samples`` and write the values of that moment."""
+        """Set the position to ``consumed_samples`` and update all parameter groups."""
         self.num_steps = consumed_samples
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def step(self, increment: int) -> None:
-        """Advance by ``increment`` samples and write the values of that moment."""
+        """Advance by ``increment`` samples and update all parameter groups."""
         self.set_samples(self.num_steps + increment)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings: the schedule and the position in it."""
+        """Return the schedule and the position (``num_steps``, in samples) as plain numbers and strings."""
         return {**asdict(self.plan), "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position, and reconcile the stored schedule with this program's. The length of a run over which
-        weight decay does not change says nothing.
-
-        Raises:
-            ValueError: they differ and neither flag says which one counts; every difference is listed.
-        """
+        """Restore the position, compare the stored schedule with this program's, and update all parameter groups. If
+        the schedules differ, the constructor's options decide which one is used, and a warning lists the differences.
+        ``wd_incr_steps`` is not compared if weight decay is constant. Raises UserError if the schedules differ and
+        neither option is set (all differences are listed), or the stored fields do not match."""
         fields = dict(state_dict)
         num_steps = int(fields.pop("num_steps"))
         unknown = set(fields) ^ set(SchedulePlan.__dataclass_fields__)
@@ -269,6 +276,8 @@ class OptimizerParamScheduler:
             self.plan = stored
         elif differences and self.override_opt_param_scheduler:
             logger.warning("overriding the schedule of the checkpoint: %s", "; ".join(differences))
+        elif {each.partition(":")[0] for each in differences} - {"wd_incr_steps"} == {"lr_decay_steps"}:
+            raise UserError(_other_length(stored, self.plan, num_steps))
         elif differences:
             raise UserError(
                 f"the learning rate schedule differs from the checkpoint's ({'; '.join(differences)}): give "
@@ -277,8 +286,21 @@ class OptimizerParamScheduler:
         self.set_samples(num_steps)
 
 
+def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> str:
+    """Return the error message for a changed decay length: how to continue after ``num_steps`` samples."""
+    old, new = learning_rate(stored, num_steps), learning_rate(now, num_steps)
+    kept = learning_rate(stored, max(now.lr_decay_steps, num_steps))
+    return (
+        f"--train-iters, --train-samples or --lr-decay-iters: the learning rate now decays over {now.lr_decay_steps}"
+        f" samples, in the checkpoint over {stored.lr_decay_steps}; to continue, add one of two flags."
+        f" --override-opt_param-scheduler decays over the new length: at sample {num_steps} the rate is {new:.3g}"
+        f" instead of {old:.3g}, in the end {now.min_lr:.3g}. --use-checkpoint-opt_param-scheduler keeps the stored"
+        f" schedule: the rate ends at {kept:.3g}"
+    )
+
+
 def get_optimizer_param_scheduler(config: Any, optimizer: Any) -> OptimizerParamScheduler:
-    """The scheduler that ``config``'s flags ask for."""
+    """Build the scheduler from the flags in ``config``. Raises UserError for an invalid schedule."""
     return OptimizerParamScheduler(
         optimizer, schedule_plan(config),
         use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,

@@ -1,8 +1,8 @@
-"""The cut of flat gradient memory into buckets and shards: pure functions of sizes, read by the buffers themselves and
-by ``--dry-run``. Torch-free.
+"""Layout of flat gradient buffers: parameter offsets, buckets and shards as pure functions of sizes. Torch-free.
 
-Parameters lie in the order in which backward produces their gradients, each on a 64-element boundary; a bucket is the
-unit of one collective. Where data-parallel ranks share out the update, each owns an equal stretch of every bucket.
+Used by the gradient buffers and by ``--dry-run``. Parameters are placed in the order in which backward produces their
+gradients, each aligned to 64 elements. One collective reduces one bucket. With sharded optimizer state each
+data-parallel rank owns an equal contiguous range of every bucket.
 """
 
 from __future__ import annotations
@@ -12,30 +12,33 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ALIGNMENT = 64  # elements: every parameter's gradient starts on a 256-byte boundary in fp32
-BUS_ALIGNMENT = 2**16  # elements: NCCL reaches its bandwidth with messages of whole powers of two
+BUS_ALIGNMENT = 2**16  # elements: NCCL reaches full bandwidth only with multiples of a large power of two
 
 
 class BucketCut(NamedTuple):
-    """One bucket."""
+    """Parameters and element range of one bucket."""
 
     stop: int
-    """One past the index of its last parameter."""
+    """Index of its last parameter plus one."""
     begin: int
+    """First element in the buffer."""
     end: int
-    """Its stretch of the buffer, in elements."""
+    """Last element in the buffer plus one, with padding."""
 
 
 class BufferCut(NamedTuple):
-    """A whole buffer, in elements."""
+    """Layout of a buffer, in elements."""
 
     starts: tuple[int, ...]
     """First element of each parameter."""
     buckets: tuple[BucketCut, ...]
+    """Buckets in memory order; they cover the buffer without gaps."""
     total: int
+    """Size of the buffer, with padding."""
 
 
 def bucket_alignment(num_shards: int, pad_for_bus: bool) -> int:
-    """Every bucket's size is a multiple of it."""
+    """Return the divisor of all bucket sizes, in elements."""
     shards = ALIGNMENT * num_shards
     return math.lcm(shards, BUS_ALIGNMENT) if pad_for_bus else shards
 
@@ -43,7 +46,9 @@ def bucket_alignment(num_shards: int, pad_for_bus: bool) -> int:
 def chosen_bucket_size(
     total: int, *, bucket_size: int | None, num_buckets: int | None, overlap: bool, num_ranks: int
 ) -> int | None:
-    """Least elements of a bucket for ``total`` parameters of a model chunk; None is one bucket for everything."""
+    """Return the minimum elements per bucket for ``total`` elements of a model chunk; None: a single bucket.
+    ``num_buckets`` overrides ``bucket_size``. The default with overlap is max(40 million, 1 million x
+    ``num_ranks``)."""
     if num_buckets is not None:
         return -(-total // num_buckets)
     if bucket_size is None and overlap:
@@ -52,13 +57,13 @@ def chosen_bucket_size(
 
 
 def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int) -> BufferCut:
-    """Places parameters of ``sizes`` elements.
+    """Assign parameters to buckets and to offsets in the buffer.
 
     Args:
-        sizes: in the order of memory.
-        alone: which of them get a bucket each.
-        bucket_size: a bucket is closed once it has so many elements.
-        alignment: of the buckets' sizes.
+        sizes: elements of each parameter, in memory order.
+        alone: whether the parameter gets a separate bucket.
+        bucket_size: elements from which a bucket is closed; None: never.
+        alignment: divisor of all bucket sizes; buckets are padded to it.
     """
     starts: list[int] = []
     buckets: list[BucketCut] = []
@@ -83,13 +88,13 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:
-    """Elements of parameters in each shard; the rest of a buffer is padding."""
+    """Return the number of parameter elements in each shard, summed over buckets and without padding."""
     owned = [0] * num_shards
     first = 0
     for stop, begin, end in cut.buckets:
         length = (end - begin) // num_shards
         for index in range(first, stop):
-            if not sizes[index]:  # of a vocabulary that is not known yet; its bucket may be empty
+            if not sizes[index]:  # the vocabulary size may be unknown yet (0); its bucket may be empty
                 continue
             low = cut.starts[index]
             high = low + sizes[index]

@@ -1,7 +1,7 @@
-"""A flat stretch of a parameter's local memory as rectangles of the global tensor.
+"""Conversion of a flat range of a parameter's local memory to rectangles of the global tensor.
 
-Data-parallel ranks that share out optimizer state (or weights) cut flat memory anywhere. What a checkpoint stores, and
-what a norm or a comparison sees, are rectangles: this is the translation, on top of any placement.
+Sharded optimizer state splits flat memory at any element, while checkpoints, norms and comparisons work on rectangles.
+The conversion works for every placement.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from megatron.core.sharding.rectangles import Rectangle
 def flat_pieces(
     spec: ParameterSpec, groups: ProcessGroups, stretch: tuple[int, int], flat: Tensor
 ) -> Iterator[tuple[Rectangle, Tensor]]:
-    """A stretch (begin, end) of this rank's shard, in the order of memory, as rectangles of the global tensor.
+    """Yield (rectangle of the global tensor, its values) for a flat range of this rank's shard, in memory order.
+    Padding is omitted. A range of a matrix gives at most three rectangles: the end of a row, full rows, the start of a
+    row.
 
-    With each comes its view of ``flat``, which holds the stretch's elements in any shape: weights, gradients, moments.
-    A stretch of a matrix is at most three: the rest of a row, whole rows, the begin of a row. Padding is in none.
+    Args:
+        spec: placement of the parameter.
+        groups: this rank's process groups.
+        stretch: element range (begin, end) in the local shard.
+        flat: elements of this range in any shape (weights, gradients or moments); the yielded values are views of it
+            if it is contiguous.
     """
     shard = stored_rectangle(spec, groups)
     memory, cursor = flat.detach().reshape(-1), 0
@@ -38,7 +44,7 @@ def flat_pieces(
 def _split_stretch(
     lengths: list[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:  # fmt: skip
-    """Elements ``start`` to ``stop`` of a contiguous tensor as (offsets, lengths) of rectangles, in order."""
+    """Split elements ``start`` to ``stop`` of a contiguous tensor into (offsets, lengths) of rectangles, in order."""
     if start >= stop:
         return
     if not lengths:
@@ -46,7 +52,7 @@ def _split_stretch(
         return
     inner = lengths[1:]
     row = math.prod(inner)
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = -(-start // row), stop // row  # full rows
     if first > last:  # within one row
         for at, size in _split_stretch(inner, start - last * row, stop - last * row):
             yield (last, *at), (1, *size)
@@ -60,8 +66,8 @@ def _split_stretch(
 
 
 def local_stretch(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """What this rank stores of a parameter (or gradient) that ``fully_shard`` may have split by rows, and which
-    elements (begin, end) of the unsplit one those are; of a plain tensor, all of it. Shares memory."""
+    """Return (local shard, begin, end): the shard's element range in the unsharded parameter or gradient.
+    ``fully_shard`` shards by rows. A plain tensor is returned in full with its range (0, numel). Shares memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0, tensor.numel()
     local = tensor.to_local().detach()

@@ -1,4 +1,4 @@
-"""A tensor that is somewhere else until it is read: in a file, or to be computed from other such tensors."""
+"""Lazy tensors: read from a file, or computed from other lazy tensors, on demand."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Shape and dtype are known; ``read()`` returns the values, on the CPU, and keeps nothing.
-
-    Converters pass these on one at a time, so that a model never has to fit into memory.
-    """
+    """Tensor of known shape and dtype; ``read()`` loads or computes the values on the CPU and caches nothing.
+    Checkpoint converters process one lazy tensor at a time, so that the model need not fit into memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
     read_rows: Callable[[int, int], Tensor] | None = None
-    """``read()[start:stop]``, where that costs less: experts are large, and read one at a time."""
+    """Cheaper equivalent of ``read()[start:stop]``, or None. Used for stacked experts, which are read one by one."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """``tensor``, which is in memory already."""
+        """Wrap a tensor in memory; keeps a reference to it."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """``read()[start:stop]``."""
+        """Read rows ``start`` to ``stop`` only."""
         return self.read()[start:stop] if self.read_rows is None else self.read_rows(start, stop)

@@ -1,4 +1,4 @@
-"""The parts of parameters that this rank updates. Optimizers step over these and need not know who cut them."""
+"""Parameter shards that this rank's optimizer updates; the same type for ZeRO-1, FSDP and unsharded parameters."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Elements ``start`` to ``stop``, in the order of memory, of this rank's part of a parameter."""
+    """Flat element range ``start`` to ``stop`` of this rank's (tensor- or expert-parallel) part of a parameter."""
 
     parameter: nn.Parameter
     start: int
     stop: int
     values: Tensor
-    """The model's own memory of them: what an update is written to."""
+    """Weights of the range, a view of the model's memory; the optimizer writes to it."""
     gradient: Callable[[], Tensor | None]
-    """Their gradient, in the shape of ``values``; a view wherever it lives in a buffer."""
+    """Function that returns the gradient in the shape of ``values`` (a view of a gradient buffer if there is one), or
+    None."""
     compute_dtype: torch.dtype
-    """The values that the model computes with; ``values`` may be more exact."""
+    """Dtype that the model computes in; ``values`` may have higher precision (fp32 shards of FSDP)."""
 
 
 def whole(parameter: nn.Parameter) -> ParameterShard:
-    """All of a parameter, with the gradient from ``main_grad`` (a data-parallel buffer) or ``grad``."""
+    """Return a shard that covers the full parameter, with the gradient from ``main_grad`` if set, else ``grad``."""
 
     def gradient() -> Tensor | None:
         main_grad = getattr(parameter, "main_grad", None)

@@ -1,19 +1,20 @@
-"""One declaration per parameter: global shape, placement on each mesh axis, and initial values.
+"""Parameter declarations: global shape, placement on the mesh axes, and initialization.
 
-``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Everything else is derived from it:
-initial values here, and elsewhere gradient synchronisation, gradient norm, checkpoint chunks and parameter counts.
+``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Initial values, gradient reduction,
+gradient norm, checkpoint shards and parameter counts are all derived from the spec.
 
-``mesh`` names axes of one of the two rank grids (``core/groups/process_groups.py``): a dense parameter may be split
-over ``tp``, an expert parameter over ``ep`` and ``etp``. The other ranks of that grid hold copies of it: they sum its
-gradient and may share out its optimizer state (``data_parallel_groups``).
+``mesh`` names axes of one of the two rank grids (``core/groups/process_groups.py``): a dense parameter can be sharded
+over ``tp``, an expert parameter over ``ep`` and ``etp``. The remaining ranks of the grid hold replicas: they sum the
+gradient and may shard the optimizer state (``data_parallel_groups``).
 
 A stacked weight declares the *logical* shape in which every shard is a rectangle, e.g. gate and up as ``(2, ffn,
-hidden)`` with ``mesh={"tp": Shard(1)}``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers
-and checkpoints expect. A padded dim declares its stored size: the global shape is the true one, and the padding, which
-no layer may let take part in its result, holds zeros and belongs to no checkpoint.
+hidden)`` with ``mesh={"tp": Shard(1)}``. The ``nn.Parameter`` folds the leading logical dims into one, as layers and
+checkpoints expect. For a padded dim the global shape has the true size and ``stored`` the padded one. Padding holds
+zeros and is not checkpointed; layers must not let it affect their results.
 
-Where a rank's share of a global tensor is no rectangle, it is several parameters, each a ``Part`` of that tensor. Keys
-and values with fewer heads than tensor-parallel ranks are such a part: several ranks hold the same head (``Nested``).
+If a rank's elements of a global tensor do not form a rectangle, the tensor consists of several parameters, each
+declared as a ``Part``. Example: K/V with fewer heads than tensor-parallel ranks, where several ranks hold the same head
+(``Nested``).
 """
 
 from __future__ import annotations
@@ -40,37 +41,38 @@ __all__ = [
 
 DENSE_AXES = ("tp",)
 EXPERT_AXES = ("ep", "etp")
-"""Axes that may stand in a mesh: those that split parameters, of either grid. A parameter is on one of the grids."""
+"""Mesh axes that can shard parameters, for the dense and the expert grid. A parameter belongs to one grid only."""
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """All zeros."""
+    """Initialize with zeros."""
 
 
 @dataclass(frozen=True)
 class Ones:
-    """All ones."""
+    """Initialize with ones."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean zero."""
+    """Initialize from a normal distribution with mean 0 and standard deviation ``std``."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class XavierUniform:
-    """Uniform on +-sqrt(6 / (fan_in + fan_out)) of the whole global matrix (leading logical dims folded)."""
+    """Initialize from a uniform distribution on +-sqrt(6 / (fan_in + fan_out)). fan_in and fan_out refer to the full
+    global matrix, with leading logical dims folded into fan_out."""
 
     stacked: int = 0
-    """First logical dims that count matrices instead, as experts do."""
+    """Number of leading logical dims that index separate matrices (experts); they are not part of the fans."""
 
 
 @dataclass(frozen=True)
 class AsBuilt:
-    """The values that the module's own constructor set: not a function of the seed and the name."""
+    """Keep the values that the module's constructor set; they do not depend on seed and global name."""
 
 
 Init = Zeros | Ones | Normal | XavierUniform | AsBuilt
@@ -78,7 +80,8 @@ Init = Zeros | Ones | Normal | XavierUniform | AsBuilt
 
 @dataclass(frozen=True)
 class Nested:
-    """An axis seen as a grid, rank = outer rank * inner_size + inner rank, with a placement for each of the two."""
+    """Placement on an axis viewed as a 2-d grid: rank = outer rank * inner_size + inner rank. ``outer`` and ``inner``
+    are the placements along the two grid dims."""
 
     outer: Placement
     inner: Placement
@@ -86,44 +89,47 @@ class Nested:
 
 
 class Part(NamedTuple):
-    """What one of several sibling parameters holds, on all ranks together, of a tensor."""
+    """Part of a global tensor that one of several sibling parameters holds (over all ranks together)."""
 
     shape: tuple[int, ...]
-    """Logical shape of the whole tensor."""
+    """Logical shape of the full global tensor."""
     leaf: str
-    """Last component of its global name: that of the sibling which gives the tensor its name."""
+    """Last component of the global name; all siblings have the same."""
     rectangle: Rectangle
+    """Index range of this part in the global tensor."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as declared, independent of the rank that holds a part of it."""
+    """Declaration of a parameter; equal on all ranks that hold a shard of it."""
 
     shape: tuple[int, ...]
     """Logical global shape, without padding."""
     init: Init
     mesh: Mapping[str, Placement | Nested] = field(default_factory=dict)
-    """Axis of ``ProcessGroups`` -> Shard(logical dim) or Replicate(); axes of the grid that are not named replicate."""
+    """Axis of ``ProcessGroups`` -> Shard(logical dim) or Replicate(); unnamed axes of the grid replicate."""
     grad: Mapping[str, Placement] = field(default_factory=dict)
-    """Axis -> Partial() where each rank's gradient is a partial sum: the ranks of the axis that hold the same elements
-    add theirs up."""
+    """Axis -> Partial() if the local gradient is a partial sum; it is then all-reduced over the ranks of the axis that
+    hold the same elements."""
     ndim: int = 2
-    """Dims of the nn.Parameter: leading logical dims are folded into its first."""
+    """Number of dims of the nn.Parameter; excess leading logical dims are folded into its first dim."""
     stored: tuple[int, ...] = ()
-    """Logical shape with padding; equal to ``shape`` without any. Of a part: its lengths."""
+    """Logical shape with padding; equal to ``shape`` if unpadded. For a part: the lengths of its rectangle."""
     part: Part | None = None
-    """Which part of the global tensor it is, where siblings hold the rest."""
+    """Part of the global tensor that this parameter holds; None: all of it."""
     tied_to: str | None = None
-    """Global name of the parameter of which this one is a copy on another pipeline stage."""
+    """Global name of the original parameter, if this is a tied copy on another pipeline stage."""
+    registered_as: tuple[str, str] | None = None
+    """(suffix of the registered name, suffix of the global name) if the two differ."""
 
     @property
     def numel(self) -> int:
-        """True elements, over all ranks."""
+        """Number of elements over all ranks, without padding."""
         return math.prod(self.shape if self.part is None else self.part.rectangle.lengths)
 
     @property
     def is_expert(self) -> bool:
-        """Whether it lies on the expert grid, which is so as soon as its mesh names an axis of that."""
+        """Whether the parameter belongs to the expert grid, i.e. its mesh names an expert axis."""
         return any(axis in EXPERT_AXES for axis in self.mesh)
 
 
@@ -138,12 +144,20 @@ def parameter(
     stored: tuple[int, ...] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Parameter:
-    """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
+    """Create this rank's shard of a parameter on torch's default device, with its ``ParameterSpec`` as ``.spec``. The
+    values are zeros (ones for ``Ones``) until ``initialize_parameters``. Raises ValueError for a mesh with unknown axes
+    or axes of both grids, a mesh without ``groups``, or ``partial`` axes of the other grid. Raises UserError if a dim
+    is not divisible by the number of its shards.
 
-    ``shape`` is the logical global shape (or a ``Part`` of one), ``mesh`` its placement over rank axes (``{"tp":
-    Shard(0)}``, ``{"ep": Shard(0), "etp": Shard(2)}``), ``partial`` the axes over which gradients are partial sums,
-    ``ndim`` the dims of the result, ``stored`` the shape with padding. It stands on torch's default device, which
-    ``with torch.device(...)`` sets.
+    Args:
+        shape: logical global shape, or a ``Part`` of a tensor.
+        init: initialization.
+        groups: this rank's process groups; required with a ``mesh``.
+        mesh: placement by axis, e.g. ``{"tp": Shard(0)}`` or ``{"ep": Shard(0), "etp": Shard(2)}``.
+        partial: axes over which the local gradient is a partial sum.
+        ndim: dims of the result; default: as many as ``shape``.
+        stored: logical shape with padding.
+        dtype: dtype of the result.
     """
     part, whole = (shape, shape.shape) if isinstance(shape, Part) else (None, shape)
     if stored is None:
@@ -155,7 +169,7 @@ def parameter(
     if placed and groups is None:
         raise ValueError("a parameter that is split over ranks is created with their groups")
     grid = EXPERT_AXES if placed.keys() & set(EXPERT_AXES) else DENSE_AXES
-    if not set(partial) <= set(grid):  # other ranks may hold other elements, which must not be added to these
+    if not set(partial) <= set(grid):  # ranks of other axes may hold different elements; summing them would be wrong
         raise ValueError(f"gradients of a parameter of this grid are partial sums over axes of {grid}, not {partial}")
     grad = dict.fromkeys(partial, Partial())
     spec = ParameterSpec(whole, init, placed, grad, len(whole) if ndim is None else ndim, stored, part)
@@ -170,13 +184,13 @@ def parameter(
 
 
 def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> DataParallelGroups:
-    """The ranks that hold the same parameter, share out its state and together hold one copy of it; None stands for a
-    parameter without a spec, a replicated dense one."""
+    """Return the data-parallel groups (reduce, shard, replica, model) of a parameter. None is a parameter without a
+    spec, i.e. a replicated dense parameter."""
     return groups.expert if spec is not None and spec.is_expert else groups.dense
 
 
 def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple[Placement, int, int]]:
-    """(placement, ranks, this rank's place) over an axis, or over each dim of the grid that it is seen as."""
+    """Yield (placement, number of ranks, this rank's index) for an axis, or for both grid dims if ``Nested``."""
     if isinstance(placement, Nested):
         outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
         yield placement.outer, group.size // placement.inner_size, outer_rank
@@ -186,7 +200,8 @@ def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple
 
 
 def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
-    """This rank's shard, padding included, of the logical stored tensor."""
+    """Return this rank's rectangle of the logical global tensor, including padding. Raises UserError if a dim is not
+    divisible by the number of its shards."""
     lengths = list(spec.stored)
     offsets = [0] * len(lengths) if spec.part is None else list(spec.part.rectangle.offsets)
     for axis, placement in spec.mesh.items():
@@ -204,7 +219,7 @@ def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
 
 
 def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, int]:
-    """(which shard this rank holds, how many different ones there are) over the ranks of an axis."""
+    """Return (index of this rank's shard, number of different shards) along an axis; replicas share an index."""
     index, count = 0, 1
     for term, pieces, piece in _terms(spec.mesh.get(axis), group):
         if isinstance(term, Shard):
@@ -213,12 +228,9 @@ def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, i
 
 
 def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
-    """Whether this rank contributes its shard to a sum over ``DataParallelGroups.model`` that is to see every element
-    once.
-
-    Of ranks that hold the same elements the first one does. None stands for a parameter without a spec, a replicated
-    one; copies of tied parameters never count.
-    """
+    """Whether this rank contributes its shard to a sum over ``DataParallelGroups.model`` that counts each element once.
+    Among ranks that hold the same elements only the first contributes; tied copies never do. None is a parameter
+    without a spec, i.e. a replicated dense parameter."""
     if spec is None:
         return all(getattr(groups, axis).rank == 0 for axis in DENSE_AXES)
     axes = EXPERT_AXES if spec.is_expert else DENSE_AXES
@@ -227,47 +239,45 @@ def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
 
 
 def global_name(name: str, spec: ParameterSpec | None) -> str:
-    """The global tensor that the parameter called ``name`` is, or is a part or a tied copy of."""
+    """Return the global name of parameter ``name``: for a part the name of the full tensor, for a tied copy the name
+    of the original."""
     if spec is None:
         return name
     if spec.part is not None:
         name = ".".join((*name.split(".")[:-1], spec.part.leaf))
+    if spec.registered_as is not None and name.endswith(spec.registered_as[0]):
+        name = name.removesuffix(spec.registered_as[0]) + spec.registered_as[1]
     return spec.tied_to or name
 
 
 def local_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
-    """What this rank holds of the true global tensor (the leading part of its shard along padded dims)."""
+    """Return this rank's rectangle of the global tensor without padding; it may be empty."""
     return stored_rectangle(spec, groups).within(spec.shape)
 
 
 def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
-    """The part of a local tensor (parameter, gradient or moment) that ``local_rectangle`` describes, in its logical
-    shape."""
+    """Return the unpadded elements of a local tensor (parameter, gradient or moment), a view in the logical shape."""
     stored = stored_rectangle(spec, groups)
     return Rectangle.whole(stored.within(spec.shape).lengths).of(param.detach().view(stored.lengths))
 
 
 def spec_or_replicated(param: Tensor) -> ParameterSpec:
-    """The spec attached by ``parameter()``; a user's own parameter without one is whole on every rank."""
+    """Return the parameter's spec; for parameters of custom modules without one, a replicated dense spec."""
     spec = getattr(param, "spec", None)
     shape = tuple(param.shape)
     return ParameterSpec(shape, Zeros(), ndim=len(shape), stored=shape) if spec is None else spec
 
 
-# ---- declarations in Megatron-LM's words, of modules of users' own
+# ---- declarations by Megatron-LM's parameter attributes, for custom modules
 
 
 def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
-    """Give parameters without a spec the one that Megatron-LM's attributes describe.
-
-    ``sequence_parallel = True``: the gradient is a partial sum over this tensor-parallel rank's positions;
-    ``sequence_parallel = False``: every rank computes the whole gradient; ``tensor_model_parallel = True`` with
-    ``partition_dim``: each rank holds an equal stretch of that dim. Nothing else is guessed.
-
-    Raises:
-        UserError: for a ``partition_dim`` that the parameter does not have, a ``partition_stride`` other than 1, or an
-            expert's ``allreduce = False``.
-    """
+    """Attach a spec to parameters without one, from Megatron-LM's attributes if they have any.
+    ``sequence_parallel = True``: the local gradient is a partial sum over this tensor-parallel rank's positions.
+    ``sequence_parallel = False``: every rank computes the full gradient. ``tensor_model_parallel = True`` with
+    ``partition_dim``: the dim is sharded evenly over tensor-parallel ranks. Other parameters stay without a spec.
+    Raises UserError for an invalid ``partition_dim``, a ``partition_stride`` other than 1, or ``allreduce = False``
+    (Megatron-LM's mark of expert parameters)."""
     for name, param in model.named_parameters():
         if not hasattr(param, "spec"):
             spec = _declared_by_attributes(name, param, groups)
@@ -277,7 +287,7 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
 
 def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:
     declared = vars(param)
-    if declared.get("allreduce") is False:  # Megatron-LM's mark of experts, which says nothing about the global tensor
+    if declared.get("allreduce") is False:  # Megatron-LM's mark of experts; it does not define the global tensor
         raise UserError(
             f"parameter {name}: allreduce is False, as of an expert, whose ranks it does not name; create it with "
             'megatron.core.sharding.placement.parameter(..., mesh={"ep": Shard(0)})'
@@ -299,8 +309,9 @@ def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroup
 
 
 def require_declarations(model: nn.Module) -> None:
-    """UserError with every parameter of ``model`` that says nothing about its gradient: under sequence parallelism each
-    tensor-parallel rank sees its own positions, and whether the ranks' gradients must be added up cannot be guessed."""
+    """Check that every parameter has a spec; call it with sequence parallelism. Each tensor-parallel rank then sees
+    only its positions, and without a spec it is unknown whether the gradient must be all-reduced over them. Raises
+    UserError if a parameter has no spec; the message lists up to eight such parameters with their modules."""
     undeclared = [
         f"{prefix + '.' if prefix else ''}{name} ({type(module).__name__})"
         for prefix, module in model.named_modules()
@@ -318,10 +329,9 @@ def require_declarations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups) -> None:
-    """Set every parameter to its slice of the global initial tensor, a function of (seed, global name, element index).
-
-    Parameters without a spec (modules of users' own) keep the values that their constructors gave them.
-    """
+    """Fill every parameter in place with its shard of the global initial tensor. Each element is a function of (seed,
+    global name, global element index), so that the values do not depend on the parallel layout. Parameters without a
+    spec (custom modules) keep the values from their constructors."""
     for name, param in model.named_parameters():
         spec: ParameterSpec | None = getattr(param, "spec", None)
         if spec is not None:
@@ -329,7 +339,7 @@ def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups) ->
 
 
 def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:
-    """Write initial values into the local shard; padding stays zero."""
+    """Write initial values into the local shard in place; does not write the padding. ``name`` is the global name."""
     held = local_rectangle(spec, groups)
     if not held.numel or isinstance(spec.init, AsBuilt):
         return
@@ -350,13 +360,13 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
 
 
 def _draw_dtype(param: Tensor) -> torch.dtype:
-    """float64 stays; 16-bit types are rounded once, from float32."""
+    """Return the dtype of random draws: fp64 for fp64, else fp32, which 16-bit parameters round once."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def _contiguous_runs(shape: tuple[int, ...], held: Rectangle) -> tuple[Tensor, int]:
-    """Start indices (int64) and common length of the stretches of a rectangle that are contiguous in the global
-    tensor."""
+    """Split a rectangle into runs that are contiguous in the global tensor; return (int64 [n] start indices, length of
+    each run)."""
     inner = len(shape) - 1
     while inner > 0 and held.lengths[inner] == shape[inner]:
         inner -= 1

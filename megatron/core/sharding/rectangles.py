@@ -1,4 +1,4 @@
-"""Rectangles of tensors: what a rank holds, reads or writes of a global one. Torch-free but for the view."""
+"""Rectangles (n-d index ranges) of global tensors that a rank holds, reads or writes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 class Rectangle(NamedTuple):
-    """``offsets[d]`` to ``offsets[d] + lengths[d]`` along every dim. Empty (a length of 0) where a shard is all
-    padding."""
+    """Index range ``offsets[d]`` to ``offsets[d] + lengths[d]`` along every dim d. Empty (a length is 0) if a shard
+    consists of padding only."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Rectangle:
-        """All of a tensor."""
+        """Return the rectangle that covers a full tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -26,26 +26,27 @@ class Rectangle(NamedTuple):
         return math.prod(self.lengths)
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
-        """The intersection; None if it is empty."""
+        """Return the intersection with ``other``; None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other))
         lengths = tuple(end - offset for end, offset in zip(ends, offsets))
         return None if any(length <= 0 for length in lengths) else Rectangle(offsets, lengths)
 
     def within(self, shape: Sequence[int]) -> Rectangle:
-        """The part of it that lies in a tensor of ``shape`` (the rest is padding)."""
+        """Clip to a tensor of ``shape``, i.e. drop the padding; the result may be empty."""
         lengths = tuple(max(0, min(n, total - o)) for o, n, total in zip(*self, shape))
         return Rectangle(tuple(map(min, self.offsets, shape)), lengths)
 
     def of(self, tensor: Tensor, origin: Sequence[int] | None = None) -> Tensor:
-        """This rectangle of ``tensor``, which begins at ``origin`` (0) of the global one. Shares memory."""
+        """Return the view of ``tensor`` for this rectangle. ``origin`` is the position of ``tensor`` in the global
+        tensor (default: 0 along every dim)."""
         for dim, (offset, length) in enumerate(zip(*self)):
             tensor = tensor.narrow(dim, offset - (origin[dim] if origin else 0), length)
         return tensor
 
 
 def coverage_problem(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str:
-    """Say what is wrong if ``rectangles`` do not hold every element of ``shape`` exactly once; empty if they do."""
+    """Return "" if ``rectangles`` cover every element of ``shape`` exactly once, else a verb phrase for an error."""
     holding = sorted(each for each in rectangles if each.numel)
     held, size = sum(each.numel for each in holding), math.prod(shape)
     if held != size:
@@ -54,7 +55,7 @@ def coverage_problem(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> s
 
 
 def _overlap(ordered: Sequence[Rectangle]) -> bool:
-    """Whether two of the rectangles share an element; the sweep along the first dim keeps it near linear."""
+    """Return whether any two rectangles overlap. Input sorted by offsets: the sweep over dim 0 is close to linear."""
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if one.lengths and other.offsets[0] >= one.offsets[0] + one.lengths[0]:

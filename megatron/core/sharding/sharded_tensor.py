@@ -1,4 +1,4 @@
-"""A local tensor and the rectangle of a named global tensor that it is."""
+"""Local tensors with their names and positions in global tensors, as stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""safetensors' names."""
+"""Storable dtypes by their safetensors names."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """``local`` is ``global[offsets[0] : offsets[0] + local.shape[0], …]`` of the tensor called ``name``.
-
-    Ranks may hold equal or different rectangles; together they must cover the global tensor exactly once, copies apart.
-    """
+    """Local tensor that holds ``global[offsets[0] : offsets[0] + local.shape[0], …]`` of the global tensor ``name``.
+    Ranks may hold equal (replicated) or disjoint rectangles; together they must cover the global tensor. The
+    constructor raises ValueError if the rectangle exceeds the global shape or the dtype cannot be stored."""
 
     name: str
     local: Tensor
@@ -36,7 +35,7 @@ class ShardedTensor:
 
     @property
     def rectangle(self) -> Rectangle:
-        """Its place in the global tensor."""
+        """Rectangle of the global tensor that ``local`` holds."""
         return Rectangle(self.offsets, tuple(self.local.shape))
 
     def __post_init__(self) -> None:
@@ -56,12 +55,11 @@ class ShardedTensor:
 def module_tensors(
     module: nn.Module, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
 ) -> dict[str, ShardedTensor]:
-    """Parameters, by placement, and persistent buffers (replicated) of ``module`` under ``prefix`` + global name.
-
-    The copy of a tied parameter goes by the name of the one it copies; parts of one tensor share its name, under keys
-    of their own. ``rounded``: weights that are kept more exactly than the model computes with (``fully_shard``) are
-    copies in the model's own dtype, as a checkpoint holds them; otherwise all tensors are live.
-    """
+    """Return the parameters and persistent buffers of ``module`` as sharded tensors, named ``prefix`` + global name.
+    Parameters follow their placement; buffers are replicated. A tied copy has the name of the original parameter.
+    Several local parameters that hold parts of one global tensor have its name, but distinct dict keys. The tensors are
+    live. With ``rounded``, weights stored in higher precision than the compute dtype (fp32 shards of FSDP) are instead
+    copies in the compute dtype, which is the checkpoint's format."""
     tensors: dict[str, ShardedTensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -72,7 +70,8 @@ def module_tensors(
 def stored_tensors(
     name: str, parameter: Tensor, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
 ) -> dict[str, ShardedTensor]:
-    """What this rank stores of a parameter (or buffer): one rectangle, or of rows that ``fully_shard`` cut several."""
+    """Return this rank's shard of a parameter or buffer as sharded tensors by key. Usually one rectangle; FSDP shards
+    of folded stacked weights can give several. For ``rounded`` see :func:`module_tensors`."""
     local, *stretch = local_stretch(parameter)
     if rounded:
         local = local.to(getattr(parameter, "compute_dtype", local.dtype))
@@ -82,9 +81,16 @@ def stored_tensors(
 def stretch_tensors(
     name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
 ) -> dict[str, ShardedTensor]:  # fmt: skip
-    """Rectangles of a stretch (begin, end) of the local memory of the parameter called ``name``.
+    """Convert a flat range of a parameter's local memory to sharded tensors by key. Keys are ``prefix`` + global name,
+    with ``@index`` appended if the range is not the full local parameter.
 
-    ``flat`` holds the stretch: weights, gradients or moments, in any shape.
+    Args:
+        name: parameter name in the module.
+        flat: elements of the range in any shape: weights, gradients or moments.
+        parameter: parameter with the placement.
+        stretch: element range (begin, end) in the local parameter.
+        groups: this rank's process groups.
+        prefix: prefix of the global name.
     """
     spec = spec_or_replicated(parameter)
     whole, key, shape = prefix + global_name(name, spec), prefix + _key(name, spec), tuple(spec.shape)
@@ -96,5 +102,5 @@ def stretch_tensors(
 
 
 def _key(name: str, spec: ParameterSpec) -> str:
-    """The global name, but each part of a tensor has its own."""
+    """Return the dict key: the global name, or for a part of a global tensor the local name, which is unique."""
     return global_name(name, spec) if spec.part is None else name

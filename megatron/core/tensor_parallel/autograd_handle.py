@@ -1,13 +1,12 @@
-"""Collectives of sequence and expert parallelism that are started in one place and waited for in another.
+"""Differentiable collectives that start and finish at separate points of the forward pass.
 
-    handle = start_all_gather(x, group)         backward: waits for the reduce-scatter of the gradient
-    ... anything else ...
-    y = handle.wait()                           backward: starts that reduce-scatter
+  handle = start_all_gather(x, group)         backward: waits for the reduce-scatter of the gradient
+  ... anything else ...
+  y = handle.wait()                           backward: starts that reduce-scatter
 
-and the other way round for ``start_reduce_scatter``; ``start_all_to_all`` is its own conjugate. Start and end are two
-nodes of the graph. Autograd runs backward nodes in the reverse order of their creation, so what ran while the
-collective was under way in forward, or rather its backward pass, runs while the conjugate collective is under way in
-backward.
+``start_reduce_scatter`` is the reverse, and ``start_all_to_all`` is its own conjugate. Start and end are two nodes of
+the graph. Autograd runs backward nodes in the reverse order of their creation. Work that overlapped with the collective
+in forward therefore overlaps, in its backward, with the conjugate collective.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Start = Callable[[Tensor, Group], AsyncHandle]
 
 
 class AutogradHandle:
-    """A started collective that is part of autograd's graph: an ``AsyncHandle`` whose result has a gradient."""
+    """Collective in flight that is part of autograd's graph: an ``AsyncHandle`` whose result has a gradient."""
 
     def __init__(self, x: Tensor, group: Group, forward: Start, backward: Start) -> None:
         self.group, self.forward, self.backward = group, forward, backward
@@ -35,14 +34,14 @@ class AutogradHandle:
         self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
-        """The result. To be called once."""
-        # the graph refers to this object: a reference back would be a cycle that only the garbage collector finds
-        # (with --manual-gc, which runs it rarely, gathered inputs would fill the memory)
+        """Wait and return the result. Call it exactly once."""
+        # drop the reference: the graph refers to this object, and a cycle would be freed only by the garbage collector
+        # (with --manual-gc it runs rarely, and gathered inputs would fill the memory)
         started, self._started = self._started, None
         return _End.apply(started, self)
 
     def take(self) -> AsyncHandle:
-        """The collective under way, of forward or of backward; at most one is at a time."""
+        """Return the collective in flight, of forward or backward, and clear it. At most one is in flight at a time."""
         running, self.running = self.running, None
         assert running is not None, "waited for twice"
         return running
@@ -57,7 +56,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # ``grad`` is the stand-in's; the gradient of x is what the collective that ``_End`` started brings
+        # ``grad`` belongs to the placeholder; the gradient of x is the result of the collective that ``_End`` started
         return ctx.handle.take().wait(), None
 
 
@@ -75,23 +74,25 @@ class _End(torch.autograd.Function):
 
 
 def _stand_in(like: Tensor) -> Tensor:
-    """What goes from the one node to the other while the result is under way in the handle."""
+    """Return an empty placeholder that connects the two nodes in the graph while the handle holds the data."""
     return like.new_empty(())
 
 
 def start_all_gather(x: Tensor, group: Group) -> AutogradHandle:
-    """[s / n, ...] of every rank -> [s, ...]."""
+    """Start a differentiable all-gather, [s / n, ...] of every rank -> [s, ...]."""
     return AutogradHandle(x, group, begin_all_gather, begin_reduce_scatter)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> AutogradHandle:
-    """Partial sums [s, ...] of every rank -> this rank's [s / n, ...] of the sum."""
+    """Start a differentiable reduce-scatter of partial sums, [s, ...] -> this rank's [s / n, ...]."""
     return AutogradHandle(x, group, begin_reduce_scatter, begin_all_gather)
 
 
 def start_all_to_all(
     x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
 ) -> AutogradHandle:
-    """``send`` rows for each rank -> ``receive`` rows from each rank; ``is_even``: as many between any two ranks."""
+    """Start a differentiable all-to-all of ``send`` rows to and ``receive`` rows from each rank; ``is_even``: all sizes
+    on all ranks are equal.
+    """
     there = partial(begin_all_to_all, send=send, receive=receive, is_even=is_even)
     return AutogradHandle(x, group, there, partial(there, send=receive, receive=send))

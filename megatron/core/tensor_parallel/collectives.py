@@ -1,5 +1,6 @@
-"""Collectives along the first dim that are started in one place and waited for in another: through copy engines where
-the group has them and the message is worth it, else through its torch.distributed handle."""
+"""Asynchronous collectives along the first dim, through copy engines if the group has them and the message size fits,
+else through torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from megatron.core.groups.process_groups import Group
 
 
 class _Collective:
-    """A collective of torch.distributed, with what it reads and writes."""
+    """Collective of torch.distributed in flight, with references to its input and output."""
 
     def __init__(self, work: Any, result: Tensor, source: Tensor) -> None:
-        # the source is kept: its memory could else be given to the next allocation while NCCL still reads it
+        # keep the input: otherwise its memory could be reused for the next allocation while NCCL still reads it
         self._work, self._result, self._source = work, result, source
 
     def wait(self) -> Tensor:
@@ -33,12 +34,12 @@ def _started(start: Callable[..., Any], result: Tensor, source: Tensor, group: G
 
 
 def begin_all_reduce(x: Tensor, group: Group) -> AsyncHandle:
-    """The sum of every rank's ``x``, in place."""
+    """Start an all-reduce (sum) of ``x`` in place."""
     return _Collective(dist.all_reduce(x, group=group.handle, async_op=True), x, x)
 
 
 def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
-    """[s / n, ...] of every rank -> [s, ...]."""
+    """Start an all-gather, [s / n, ...] of every rank -> [s, ...]."""
     if group.engines is not None and group.engines.carries(x.nbytes):
         return group.engines.all_gather(x)
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
@@ -46,7 +47,9 @@ def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
 
 
 def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
-    """Partial sums [s, ...] of every rank -> this rank's [s / n, ...] of the sum."""
+    """Start a reduce-scatter of partial sums, [s, ...] -> this rank's [s / n, ...]; ValueError if s is not divisible by
+    n.
+    """
     if x.shape[0] % group.size:
         raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
     if group.engines is not None and group.engines.carries(x.nbytes // group.size):
@@ -58,9 +61,10 @@ def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
 def begin_all_to_all(
     x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
 ) -> AsyncHandle:
-    """Stretches of ``x`` to the ranks of ``group`` in turn, of ``send`` rows each; the result has those of every rank,
-    ``receive`` rows each. ``is_even``: all ranks send one another as many."""
-    # copy engines need even stretches: windows grow on all ranks together, and a rank knows the sizes of its own alone
+    """Start an all-to-all: send ``send[r]`` consecutive rows of ``x`` to rank r and receive ``receive[r]`` rows from
+    it, in rank order. ``is_even``: all sizes on all ranks are equal, which copy engines require.
+    """
+    # even sizes only: windows grow on all ranks together, and a rank knows only its local sizes
     if is_even and group.engines is not None and group.engines.carries(x.nbytes // group.size):
         return group.engines.exchange(x.contiguous().chunk(group.size), torch.cat)
     result = x.new_empty((sum(receive), *x.shape[1:]))

@@ -1,10 +1,10 @@
-"""Cross entropy of logits that are split along the vocabulary; sums in fp32 (fp64 for fp64 logits).
+"""Cross entropy of vocabulary-parallel logits; sums in fp32 (fp64 for fp64 logits).
 
-    loss_t = log sum_v exp(x_tv) - x_t,label          dloss_t / dx_tv = softmax(x_t)_v - [v = label]
+  loss_t = log sum_v exp(x_tv) - x_t,label          dloss_t / dx_tv = softmax(x_t)_v - [v = label]
 
-Forward reads the logits once and keeps three numbers per token of every rank's slice, which one all-gather exchanges.
-Backward reads the logits again and writes the gradient in their dtype, over the logits themselves where the caller says
-that nobody else needs them. The two passes over a slice: ``core/fusions/cross_entropy.py``.
+Forward reads the logits once and reduces each rank's slice to three numbers per token, which one all-gather exchanges.
+Backward reads the logits again and writes the gradient in their dtype, in place if the caller allows it. The two passes
+over a slice are in ``core/fusions/cross_entropy.py``.
 
 Legend: t tokens, v vocabulary entries of this rank.
 """
@@ -18,44 +18,104 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
-from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
+from megatron.core.groups.process_groups import Group
+from megatron.core.parallel_state import resolve_group
+from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 
 class LocalLabels(NamedTuple):
-    """Labels as seen by one slice of the vocabulary."""
+    """Labels relative to one rank's slice of the vocabulary."""
 
     label_t: Tensor
-    """int64, counted from this rank's first entry; outside of [0, num_true) where another rank has it."""
+    """int64, relative to this rank's first entry; outside of [0, num_true) if another rank has the label."""
+    ignored_t: Tensor
+    """bool: the label is negative and belongs to no rank."""
     num_true: int
-    """Entries of this rank's slice that exist; the others are padding."""
+    """Number of entries of this rank's slice that are not padding."""
     group: Group
 
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: Any = None,
     *,
+    group: Any = None,
     vocab_size: int | None = None,
     divisible_by: int = 128,
-    group: Group = SINGLE_PROCESS.tp,
     reuse_logits: bool = False,
 ) -> Tensor:
-    """Loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``.
+    """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. Collective over the
+    group.
 
-    ``vocab_parallel_logits`` [..., v]: this rank's slice of the vocabulary; ``target`` int64 [...]: global ids.
-    ``vocab_size`` is the true vocabulary size, padded to a multiple of ``divisible_by``; without it all entries are
-    true. ``reuse_logits`` lets backward write the gradient over the logits, for callers that hold the only reference
-    (a second backward pass through them is then an error).
-    ValueError for logits of another width than this rank's slice, and for reusing a leaf, which is somebody's parameter
-    or input; IndexError for targets outside of the vocabulary (on CPU; a device assertion on GPUs).
+    The first four arguments are Megatron-LM's. Layers of this library call :func:`vocab_parallel_losses`.
+
+    Args:
+        vocab_parallel_logits: this rank's slice of the vocabulary, [..., v]. Entries of -inf (padding) are excluded
+            from softmax and smoothing.
+        target: global ids, int64 [...]. A negative id marks an ignored position, as in :func:`vocab_parallel_losses`.
+        label_smoothing: probability in [0, 1) that is spread evenly over the other entries; ValueError outside.
+        tp_group: ranks that hold the slices, a torch ``ProcessGroup`` or a ``Group``; None: the running program's
+            tensor-parallel group.
+        group: alias of ``tp_group``.
+        vocab_size: unpadded vocabulary size, padded to a multiple of ``divisible_by``; None: no padding.
+        divisible_by: see ``vocab_size``.
+        reuse_logits: see :func:`vocab_parallel_losses`; ignored with label smoothing.
     """
-    local_size = vocab_parallel_logits.shape[-1]
-    if vocab_parallel_logits.shape[:-1] != target.shape:
-        raise ValueError(
-            f"logits {tuple(vocab_parallel_logits.shape)} and targets {tuple(target.shape)} differ in leading dims"
-        )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing {label_smoothing}: must be at least 0 and less than 1")
+    ranks = resolve_group(group if tp_group is None else tp_group)
+    losses = vocab_parallel_losses(
+        vocab_parallel_logits, target, group=ranks, vocab_size=vocab_size, divisible_by=divisible_by,
+        reuse_logits=reuse_logits and not label_smoothing,
+    )  # fmt: skip
+    if not label_smoothing:
+        return losses
+    size = vocab_parallel_logits.shape[-1]
+    num_true = size if vocab_size is None else num_true_entries(vocab_size, size, ranks)
+    added = _smoothing(vocab_parallel_logits, target - ranks.rank * size, num_true, ranks)
+    return losses + label_smoothing * added.masked_fill(target < 0, 0.0)
+
+
+def _smoothing(logits: Tensor, label: Tensor, num_true: int, group: Group) -> Tensor:
+    """Return the loss that smoothing adds per unit of probability, K / (K - 1) * (x_label - mean of x). All-reduces
+    over ``group``.
+
+    K counts the entries of the full vocabulary above -inf; ``label`` [...] is relative to this rank's first entry.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    is_padding = logits.detach() == -torch.inf
+    is_padding[..., num_true:] = True
+    logits = logits.masked_fill(is_padding, 0.0)
+    is_elsewhere = (label < 0) | (label >= logits.shape[-1])
+    at_label = logits.gather(-1, label.masked_fill(is_elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+    local = at_label.masked_fill(is_elsewhere, 0.0), logits.sum(-1), (~is_padding).sum(-1).to(logits.dtype)
+    at_label, total, count = operators.reduce_from_region(torch.stack(local), group).unbind()
+    return count / (count - 1) * (at_label - total / count)
+
+
+def vocab_parallel_losses(
+    logits: Tensor, target: Tensor, *, group: Group, vocab_size: int | None = None, divisible_by: int = 128,
+    reuse_logits: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. Collective over
+    ``group``.
+
+    ``logits`` [..., v] is this rank's slice of the vocabulary; ``target`` int64 [...] holds global ids. A negative id
+    marks a position that the caller masks out: its loss is log sum_v exp(x_v - max x) and its gradient the softmax, as
+    in Megatron-LM. ``vocab_size`` is the unpadded size, padded to a multiple of ``divisible_by``; None: no padding.
+    With ``reuse_logits`` backward overwrites the logits with their gradient, for callers that hold the only reference;
+    a second backward through them then raises an error.
+
+    Raises:
+        ValueError: the logits have another width than this rank's slice, or the reused logits are a leaf tensor.
+        IndexError: a target is beyond the vocabulary (on CPU; a device assertion on GPUs).
+    """
+    local_size = logits.shape[-1]
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and targets {tuple(target.shape)} differ in leading dims")
     total = local_size * group.size
     if vocab_size is None:
         vocab_size = total
@@ -65,34 +125,40 @@ def vocab_parallel_cross_entropy(
             f"padded to a "
             f"multiple of {divisible_by}; pass logits that are not gathered"
         )
-    if reuse_logits and vocab_parallel_logits.requires_grad and vocab_parallel_logits.is_leaf:
+    if reuse_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError("reuse_logits: these logits are no result of a computation; leave it out")
     labels = local_labels(target, local_size, vocab_size, group)
-    return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, labels, reuse_logits).view(target.shape)
+    return _VocabParallelCrossEntropy.apply(logits, labels, reuse_logits).view(target.shape)
 
 
 def local_labels(target: Tensor, local_size: int, vocab_size: int, group: Group) -> LocalLabels:
-    """Global ids ``target`` [...], for a slice of ``local_size`` entries of which the true ones end at ``vocab_size``.
+    """Return global ids ``target`` [...] relative to this rank's slice of ``local_size`` entries; ``vocab_size`` is
+    unpadded.
 
-    IndexError for ids outside of the vocabulary (on CPU; a device assertion on GPUs).
+    Raises:
+        IndexError: an id is beyond the vocabulary (on CPU; a device assertion on GPUs).
     """
-    check_ids(target, vocab_size, "target ids")
+    check_ids(target, vocab_size, "target ids", True)
     label_t = (target - group.rank * local_size).reshape(-1).contiguous()
-    return LocalLabels(label_t, num_true_entries(vocab_size, local_size, group), group)
+    return LocalLabels(label_t, target.reshape(-1) < 0, num_true_entries(vocab_size, local_size, group), group)
 
 
 def losses_of(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor, Softmax]:
-    """(losses [t], softmax) from the ``statistics`` [3, t] of every rank's slice; the same bits on all ranks."""
+    """Return (losses [t], softmax) from each rank's ``statistics`` [3, t], which are all-gathered; bit-identical on all
+    ranks.
+    """
     group = labels.group
     maximum, total, label_logit = statistics.unbind(0)
     if group.size > 1:
-        slices = all_gather_along_first_dim(statistics, group).view(group.size, *statistics.shape)
+        slices = operators.all_gather_along_first_dim(statistics, group).view(group.size, *statistics.shape)
         maxima, totals, label_logits = slices.unbind(1)
         maximum = maxima.amax(dim=0)
-        total = (totals * (maxima - maximum).exp()).sum(dim=0)
+        # all-padding slice: its maximum is -inf, and -inf - -inf is NaN
+        total = (totals.masked_fill(maxima == -torch.inf, 0.0) * (maxima - maximum).exp()).sum(dim=0)
         label_logit = label_logits.sum(dim=0)
-    # the difference of logits first: both may be huge, and the logarithm lost beside them
-    return total.log() - (label_logit - maximum), Softmax(maximum, total, labels.num_true)
+    # subtract the logits first: both may be huge, and the logarithm would be lost in rounding
+    shift = (label_logit - maximum).masked_fill(labels.ignored_t, 0.0)
+    return total.log() - shift, Softmax(maximum, total, labels.num_true)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -114,6 +180,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.passes.gradient(
             logits_tv, label_t, Softmax(maximum_t, total_t, ctx.num_true), grad_loss.contiguous(), gradient
         )
-        if ctx.reuse_logits:  # autograd's version check then makes a second backward an error, not a wrong gradient
+        if ctx.reuse_logits:  # makes autograd reject a second backward, which would be wrong
             torch.autograd.graph.increment_version(logits)
         return gradient.view(logits.shape), None, None

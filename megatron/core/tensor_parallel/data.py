@@ -1,37 +1,59 @@
-"""Sharing a batch within a tensor-parallel group."""
+"""Broadcast of a batch within a tensor-parallel group."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import parallel_state
+from megatron.core.parallel_state import resolve_group
 
 
-def broadcast_data(keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors ``keys`` of the first tensor-parallel rank's ``data``, on every rank of the group, as ``datatype``.
+class _Form(NamedTuple):
+    """Shape and dtype of a tensor that is broadcast next."""
 
-    The other ranks may pass None. Tensors travel on the group's device and stay there.
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def broadcast_data(
+    keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
+) -> dict[str, Tensor]:
+    """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank.
+
+    Collective over the group: one broadcast per key. The other ranks may pass None. Results are on the training device.
+    ``tp_group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group.
     """
-    group = parallel_state.get_process_groups().tp
+    if resolve_group(tp_group).is_first:
+        assert data is not None
+        data = {name: data[name].to(datatype) for name in keys}
+    return broadcast_batch(data, tp_group)
+
+
+def broadcast_batch(batch: dict[str, Any] | None, tp_group: Any = None) -> dict[str, Any]:
+    """Broadcast the first tensor-parallel rank's ``batch`` to every rank of the group and return it: tensors on the
+    training device, other values pickled. The other ranks' ``batch`` is ignored. ``tp_group``: see
+    :func:`broadcast_data`.
+    """
+    group = resolve_group(tp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if group.size == 1:
-        assert data is not None
-        return {name: data[name].to(device, datatype) for name in keys}
-    source = group.ranks[0]
-    shapes: list = [None]
+    contents: list[Any] = [None]
     if group.is_first:
-        assert data is not None
-        shapes = [{name: tuple(data[name].shape) for name in keys}]
-    dist.broadcast_object_list(shapes, src=source, group=group.handle)
-    result = {}
-    for name in keys:
-        if group.is_first:
-            assert data is not None
-            tensor = data[name].to(device, datatype).contiguous()
-        else:
-            tensor = torch.empty(shapes[0][name], dtype=datatype, device=device)
-        dist.broadcast(tensor, src=source, group=group.handle)
-        result[name] = tensor
-    return result
+        assert batch is not None
+        batch = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        if group.size == 1:
+            return batch
+        contents = [{name: _Form(x.shape, x.dtype) if isinstance(x, Tensor) else x for name, x in batch.items()}]
+    dist.broadcast_object_list(contents, src=group.ranks[0], group=group.handle)
+    received = contents[0]
+    for name, form in received.items():
+        if isinstance(form, _Form):
+            tensor = torch.empty(form.shape, dtype=form.dtype, device=device)
+            if group.is_first:
+                assert batch is not None
+                tensor = batch[name].contiguous()
+            dist.broadcast(tensor, src=group.ranks[0], group=group.handle)
+            received[name] = tensor
+    return received

@@ -1,7 +1,7 @@
-"""Looking vectors up by id, with a backward pass that accumulates.
+"""Embedding look-up whose backward can accumulate into ``main_grad``.
 
-A table with ``main_grad`` gets its gradient added to that, row by row (``fusions/embedding_gradient.py``), under the
-rules of ``linear.py``. Any other gets the dense gradient of torch's own lookup.
+For a table with ``main_grad``, backward adds the gradient to it row by row (``fusions/embedding_gradient.py``), under
+the rules of ``linear.py``. Other tables get the dense gradient of torch's look-up.
 
 Legend: v rows of the table, h hidden.
 """
@@ -22,7 +22,8 @@ from megatron.core.tensor_parallel import linear
 def look_up(
     weight: Tensor, ids: Tensor, absent: Tensor | None, traits: linear.LinearTraits, add_rows: AddRows
 ) -> Tensor:  # fmt: skip
-    """Vectors [..., h] of int64 ``ids`` [...]; zeros, and no gradient, where bool ``absent`` [...] is set."""
+    """Return the vectors [..., h] of int64 ``ids`` [...]; zeros, without gradient, where bool ``absent`` [...] is set.
+    """
     _, ready = linear.autograd_proxy(weight, None, traits)
     if ready is None:
         return _vectors(weight, ids, absent)
@@ -48,8 +49,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (ids,) = ctx.saved_tensors  # -1 where another rank has the row: those are skipped
+        (ids,) = ctx.saved_tensors  # -1 where another rank has the row: skipped
         main_grad = linear.fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)
-        # behind the addition: the token's hooks may start the sum of the bucket that main_grad lies in
+        # after the addition: the token's hooks may start the reduction of the bucket that contains main_grad
         return linear.ready_gradient(grad), None, None, None, None, None

@@ -1,13 +1,13 @@
-"""Linear layers of experts: stretches of rows, each with a weight of its own.
+"""Linear layers of experts: consecutive ranges of rows, each with a separate weight.
 
-    Y[r] = X[r] W[g]^T        dX[r] = dY[r] W[g]        dW[g] = dY[rows of g]^T X[rows of g]        for the rows r of g
+  Y[r] = X[r] W[g]^T        dX[r] = dY[r] W[g]        dW[g] = dY[rows of g]^T X[rows of g]        for the rows r of g
 
-``ends`` int32 [g], on the device, says where the rows of each group end. Rows after the last end belong to no group:
-their results are undefined, and they are in no gradient of a parameter. Groups without rows have zero gradients. Where
-gradients go, and when, is as in ``linear.py``.
+``ends`` int32 [g], on the device, holds the end of each group's rows. Rows after the last end belong to no group: their
+results are undefined, and they do not contribute to parameter gradients. Groups without rows have zero gradients.
+Gradients are accumulated and announced as in ``linear.py``.
 
-Two implementations of the products: a loop over slices, for any dtype and device, which reads ``ends`` on the host; and
-torch's grouped GEMM, for bf16 on GPUs, which does not (weight gradients that accumulate: a kernel of our own).
+The GEMMs have two implementations: a loop over slices, for any dtype and device, which copies ``ends`` to the host; and
+torch's grouped GEMM, for bf16 on GPUs, without a host sync (accumulating weight gradients: a custom kernel).
 
 Legend: g groups (experts of this rank), r rows, o output features, i input features.
 """
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     from megatron.core.config.transformer_config import TransformerConfig
 
 _ALIGNED = 16
-"""Bytes of which torch's grouped GEMM wants strides to be multiples."""
+"""Stride alignment in bytes that torch's grouped GEMM requires."""
 
 
 class GroupedProducts(NamedTuple):
-    """An implementation of the products."""
+    """Implementation of the grouped GEMMs."""
 
     multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(x [r, i], weight [g, o, i], ends) -> [r, o]"""
     weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    """(grad [r, o], x [r, i], ends, total [g, o, i] or None) -> ``total``, of any float dtype, with the gradient added;
-    without it the gradient, in the dtype of ``grad``"""
+    """(grad [r, o], x [r, i], ends, total [g, o, i] or None) -> ``total``, of any float dtype, with the gradient added
+    in place; without ``total`` a new gradient in the dtype of ``grad``.
+    """
 
 
 def _stretches(ends: Tensor) -> Iterator[slice]:
@@ -55,7 +56,7 @@ def _stretches(ends: Tensor) -> Iterator[slice]:
 
 
 def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """One GEMM after the other; zeros after the last end."""
+    """Compute one GEMM per group; rows after the last end are zero. Reads ``ends`` on the host."""
     out = x.new_zeros((len(x), weight.shape[1]))
     for rows, weight_oi in zip(_stretches(ends), weight):
         torch.mm(x[rows], weight_oi.t(), out=out[rows])
@@ -63,7 +64,7 @@ def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
-    """One GEMM after the other."""
+    """Compute one GEMM per group and add it to ``total`` (None: zeros). Reads ``ends`` on the host."""
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
     for rows, total_oi in zip(_stretches(ends), total):
@@ -72,14 +73,16 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
 
 
 def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """One launch."""
+    """Compute all groups in one launch; fall back to :func:`multiply_loop` for unsupported dtypes or sizes."""
     if not _is_served(x, weight.shape[1], x.shape[1]):
         return multiply_loop(x, weight, ends)
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
-    """One launch."""
+    """Compute all groups in one launch, adding to ``total`` if passed; fall back to :func:`weight_gradient_loop` for
+    unsupported dtypes or sizes.
+    """
     if not _is_served(x, grad.shape[1], x.shape[1]):
         return weight_gradient_loop(grad, x, ends, total)
     if total is None:
@@ -92,7 +95,7 @@ def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor
 
 
 def _is_served(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped GEMM takes these rows."""
+    """Return whether torch's grouped GEMM supports these rows: bf16, aligned widths, at least one row."""
     aligned = all(width * x.element_size() % _ALIGNED == 0 for width in widths)
     return x.dtype == torch.bfloat16 and aligned and len(x) > 0
 
@@ -104,11 +107,12 @@ GROUPED = GroupedProducts(
 
 
 class GroupedLinear(nn.Module):
-    """``Y[r] = X[r] W[g]^T + b[g]`` of this rank's experts: [r, i] -> [r, o]; biases with ``add_bias_linear``.
+    """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases with
+    ``add_bias_linear``.
 
-    The weight is logically (experts, output size, input size), the experts split over ``ep``; the output size over
-    ``etp``, or with ``splits_input`` the input size: outputs are then partial sums over ``etp``, with the bias in the
-    first rank's.
+    The weight is logically (experts, output size, input size). Experts are split over ``ep``, and the output size over
+    ``etp``. With ``splits_input`` the input size is split instead: outputs are then partial sums over ``etp``, and only
+    the first rank adds the bias.
     """
 
     weight_gradient_store: linear.WeightGradientStore | None = None
@@ -142,7 +146,7 @@ class GroupedLinear(nn.Module):
         self.add_rows = choose_add_rows(config.params_dtype)
 
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """``bias_scale`` [r] multiplies the bias of each row."""
+        """Return [r, o] for rows ``x`` [r, i]. ``bias_scale`` [r] multiplies the bias of each row."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
         weight: Any = linear.FusedGradParam(self.weight)
         ready = None
@@ -159,7 +163,7 @@ class GroupedLinear(nn.Module):
 
 
 def _by_group(x: Tensor, ends: Tensor) -> Tensor:
-    """A parameter or gradient [g * ..., n] as [g, o, n]."""
+    """View a parameter or gradient [g * ..., n] as [g, o, n]."""
     return x.view(len(ends), -1, x.shape[-1])
 
 
@@ -171,7 +175,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.parameter_of(weight)
         ctx.save_for_backward(x, weight, ends)
-        # recomputation gives back saved tensors as mere copies, which have no main_grad
+        # keep the parameter: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.traits, ctx.products, ctx.store = weight, traits, products, store
         return products.multiply(x, _by_group(weight, ends), ends)
 
@@ -184,11 +188,11 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = products.multiply(grad, _by_group(weight, ends).transpose(1, 2), ends)
         if store is not None:
-            # not ctx: the closure outlives this pass, and ctx holds the graph and with it every activation
+            # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
             store.put(lambda: _complete(parameter, grad, x, ends, traits, products))
         elif ctx.needs_input_grad[1] or ctx.adds_weight:
             grad_weight = _weight_gradient(parameter, grad, x, ends, traits, products)
-        # the token's gradient comes last: its hooks start the sum of a bucket, which must hold dW by then
+        # token gradient last: its hooks start the reduction of a bucket, which must contain dW by then
         ready = linear.ready_gradient(grad) if ctx.needs_input_grad[6] else None
         return grad_x, grad_weight, None, None, None, None, ready
 
@@ -196,7 +200,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradient(
     weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
 ) -> Tensor | None:
-    """dW; None once it is in ``main_grad``."""
+    """Return dW, or add it to ``main_grad`` and return None."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is None:
         return products.weight_gradient(grad, x, ends, None).view(weight.shape)
@@ -206,12 +210,12 @@ def _weight_gradient(
 
 @torch.no_grad()
 def _complete(weight: Tensor, *rest: Any) -> None:
-    """The deferred part of a backward pass."""
+    """Compute a deferred weight gradient."""
     linear.complete_later(weight, _weight_gradient(weight, *rest))
 
 
 class _GroupedBias(torch.autograd.Function):
-    """y[r] + scale[r] b[g]."""
+    """Autograd function of y[r] + scale[r] b[g]."""
 
     @staticmethod
     def forward(
@@ -241,7 +245,7 @@ class _GroupedBias(torch.autograd.Function):
 
 
 def group_of_rows(ends: Tensor, rows: int) -> Tensor:
-    """int64 [r]: the group of each row; -1 after the last end."""
+    """Return the group of each row, int64 [r]; -1 after the last end."""
     groups = torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
     return groups.masked_fill(groups == len(ends), -1)
 

@@ -1,14 +1,14 @@
-"""Linear layers and embeddings whose weights are split over the tensor-parallel group.
+"""Linear layers and embeddings with weights split over the tensor-parallel group.
 
-    column: Y_i = X A_i + b_i   weight (out, in) split along out; the input gradient is summed over the group
-    row:    Y = sum_i X_i A_i + b   weight (out, in) split along in; the output is summed over the group
+  column: Y_i = X A_i + b_i   weight (out, in) split along out; the input gradient is summed over the group
+  row:    Y = sum_i X_i A_i + b   weight (out, in) split along in; the output is summed over the group
 
-Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer gathers
-them, a row layer sums and scatters. On a group of one rank both are plain linear layers. The GEMMs themselves, what
-overlaps with them and where weight gradients go: ``linear.py``.
+Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer all-gathers
+them, a row layer reduce-scatters them. On a group of one rank both are plain linear layers. The GEMMs, their overlap
+and the target of weight gradients are in ``linear.py``.
 
-Every layer with a GEMM has the attribute ``weight_gradient_store``: None, or where a pipeline runtime wants weight
-gradients to wait (``linear.WeightGradientStore``).
+Every layer with a GEMM has the attribute ``weight_gradient_store``, which a pipeline runtime sets to defer weight
+gradients (``linear.WeightGradientStore``); default None.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -31,9 +31,10 @@ from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.sharding.rectangles import Rectangle
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import operators
+from megatron.core.tensor_parallel.arguments import takes_megatron_arguments
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle, start_all_gather, start_reduce_scatter
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_losses
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, accumulate_product, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import LogitSteps, linear_cross_entropy
@@ -46,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class StackedSize(NamedTuple):
-    """An output dim made of several logical dims, of which one is split: gate and up are ``((2, ffn), 1)``.
+    """Output dim made of several logical dims, one of which is split: gate and up are ``((2, ffn), 1)``.
 
-    Of ``(blocks, rows)`` split along blocks, the last ``shared`` rows of each block may be held by several ranks: with
+    For ``(blocks, rows)`` split along blocks, several ranks may replicate the last ``shared`` rows of each block: with
     fewer blocks than ranks, the ranks of a block split its other rows and each hold all of its shared ones (query heads
     and their key and value head).
     """
@@ -58,12 +59,12 @@ class StackedSize(NamedTuple):
     shared: int = 0
 
     def is_shared_over(self, num_ranks: int) -> bool:
-        """Whether there are fewer blocks than ranks."""
+        """Return whether there are fewer blocks than ranks, so that ranks share rows."""
         return self.shared > 0 and self.shape[0] < num_ranks
 
 
 def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
-    """How a layer multiplies: what the layer chose, and what the configuration adds."""
+    """Return the traits of a layer from its ``chosen`` flags and the configuration."""
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
     accumulate = ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product
@@ -75,14 +76,15 @@ def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) 
 class ColumnParallelLinear(nn.Module):
     """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
 
-    ``output_size`` is the whole, unsplit size. Input [..., input_size] is the same on all ranks (its sequence split
-    under sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``. Of a stacked size with
-    fewer blocks than ranks, the rows that several ranks hold are parameters of their own: ``shared_weight`` and
-    ``shared_bias``, parts of the global ``weight`` and ``bias``, and come last in a rank's output.
+    ``output_size`` is the full size. Input [..., input_size] is replicated (split along the sequence under sequence
+    parallelism); output is [..., output_size / tp], or full with ``gather_output``. For a stacked size with fewer
+    blocks than ranks, the rows that several ranks hold are separate parameters: ``shared_weight`` and ``shared_bias``,
+    slices of the global ``weight`` and ``bias``. They come last in a rank's output.
     """
 
     weight_gradient_store: WeightGradientStore | None = None
 
+    @takes_megatron_arguments
     def __init__(
         self,
         input_size: int,
@@ -113,27 +115,35 @@ class ColumnParallelLinear(nn.Module):
         self._multiply, self._multiply_gathered = self._whole, self._whole_of_gathered
         if self.shared_weight is not None:
             self._multiply, self._multiply_gathered = self._with_shared_rows, self._with_shared_rows_of_gathered
-        self._enter: Callable = mappings.copy_to_tensor_model_parallel_region
+        self._enter: Callable = operators.copy_to_region
         if gathers:
-            self._enter = mappings.gather_from_sequence_parallel_region
-        self._leave: Callable = mappings.identity
+            self._enter = operators.gather_from_sequence
+        self._leave: Callable = operators.identity
         if gather_output:
-            self._leave = mappings.gather_from_tensor_model_parallel_region
+            self._leave = operators.gather_from_region
 
-    def forward(self, x: Tensor | AutogradHandle) -> tuple[Tensor, Tensor | None]:
-        """``x`` may be on its way already (:meth:`gather`)."""
+    def forward(self, x: Tensor | AutogradHandle, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the bias that the caller adds. ``x`` may be an all-gather in flight (:meth:`gather`),
+        which is awaited; ``weight`` replaces the layer's weight by another module's.
+        """
         if isinstance(x, AutogradHandle):
             return self.of_gathered(x.wait())
+        if weight is not None:
+            traits = self._bare_traits._replace(weight_has_other_uses=True)
+            added = None if self.skip_bias_add else self.bias
+            output = parallel_linear(self._enter(x, self.group), weight, added, traits)
+            return self._leave(output, self.group), self.bias if self.skip_bias_add else None
         output = self._multiply(x, None if self.skip_bias_add else self.bias)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def of_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """:meth:`forward`, where the positions of all ranks are here."""
+        """Run ``forward`` on input that is already all-gathered along the sequence."""
         output = self._multiply_gathered(x, None if self.skip_bias_add else self.bias)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def gather(self, x: Tensor) -> AutogradHandle:
-        """Starts to collect the positions of all ranks, under sequence parallelism."""
+        """Start the all-gather of ``x`` along the sequence (sequence parallelism); pass the handle to :meth:`forward`.
+        """
         return start_all_gather(x, self.group)
 
     def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,11 +153,11 @@ class ColumnParallelLinear(nn.Module):
         return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
 
     def _with_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The input is gathered, and its gradient summed, once and without overlap."""
+        """All-gather the input and reduce its gradient once for both weights, without overlap."""
         return self._with_shared_rows_of_gathered(self._enter(x, self.group), bias)
 
     def _with_shared_rows_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Two GEMMs of one input."""
+        """Compute the split and the shared rows as two GEMMs of the same input."""
         assert self.shared_weight is not None
         store = self.weight_gradient_store
         own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
@@ -158,16 +168,17 @@ class ColumnParallelLinear(nn.Module):
 def _split_rows(
     size: StackedSize, rest: tuple[int, ...], name: str, **placed: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """One parameter, of which every rank holds its own rows."""
+    """Return one parameter whose rows are split over the ranks."""
     return parameter((*size.shape, *rest), mesh={"tp": Shard(size.split_dim)}, ndim=1 + len(rest), **placed), None
 
 
 def _shared_rows(
     size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **placed: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """(this rank's own rows of its block, the rows that all ranks of the block hold).
+    """Return (this rank's rows of its block, the rows that all ranks of the block hold).
 
-    Gradients of the latter are partial sums over those ranks, each of which sees its own query heads only.
+    Gradients of the latter are partial sums over those ranks, because each rank sees only its query heads. UserError if
+    ``tp`` is not a multiple of the blocks.
     """
     blocks, rows = size.shape
     if groups.tp.size % blocks:
@@ -188,8 +199,9 @@ def _shared_rows(
 
 
 class RowParallel(nn.Module):
-    """Parameters and collectives of a row-parallel linear layer, whoever multiplies."""
+    """Parameters and collectives of a row-parallel linear layer; subclasses implement the GEMM."""
 
+    @takes_megatron_arguments
     def __init__(
         self,
         input_size: int,
@@ -206,19 +218,19 @@ class RowParallel(nn.Module):
         sequence_parallel = groups.stream(config.sequence_parallel).size > 1
         placed = {"groups": groups, "dtype": config.params_dtype}
         self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **placed)
-        # under sequence parallelism each rank adds the bias to its own positions only
+        # partial sums: under sequence parallelism each rank adds the bias to its own positions only
         partial = ("tp",) if sequence_parallel else ()
         self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
-        self._enter: Callable = mappings.scatter_to_tensor_model_parallel_region
+        self._enter: Callable = operators.scatter_to_region
         if input_is_parallel:
-            self._enter = mappings.identity
+            self._enter = operators.identity
         self.traits = _traits(config, groups)
         self.scatters = sequence_parallel
-        self._leave: Callable = mappings.reduce_from_tensor_model_parallel_region
+        self._leave: Callable = operators.reduce_from_region
         if sequence_parallel:
-            self._leave = mappings.reduce_scatter_to_sequence_parallel_region
+            self._leave = operators.reduce_scatter_to_sequence
 
     def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.skip_bias_add or self.bias is None:
@@ -229,14 +241,16 @@ class RowParallel(nn.Module):
 class RowParallelLinear(RowParallel):
     """``Y = sum_i X_i A_i^T + b``, A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
 
-    Input [..., input_size / tp] is this rank's slice (``input_is_parallel``) or whole; output is [..., output_size],
-    the same on all ranks, its sequence split under sequence parallelism.
+    Input is this rank's slice [..., input_size / tp] (``input_is_parallel``) or the full [..., input_size]. Output
+    [..., output_size] is all-reduced, or reduce-scattered along the sequence under sequence parallelism.
     """
 
     weight_gradient_store: WeightGradientStore | None = None
 
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
-        """``in_flight``, under sequence parallelism: returns the sum on its way, for :meth:`finish`."""
+        """Return the output and the bias that the caller adds. ``in_flight`` (sequence parallelism): return the
+        reduce-scatter in flight for :meth:`finish`.
+        """
         if self._bias_is_fused:
             return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
@@ -246,15 +260,15 @@ class RowParallelLinear(RowParallel):
         return self._with_bias(self._leave(output, self.group))
 
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
-        """Finish :meth:`forward`, with what it returns."""
+        """Wait for the reduce-scatter of :meth:`forward` and return what ``forward`` returns."""
         return self._with_bias(summing.wait())
 
 
 class ReplicatedLinear(nn.Module):
-    """``Y = X A^T + b`` of the tokens that this rank is given, with the whole of A. Returns (Y, None).
+    """``Y = X A^T + b`` with A replicated, on the tokens of this rank. Returns (Y, None).
 
-    Under sequence parallelism those are its own positions, so that gradients are partial sums over the group, unless
-    every rank is given the ``whole_input``.
+    Under sequence parallelism each rank has different tokens, so gradients are partial sums over the group. Set
+    ``whole_input`` if every rank has the full input instead.
     """
 
     weight_gradient_store: WeightGradientStore | None = None
@@ -275,12 +289,13 @@ class ReplicatedLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [...] -> vectors [..., h], the table split along the vocabulary.
+    """Embedding table split along the vocabulary: token ids [...] -> vectors [..., h], all-reduced over the group.
 
-    ``num_embeddings`` is the true size; the stored one is a multiple of ``divisible_by`` with inert rows. Ids outside
-    of [0, num_embeddings) raise IndexError (on GPUs a device assertion).
+    ``num_embeddings`` is the unpadded size; the stored size is padded to a multiple of ``divisible_by`` with unused
+    rows. Ids outside of [0, num_embeddings) raise IndexError (on GPUs a device assertion).
     """
 
+    @takes_megatron_arguments
     def __init__(
         self,
         num_embeddings: int,
@@ -309,10 +324,10 @@ class VocabParallelEmbedding(nn.Module):
         return look_up(self.weight, ids, None, self.traits, self._add_rows)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:
-        return mappings.reduce_from_tensor_model_parallel_region(self._local_vectors(ids), self.group)
+        return operators.reduce_from_region(self._local_vectors(ids), self.group)
 
     def _local_vectors(self, ids: Tensor) -> Tensor:
-        """Zeros for what other ranks hold."""
+        """Return the vectors of local ids, zeros for ids of other ranks."""
         local = ids - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.num_local)
         return look_up(self.weight, local, absent, self.traits, self._add_rows)
@@ -322,29 +337,31 @@ class VocabParallelEmbedding(nn.Module):
         return self._look_up(ids)
 
     def scattered(self, ids: Tensor) -> Tensor:
-        """Vectors [s / tp, b, h] of this rank's positions in ids [s, b]: sums are scattered (sequence parallelism)."""
+        """Return the vectors [s / tp, b, h] of this rank's positions in ids [s, b] by a reduce-scatter (sequence
+        parallelism).
+        """
         check_ids(ids, self.num_embeddings, "token ids")
-        return mappings.reduce_scatter_to_sequence_parallel_region(self._local_vectors(ids), self.group)
+        return operators.reduce_scatter_to_sequence(self._local_vectors(ids), self.group)
 
 
 class VocabParallelOutput(nn.Module):
-    """Hidden states [..., h] -> logits [..., v / tp], the weight (v, h) split along the vocabulary, and so is a bias
-    (:meth:`add_bias`).
+    """Output layer: hidden states [..., h] -> logits [..., v / tp], weight (v, h) and bias (:meth:`add_bias`) split
+    along the vocabulary.
 
-    With labels, global ids int64 [...], the tokens' losses [...] instead (``cross_entropy.py``): only this layer ever
-    sees their logits, whose memory then becomes that of their gradient. With ``config.cross_entropy_chunk_tokens`` they
-    never exist all at once (``linear_cross_entropy.py``).
+    With labels, global ids int64 [...], it returns the tokens' losses [...] instead (``cross_entropy.py``). No other
+    code sees these logits, so their gradient overwrites them. With ``config.cross_entropy_chunk_tokens`` only a chunk
+    of them exists at a time (``linear_cross_entropy.py``).
 
-    With ``weight_is_shared`` the module owns no weight and is called with the embedding's. ``tied_to`` marks the weight
-    of a later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero here; the loss
-    never looks at them.
+    With ``weight_is_shared`` the module has no weight and is called with the embedding's. ``tied_to`` marks the weight
+    of a later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero; the loss
+    ignores them.
     """
 
     weight_gradient_store: WeightGradientStore | None = None
     soft_cap: float | None = None
-    """Logits x become soft_cap * tanh(x / soft_cap)."""
+    """Cap of the logits: soft_cap * tanh(x / soft_cap); None: no cap."""
     borrowed: tuple[nn.Parameter, ...] = ()
-    """Parameters of other modules that it is called with."""
+    """Parameters of other modules that ``forward`` is called with."""
 
     def __init__(
         self,
@@ -379,7 +396,7 @@ class VocabParallelOutput(nn.Module):
         self._losses = self._losses_of_logits if self.chunk_tokens is None else self._losses_of_chunks
 
     def add_bias(self, config: ModelParallelConfig, groups: ProcessGroups) -> None:
-        """Gives every entry of the vocabulary a bias, zero at first."""
+        """Add a zero-initialized bias, split along the vocabulary."""
         stored = stored_vocab_size(self.vocab_size, self.divisible_by, groups.tp)
         self.bias = parameter(
             (self.vocab_size,), init=Zeros(), mesh={"tp": Shard(0)}, stored=(stored,), ndim=1, groups=groups,
@@ -396,7 +413,7 @@ class VocabParallelOutput(nn.Module):
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(
+        return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
             group=self.group, reuse_logits=True,
         )  # fmt: skip

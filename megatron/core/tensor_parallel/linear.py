@@ -1,20 +1,20 @@
-"""The GEMMs of every linear layer, with a backward pass that overlaps and accumulates.
+"""GEMMs of all linear layers, with a backward that overlaps communication and accumulates weight gradients.
 
-    Y = X W^T + b        dX = dY W        dW = dY^T X        db = sum dY
+  Y = X W^T + b        dX = dY W        dW = dY^T X        db = sum dY
 
-*Input gradient*: where X is the same on all ranks of the group, dX is a partial sum. Its all-reduce runs while dW is
-computed. Under sequence parallelism X is gathered in forward, only this rank's positions are kept, and backward gathers
-them again behind the GEMM dX, whose reduce-scatter runs behind dW (Korthikanti et al. 2022, section 4.2.2).
+*Input gradient*: if X is replicated over the group, dX is a partial sum, and its all-reduce overlaps with the dW GEMM.
+Under sequence parallelism forward all-gathers X but saves only this rank's positions. Backward all-gathers X again,
+overlapped with the dX GEMM, and the reduce-scatter of dX overlaps with dW (Korthikanti et al. 2022, section 4.2.2).
 
-*Weight gradient*: a parameter with ``main_grad`` (see ``core/distributed``) gets dW added to that, in its dtype, by the
-GEMM itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. Autograd then sees a leaf of
-no dimension in the weight's place, the token ``parameter.grad_ready``, whose hooks run once all GEMMs of a backward
-pass have added theirs. A weight that is used elsewhere too must say so (``weight_has_other_uses``): then the other use
-announces the gradient. Biases likewise.
+*Weight gradient*: for a parameter with ``main_grad`` (see ``core/distributed``) the GEMM itself adds dW to it, in its
+dtype: without 16-bit rounding, a temporary of the weight's size or a separate addition. In place of the weight autograd
+sees a 0-d leaf, the token ``parameter.grad_ready``, whose hooks run after all GEMMs of a backward pass have added their
+gradients. A weight with another use must set ``weight_has_other_uses``; the other use then announces the gradient. The
+same holds for biases.
 
-*Deferred weight gradient*: with a ``WeightGradientStore`` backward computes dX alone and hands dW over as a closure.
-Autograd then does not see the weight at all: it would run the weight's hooks, which announce a complete gradient, even
-for an input that gets none.
+*Deferred weight gradient*: with a ``WeightGradientStore`` backward computes only dX and stores dW as a closure.
+Autograd then must not see the weight: it would run the weight's hooks, which announce a complete gradient, even for an
+input without gradient.
 
 Legend: s sequence, b batch, t tokens (s * b), o output features, i input features.
 """
@@ -36,24 +36,24 @@ from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_al
 
 
 class WeightGradientStore:
-    """Weight gradients that backward passes delay, for a pipeline schedule that computes them in waiting time.
+    """Queue of deferred weight gradients, for pipeline schedules that compute them in bubbles (zero bubble).
 
-    The runtime sets one as the attribute ``weight_gradient_store`` of linear layers before the forward pass. After the
-    input-gradient part of a micro-batch it calls :meth:`take`; each closure of the list, called later and once, in
-    order, completes the gradient of one weight exactly as backward would have: into ``main_grad`` (or ``grad``), then
-    the parameter's post-accumulate-gradient hooks run. All ranks of a tensor-parallel group must call them in the same
-    order, since under sequence parallelism a closure gathers its input.
+    The runtime sets it as the attribute ``weight_gradient_store`` of linear layers before forward. After the
+    input-gradient part of a micro-batch it calls :meth:`take`. Each closure must be called once, in order; it completes
+    the gradient of one weight exactly as backward would have, in ``main_grad`` (or ``grad``), and runs the parameter's
+    post-accumulate-gradient hooks. All ranks of a tensor-parallel group must call the closures in the same order,
+    because under sequence parallelism they all-gather their input.
     """
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
 
     def put(self, compute: Callable[[], None]) -> None:
-        """Called by backward."""
+        """Append a closure; called by backward."""
         self._waiting.append(compute)
 
     def take(self) -> list[Callable[[], None]]:
-        """The closures since the last call; the store is empty afterwards."""
+        """Return the closures stored since the last call and empty the store."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -62,7 +62,9 @@ class WeightGradientStore:
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right`` in the dtype of ``total``, without rounding the result to that of its factors."""
+    """Compute ``total += left @ right`` in place in the dtype of ``total``, without rounding the product to a narrower
+    dtype.
+    """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -72,24 +74,25 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class LinearTraits(NamedTuple):
-    """Choices of a layer."""
+    """Communication and gradient settings of a linear layer."""
 
     group: Group
     gather_input: bool = False
-    """X holds this rank's positions (first dim) of what the GEMM takes."""
+    """Whether X holds only this rank's positions (first dim) and must be all-gathered for the GEMM."""
     reduce_input_gradient: bool = False
-    """X is the same on all ranks, each of which computes a partial sum of dX."""
+    """Whether X is replicated, so that each rank computes a partial sum of dX."""
     fuse_weight_gradient: bool = True
     weight_has_other_uses: bool = False
-    """The weight appears elsewhere in the graph; its gradient from here goes to ``main_grad`` without further sign."""
+    """Whether the weight has another use in the graph, which announces its gradient after this one is in ``main_grad``.
+    """
     column_sum: ColumnSum = column_sum_plain
-    """db."""
+    """Kernel that computes db."""
     accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product
-    """How dW is added to ``main_grad``."""
+    """Kernel that adds dW to ``main_grad``."""
 
 
 class FusedGradParam(NamedTuple):
-    """A parameter whose gradient GEMMs add to ``main_grad``; being no tensor, it is hidden from autograd."""
+    """Wrapper that hides a parameter from autograd; GEMMs add its gradient to ``main_grad``."""
 
     tensor: Tensor
 
@@ -97,7 +100,9 @@ class FusedGradParam(NamedTuple):
 def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: WeightGradientStore | None = None
 ) -> Tensor:
-    """``x`` [..., i] times ``weight`` [o, i] plus ``bias`` [o]."""
+    """Return ``x`` [..., i] times ``weight`` [o, i] transposed, plus ``bias`` [o]. Backward is as in the module
+    docstring; with ``store`` the weight gradient is deferred.
+    """
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
     if is_deferred(x, weight, traits, store):
         return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready)
@@ -106,12 +111,12 @@ def parallel_linear(
 
 
 def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
-    """Whether the gradient of ``weight`` goes to ``store``."""
+    """Return whether the gradient of ``weight`` is deferred to ``store``."""
     return store is not None and not traits.weight_has_other_uses and x.requires_grad and weight.requires_grad
 
 
 def parameter_of(parameter: Any) -> Any:
-    """The parameter itself."""
+    """Return the parameter itself, unwrapped from :class:`FusedGradParam`."""
     return parameter.tensor if isinstance(parameter, FusedGradParam) else parameter
 
 
@@ -125,8 +130,7 @@ class _ParallelLinear(torch.autograd.Function):
         weight, bias = parameter_of(weight), parameter_of(bias)
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
-        # recomputation gives back saved tensors as mere copies, which have no main_grad: the parameters themselves say
-        # where their gradients go
+        # keep the parameters: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.bias = weight, bias
         return F.linear(begin_all_gather(x, traits.group).wait() if traits.gather_input else x, weight, bias)
 
@@ -139,27 +143,27 @@ class _ParallelLinear(torch.autograd.Function):
         grad_weight = None
         gathering: AsyncHandle = Finished(x)
         summing: AsyncHandle = Finished(None)
-        # Order on the stream: gather of x | dX beside it | sum of dX | dW beside that. Each collective runs beside the
-        # one GEMM that does not need it; dW before dX would leave both of them with nothing to hide behind.
+        # stream order: all-gather x overlaps the dX GEMM, reduction of dX overlaps the dW GEMM; dW before dX would
+        # expose both collectives
         if traits.gather_input and needs_weight and store is None:
             gathering = begin_all_gather(x, traits.group)
         if needs[0]:
             summing = start_sum_of_input_gradient(grad.matmul(weight), traits)
         if store is not None:
-            # not ctx: the closure outlives this pass, and ctx holds the graph and with it every activation
+            # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
             parameter = ctx.weight
             store.put(lambda: _complete(parameter, grad, x, traits))
         elif needs_weight:
             grad_weight = _weight_gradient(ctx.weight, grad, gathering.wait(), traits)
         grad_bias = _bias_gradient(ctx.bias, grad, traits) if needs_bias else None
         grad_x = summing.wait()
-        # the tokens' gradients come last: their hooks start the sum of a bucket, which must hold dW and db by then
+        # token gradients last: their hooks start the reduction of a bucket, which must contain dW and db by then
         ready_grads = (ready_gradient(grad) if needed else None for needed in needs[5:7])
         return grad_x, grad_weight, grad_bias, None, None, *ready_grads
 
 
 def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
-    """Starts the sum of all ranks' shares of dX; what it waits for is dX (of this rank's positions)."""
+    """Start the reduce-scatter (sequence parallelism) or all-reduce of dX; ``wait()`` returns dX."""
     if traits.gather_input:
         return begin_reduce_scatter(grad_x, traits.group)
     if not traits.reduce_input_gradient or traits.group.size == 1:
@@ -168,7 +172,7 @@ def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> AsyncHa
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
-    """dW; None once it is in ``main_grad``."""
+    """Return dW, or add it to ``main_grad`` and return None."""
     grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
@@ -178,24 +182,25 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTrai
 
 
 def _bias_gradient(bias: Tensor, grad: Tensor, traits: LinearTraits) -> Tensor | None:
-    """db; None once it is in ``main_grad``."""
+    """Return db, or add it to ``main_grad`` and return None."""
     main_grad = fused_gradient(bias, traits)
     grad_bias = traits.column_sum(grad.flatten(0, -2), main_grad)
     return grad_bias if main_grad is None else None
 
 
 def fused_gradient(parameter: Tensor, traits: LinearTraits) -> Tensor | None:
-    """Where GEMMs add the gradient by themselves; None if it goes through autograd."""
+    """Return the ``main_grad`` to which GEMMs add the gradient; None if the gradient goes through autograd."""
     return getattr(parameter, "main_grad", None) if traits.fuse_weight_gradient else None
 
 
 def autograd_proxy(
     parameter: Tensor, x: Tensor | None, traits: LinearTraits
 ) -> tuple[Tensor | FusedGradParam, Tensor | None]:
-    """What autograd sees of a parameter: (itself, None); or (hidden, its token); or (hidden, None), where another use
-    announces the gradient and input ``x`` makes backward come by here."""
-    # A parameter that autograd sees has its hooks run even if it gets no gradient: the bucket would count it as ready
-    # before dW is in it, or twice. The token gets a gradient exactly when all uses in the graph have added theirs.
+    """Return what autograd sees of a parameter: (parameter, None); or (hidden, its token); or (hidden, None) if another
+    use announces the gradient and the input ``x`` requires a gradient, so that backward runs anyway.
+    """
+    # hide the parameter: its hooks run even without a gradient, so the bucket would count it as ready before dW is
+    # added, or twice; the token gets its gradient only after all uses have added their gradients
     if not parameter.requires_grad or fused_gradient(parameter, traits) is None:
         return parameter, None
     ready = None if traits.weight_has_other_uses else getattr(parameter, "grad_ready", None)
@@ -205,14 +210,15 @@ def autograd_proxy(
 
 
 def ready_gradient(like: Tensor) -> Tensor:
-    """The gradient of a token: makes its hooks run; its value is never read."""
+    """Return a gradient for a token, so that its hooks run; the value is never read."""
     return torch.empty((), dtype=torch.float32, device=like.device)
 
 
 @torch.no_grad()
 def complete_later(weight: Tensor, grad: Tensor | None) -> None:
-    """Hands over a gradient outside of autograd's passes, or announces one that is in ``main_grad`` (None): accumulates
-    and runs the hooks."""
+    """Deliver a gradient outside of autograd's backward: accumulate ``grad``, or announce the one in ``main_grad``
+    (None). Runs the parameter's hooks.
+    """
     if grad is not None:
         weight.backward(grad)
     elif (ready := getattr(weight, "grad_ready", None)) is not None:
@@ -221,6 +227,6 @@ def complete_later(weight: Tensor, grad: Tensor | None) -> None:
 
 @torch.no_grad()
 def _complete(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> None:
-    """The deferred part of a backward pass."""
+    """Compute a deferred weight gradient; all-gathers ``x`` under sequence parallelism."""
     whole_x = begin_all_gather(x, traits.group).wait() if traits.gather_input else x
     complete_later(weight, _weight_gradient(weight, grad, whole_x, traits))

@@ -1,16 +1,16 @@
-"""Output layer and cross entropy together, some tokens at a time: the logits of all tokens never exist.
+"""Output layer and cross entropy in chunks of tokens, so that the logits of all tokens are never in memory at once.
 
-    loss_t = log sum_v exp(x_t w_v) - x_t w_label
-    dX = D W        dW = D^T X        D_tv = (softmax_tv - [v = label]) g_t
+  loss_t = log sum_v exp(x_t w_v) - x_t w_label
+  dX = D W        dW = D^T X        D_tv = (softmax_tv - [v = label]) g_t
 
-Forward multiplies a chunk of tokens, keeps three numbers per token and forgets the logits. Backward multiplies the
-chunk again, turns its logits into D in place, and takes its share of dX and dW: four GEMMs in all instead of three.
-The peak falls by the logits (t v elements) less one chunk. One all-gather for all chunks exchanges the sums of the
-ranks' slices of the vocabulary.
+Forward computes the logits of a chunk, saves three numbers per token and discards the logits. Backward recomputes the
+chunk's logits, turns them into D in place, and computes the chunk's share of dX and dW: four GEMMs in all instead of
+three. Peak memory falls by the logits (t v elements) less one chunk. One all-gather for all chunks exchanges the sums
+of the ranks' vocabulary slices.
 
-Gathers of X, sums of dX and where dW goes are those of ``linear.py``, with one difference: of a deferred weight
-gradient only the announcement waits, since D would have to be kept, or computed a third time, for the GEMM to wait.
-dW is summed over chunks in the dtype of ``main_grad``, or in fp32.
+All-gathers of X, reductions of dX and the target of dW are as in ``linear.py``, with one difference: a deferred weight
+gradient defers only its announcement, because a deferred GEMM would need D saved or recomputed again. dW is summed over
+chunks in the dtype of ``main_grad``, or in fp32.
 
 Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank, h hidden.
 """
@@ -29,19 +29,19 @@ from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
-from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
+from megatron.core.tensor_parallel.operators import all_gather_along_first_dim
 
 CHUNK_BYTES = 256 << 20
-"""Size of a chunk's logits on one rank, where the number of tokens is not given."""
+"""Size of a chunk's logits on one rank, if the number of tokens per chunk is not set."""
 
 
 class LogitSteps(NamedTuple):
-    """Steps between the GEMM and the softmax, in this order."""
+    """Operations between the GEMM and the softmax, in this order."""
 
     bias: Tensor | None = None
-    """[v] of this rank."""
+    """[v], this rank's slice."""
     soft_cap: float | None = None
-    """Logits x become soft_cap * tanh(x / soft_cap)."""
+    """Cap of the logits: soft_cap * tanh(x / soft_cap)."""
 
 
 def linear_cross_entropy(
@@ -55,12 +55,15 @@ def linear_cross_entropy(
     store: linear.WeightGradientStore | None = None,
     logits: LogitSteps | None = None,
 ) -> Tensor:
-    """Losses [s, b] in fp32 (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
+    """Return fp32 losses [s, b] (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
 
-    ``x`` [s, b, h] is the same on all ranks of the group, or holds this rank's positions (``traits.gather_input``);
-    ``weight`` [v, h] is this rank's slice of a padded vocabulary whose true entries end at ``vocab_size``.
-    ``chunk_tokens`` 0: as many as ``CHUNK_BYTES`` hold. ``logits``: what becomes of them first. ValueError for a
-    negative number of tokens; IndexError for targets outside of the vocabulary (on CPU; a device assertion on GPUs).
+    ``x`` [s, b, h] is replicated over the group, or holds this rank's positions (``traits.gather_input``). ``weight``
+    [v, h] is this rank's slice of a padded vocabulary with ``vocab_size`` true entries. ``chunk_tokens`` 0 chooses the
+    number that fits in ``CHUNK_BYTES``. ``logits`` sets bias and soft cap.
+
+    Raises:
+        UserError: ``chunk_tokens`` is negative.
+        IndexError: a target is outside of the vocabulary (on CPU; a device assertion on GPUs).
     """
     steps = logits or LogitSteps()
     if chunk_tokens < 0:
@@ -76,7 +79,7 @@ def linear_cross_entropy(
 
 
 def tokens_of_a_chunk(bytes_per_token: int) -> int:
-    """As many as ``CHUNK_BYTES`` hold, in whole tiles of a GEMM."""
+    """Return the number of tokens whose logits fit in ``CHUNK_BYTES``, a multiple of 128 (a GEMM tile) if possible."""
     tokens = max(1, CHUNK_BYTES // bytes_per_token)
     return tokens // 128 * 128 or tokens
 
@@ -124,13 +127,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits.mul_(slope)
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
-                if chunk.stop >= len(x_th):  # behind the last GEMM of dW
+                if chunk.stop >= len(x_th):  # overlaps with the last GEMM of dW
                     summing = linear.start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])
             if bias_sum is not None:
                 bias_sum += logits.sum(0, dtype=bias_sum.dtype)
-            del logits  # the memory of chunks is free before that of the weight's gradient is taken
+            del logits  # free the chunks before allocating the weight gradient
         grad_weight = None
         if total is not None:
             grad_weight = _hand_over(total, ctx.weight, traits, store)
@@ -142,7 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _whole_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
-    """X [t, h] of all positions."""
+    """Return X [t, h] of all positions; all-gathers it with ``gather_input``."""
     whole = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
     return whole.detach().reshape(-1, x.shape[-1])
 
@@ -150,7 +153,7 @@ def _whole_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _logits(
     x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps
 ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
-    """(tokens, their logits [c, v]), one chunk after the other in the same memory."""
+    """Yield (token range, its logits [c, v]) per chunk. All chunks reuse the same memory."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
     weight_hv = weight.detach().t()
     for first in range(0, len(x_th), chunk_tokens):
@@ -164,7 +167,7 @@ def _logits(
 
 
 def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
-    """The sum to which chunks add their share of dW."""
+    """Return the buffer in which chunks accumulate dW: ``main_grad``, else zeros of at least fp32."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is not None:
         return main_grad
@@ -175,7 +178,7 @@ def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _hand_over(
     total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
 ) -> Tensor | None:  # fmt: skip
-    """dW for autograd, or to the parameter later."""
+    """Return dW for autograd, or defer its delivery to ``store``."""
     if store is not None:
         store.put(lambda: linear.complete_later(weight, _gradient(total, weight, traits)))
         return None

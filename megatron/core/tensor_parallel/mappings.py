@@ -1,13 +1,12 @@
-"""The collectives of tensor and sequence parallelism as named, differentiable operators; identities on a group of one.
+"""Collectives of tensor and sequence parallelism under Megatron-LM's names and arguments.
 
-Each operator is one half of a conjugate pair: what one does in forward, its partner does in backward (the table at the
-end).
+``group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group. Layers of the
+library pass their group to ``operators.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,70 +14,169 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.groups.process_groups import Group
-from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
-
-Collective = Callable[[Tensor, Group], Tensor]
-
-
-def identity(x: Tensor, group: Group) -> Tensor:
-    """``x`` itself; ``group`` is there so that all operators are called alike."""
-    return x
+from megatron.core.parallel_state import resolve_group
+from megatron.core.tensor_parallel import operators
 
 
-def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    result = x.contiguous().clone() if x.is_contiguous() else x.contiguous()
-    dist.all_reduce(result, group=group.handle)
-    return result
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """Return ``input_``; all-reduce its gradient."""
+    return operators.copy_to_region(input_, resolve_group(group))
 
 
-def split_along_last_dim(x: Tensor, group: Group) -> Tensor:
-    return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """Return the all-reduced ``input_``, which is not changed; the gradient passes through."""
+    return operators.reduce_from_region(input_, resolve_group(group))
 
 
-def all_gather_along_last_dim(x: Tensor, group: Group) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
-    dist.all_gather(parts, x.contiguous(), group=group.handle)
-    return torch.cat(parts, dim=-1)
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """Split the last dim, [..., n] -> [..., n / ranks]; all-gather the gradient."""
+    return operators.scatter_to_region(input_, resolve_group(group))
 
 
-def split_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    return x.chunk(group.size, dim=0)[group.rank].contiguous()
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """All-gather along the last dim, [..., n] -> [..., n * ranks]; split the gradient."""
+    return operators.gather_from_region(input_, resolve_group(group))
 
 
-def all_gather_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    return begin_all_gather(x, group).wait()
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """Split the first dim, [s, ...] -> [s / ranks, ...]; all-gather the gradient."""
+    return operators.scatter_to_sequence(input_, resolve_group(group))
 
 
-def reduce_scatter_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    return begin_reduce_scatter(x, group).wait()
+def gather_from_sequence_parallel_region(
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None,
+    output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False,
+) -> Tensor:  # fmt: skip
+    """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...].
+
+    Args:
+        input_: this rank's shard.
+        tensor_parallel_output_grad: whether each rank's gradient is a partial sum, which is reduce-scattered. Otherwise
+            the gradients of all ranks are equal and are split.
+        group: ranks that hold the shards.
+        output_split_sizes: first dims of all ranks' shards, if they differ; requires ``tensor_parallel_output_grad``.
+        use_global_buffer: ignored; the result has separate memory.
+    """
+    ranks = resolve_group(group)
+    if output_split_sizes is not None:
+        if not tensor_parallel_output_grad:
+            raise ValueError("output_split_sizes: requires tensor_parallel_output_grad=True; remove one of them")
+        return _UnevenGather.apply(input_, ranks, tuple(output_split_sizes))
+    operator = operators.gather_from_sequence
+    return (operator if tensor_parallel_output_grad else operators.gather_replicated_from_sequence)(input_, ranks)
 
 
-class _Conjugate(torch.autograd.Function):
-    """Applies one collective in forward and its partner in backward."""
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Reduce-scatter along the first dim, [s, ...] -> this rank's shard; all-gather the gradient.
+
+    ``input_split_sizes``: first dims of all ranks' shards, if they differ. ``use_global_buffer`` is ignored.
+    """
+    if input_split_sizes is not None:
+        return _UnevenScatter.apply(input_, resolve_group(group), tuple(input_split_sizes))
+    return operators.reduce_scatter_to_sequence(input_, resolve_group(group))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """All-gather along the last dim; reduce-scatter the gradient."""
+    return operators.gather_last_dim(input_, resolve_group(group))
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+    """Reduce-scatter along the last dim; all-gather the gradient."""
+    return operators.reduce_scatter_last_dim(input_, resolve_group(group))
+
+
+def all_to_all(
+    group: Any, input_: Tensor, output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None, use_nccl_stream: bool = False,
+) -> Tensor:  # fmt: skip
+    """All-to-all of rows: send ``input_split_sizes[r]`` rows to rank r and receive ``output_split_sizes_[r]`` from it.
+
+    Without sizes all chunks are equal. ``use_nccl_stream`` is ignored. The gradient uses the inverse all-to-all.
+    """
+    ranks = resolve_group(group)
+    if ranks.size == 1:
+        return input_
+    return _AllToAll.apply(input_, ranks, _sizes(output_split_sizes_), _sizes(input_split_sizes))
+
+
+def all_to_all_sp2hp(input_: Tensor, group: Any = None) -> Tensor:
+    """All-to-all from a split of the tokens to a split of the features: [tokens / ranks, h] -> [tokens, h / ranks]."""
+    ranks = resolve_group(group)
+    rows = input_.reshape(-1, input_.shape[-1])
+    parts = operators.equal_parts(rows, ranks, -1)
+    return all_to_all(ranks, torch.cat(parts, dim=0))
+
+
+def all_to_all_hp2sp(input_: Tensor, group: Any = None) -> Tensor:
+    """All-to-all from a split of the features to a split of the tokens: [tokens, h / ranks] -> [tokens / ranks, h]."""
+    ranks = resolve_group(group)
+    rows = all_to_all(ranks, input_.reshape(-1, input_.shape[-1]))
+    return torch.cat(operators.equal_parts(rows, ranks, 0), dim=-1)
+
+
+def _sizes(sizes: Any) -> list[int] | None:
+    """Convert split sizes, a tensor or a sequence, to a list; None stays None."""
+    return None if sizes is None else [int(size) for size in sizes]
+
+
+def _all_gather_parts(part: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    # pad to the largest: gloo all-gathers equal shapes only
+    padded = part.new_zeros((max(sizes), *part.shape[1:]))
+    padded[: len(part)] = part
+    gathered = operators.all_gather_along_first_dim(padded, group).chunk(group.size)
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes)])
+
+
+def _reduce_scatter_parts(whole: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    # all-reduce: gloo cannot reduce-scatter unequal shards, and torch emulates it on NCCL with broadcasts
+    return operators.all_reduce_sum(whole, group).split(list(sizes))[group.rank].contiguous()
+
+
+class _UnevenGather(torch.autograd.Function):
+    """All-gather of shards of ``sizes`` rows; reduce-scatter of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
-        ctx.group, ctx.backward_collective = group, backward
-        result = forward(x, group)
-        return result.view_as(x) if result is x else result
+    def forward(ctx: Any, part: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return part.clone() if group.size == 1 else _all_gather_parts(part, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.backward_collective(grad, ctx.group), None, None, None
+        return grad if ctx.group.size == 1 else _reduce_scatter_parts(grad, ctx.group, ctx.sizes), None, None
 
 
-def _operator(forward: Collective, backward: Collective) -> Collective:
-    return partial(_conjugate, forward=forward, backward=backward)  # which can be pickled with the layers that hold it
+class _UnevenScatter(torch.autograd.Function):
+    """Reduce-scatter into shards of ``sizes`` rows; all-gather of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return whole.clone() if group.size == 1 else _reduce_scatter_parts(whole, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad if ctx.group.size == 1 else _all_gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
-def _conjugate(x: Tensor, group: Group, *, forward: Collective, backward: Collective) -> Tensor:
-    return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of rows; backward is the inverse all-to-all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, receive: list[int] | None, send: list[int] | None
+    ) -> Tensor:  # fmt: skip
+        ctx.group, ctx.receive, ctx.send = group, receive, send
+        return _exchange(x, group, receive, send)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _exchange(grad, ctx.group, ctx.send, ctx.receive), None, None, None
 
 
-copy_to_tensor_model_parallel_region = _operator(identity, all_reduce_sum)
-reduce_from_tensor_model_parallel_region = _operator(all_reduce_sum, identity)
-scatter_to_tensor_model_parallel_region = _operator(split_along_last_dim, all_gather_along_last_dim)
-gather_from_tensor_model_parallel_region = _operator(all_gather_along_last_dim, split_along_last_dim)
-scatter_to_sequence_parallel_region = _operator(split_along_first_dim, all_gather_along_first_dim)
-gather_from_sequence_parallel_region = _operator(all_gather_along_first_dim, reduce_scatter_along_first_dim)
-reduce_scatter_to_sequence_parallel_region = _operator(reduce_scatter_along_first_dim, all_gather_along_first_dim)
+def _exchange(x: Tensor, group: Group, receive: list[int] | None, send: list[int] | None) -> Tensor:
+    result = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(result, x.contiguous(), receive, send, group=group.handle)
+    return result

@@ -1,16 +1,127 @@
-"""Seeds of torch's own generators, for programs and modules that draw from them.
+"""Seeds and states of torch's generators, for programs and modules that use them.
 
-The library itself draws nothing from them: initial weights and dropout masks are functions of seed and position
+The library itself does not use them: initial weights and dropout masks are functions of seed and position
 (``megatron.core.random.philox``) and are the same for any layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch import Tensor
+
+from megatron import serve_other_names
+from megatron.core.parallel_state import get_process_groups
+
+_MODEL_PARALLEL, _EXPERT_PARALLEL, _DATA_PARALLEL = "model-parallel-rng", "expert-parallel-rng", "data-parallel-rng"
 
 
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed torch on the CPU and on every GPU; the same on all ranks."""
+def _state() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_state(state: Tensor) -> None:
+    (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(state)
+
+
+class CudaRNGStatesTracker:
+    """Named states of the current GPU's generator, or of the CPU generator without a GPU."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard all states."""
+        self.states_: dict[str, Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def is_initialized(self) -> bool:
+        """Return whether there are any states."""
+        return bool(self.states_)
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return a new dictionary of the states by name. The tensors are never modified."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Replace all states."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state seeded with ``seed``; the generator's current state is restored. ValueError if the name or seed
+        is in use.
+        """
+        if seed in self.seeds_ or name in self.states_:
+            raise ValueError(f"random state {name}, seed {seed}: the name or the seed is in use")
+        before = _state()
+        (torch.cuda.manual_seed if torch.cuda.is_available() else torch.manual_seed)(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = _state()
+        _set_state(before)
+
+    @contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
+        """Context that uses and advances the state ``name``; on exit the generator's previous state is restored.
+        ValueError if the state does not exist.
+        """
+        if name not in self.states_:
+            raise ValueError(f"random state {name}: does not exist; call model_parallel_cuda_manual_seed(seed) first")
+        before = _state()
+        _set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _state()
+            _set_state(before)
+
+
+_TRACKER = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker(*_: Any, **__: Any) -> CudaRNGStatesTracker:
+    """Return the tracker of this process; arguments (Transformer Engine, inference, CUDA graphs) are ignored."""
+    return _TRACKER
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Return the name of the state that differs between the ranks of expert layers."""
+    return _EXPERT_PARALLEL
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Return the name of the state that all ranks of one model replica share."""
+    return _DATA_PARALLEL
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int, te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None, ep_rank: int | None = None, etp_rank: int | None = None, **further: Any,
+) -> None:  # fmt: skip
+    """Seed torch on the CPU and on every GPU, equally on all ranks, and reset the named states of the tracker.
+
+    ``data-parallel-rng`` has the same seed on all ranks, ``model-parallel-rng`` one per tensor-parallel rank and
+    ``expert-parallel-rng`` one per EP and ETP rank. The other arguments select Megatron-LM's tracker and are ignored;
+    unknown ones raise TypeError.
+    """
+    if unknown := further.keys() - _FURTHER:
+        raise TypeError(f"model_parallel_cuda_manual_seed() has no arguments {', '.join(sorted(unknown))}")
+    groups = get_process_groups()
+    given = {"tp": tp_rank, "ep": ep_rank, "etp": etp_rank}
+    tp, ep, etp = (getattr(groups, axis).rank if rank is None else rank for axis, rank in given.items())
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
+    _TRACKER.reset()
+    _TRACKER.add(_DATA_PARALLEL, seed)
+    _TRACKER.add(_MODEL_PARALLEL, seed + 2718 + tp)
+    _TRACKER.add(_EXPERT_PARALLEL, seed + 1024 + 100 * ep + etp)
+
+
+_FURTHER = {
+    "force_reset_rng", "gtp_remat_rank", "egtp_remat_rank", "gtp_remat_world_size", "egtp_remat_world_size",
+}  # fmt: skip
+
+serve_other_names(__name__)

@@ -1,7 +1,7 @@
 """Padding and split of the vocabulary.
 
-The padded size depends on a multiple and on nothing else that could reach the numbers: padded rows are zero, take no
-part in any softmax, get no gradient and are not part of any checkpoint.
+The padding does not affect results: padded rows are zero, excluded from every softmax, get no gradient and are not
+saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -16,29 +16,36 @@ from megatron.core.groups.process_groups import Group
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``vocab_size``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``vocab_size``; UserError unless both are positive.
+    """
     if vocab_size < 1 or multiple < 1:
         raise UserError(f"vocab_size {vocab_size} and make_vocab_size_divisible_by {multiple} must be positive")
     return -(-vocab_size // multiple) * multiple
 
 
 def stored_vocab_size(vocab_size: int, multiple: int, group: Group) -> int:
-    """The padded size that also divides evenly over the ranks of ``group``."""
+    """Return the padded size that is also divisible by the size of ``group``."""
     return padded_vocab_size(vocab_size, math.lcm(multiple, group.size))
 
 
 def num_true_entries(vocab_size: int, local_size: int, group: Group) -> int:
-    """Number of this rank's ``local_size`` vocabulary entries that exist (the rest is padding)."""
+    """Return how many of this rank's ``local_size`` vocabulary entries are not padding."""
     return max(0, min(local_size, vocab_size - group.rank * local_size))
 
 
 class IdOutOfRange(UserError, IndexError):
-    """The data holds a token id that the vocabulary does not have."""
+    """Error for a token id outside of the vocabulary; also an ``IndexError``."""
 
 
-def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
-    """IndexError for ids outside of [0, vocab_size); on GPUs a device assertion, which does not wait."""
-    inside = ((ids >= 0) & (ids < vocab_size)).all()
+def check_ids(ids: Tensor, vocab_size: int, what: str, allow_negative: bool = False) -> None:
+    """Raise IdOutOfRange for ids outside of [0, vocab_size). On GPUs it is a device assertion, which does not
+    synchronize.
+
+    ``allow_negative``: accept ids below 0, such as -1 and -100, which mark positions that the caller masks out of the
+    loss.
+    """
+    inside = ids < vocab_size
+    inside = (inside if allow_negative else inside & (ids >= 0)).all()
     if ids.is_cuda:
         torch._assert_async(inside)
     elif not inside:

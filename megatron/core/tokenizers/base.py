@@ -11,12 +11,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 
 
 def _role(role: str, what: str) -> Any:
@@ -60,14 +60,14 @@ class Tokenizer(ABC):
         """Text of ``ids``; bytes that are not valid UTF-8 become U+FFFD."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text as an integer array: the fast path of preprocessing."""
+        """Return the ids of each text as an integer array [tokens]: the fast path of preprocessing."""
         return [np.asarray(self.tokenize(text), dtype=np.uint32) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
-        """As ``tokenize_batch``, with or without this tokenizer's special tokens around each text, [CLS] ... [SEP] say.
+        """Tokenize each text; with ``special_tokens`` surround it by the tokenizer's tokens, such as [CLS] ... [SEP].
 
         Raises:
-            ValueError: ``special_tokens`` of a tokenizer that puts none around a text.
+            ValueError: ``special_tokens`` is set, but the tokenizer does not define such tokens.
         """
         if special_tokens:
             raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} puts none around a text; leave it out")
@@ -85,7 +85,7 @@ class Tokenizer(ABC):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """T5's sentinels, in order; empty where there are none."""
+        """Ids of the T5 sentinels ``<extra_id_N>``, in order; empty without sentinels."""
         vocab = self.vocab
         return [vocab[name] for name in takewhile(vocab.__contains__, sentinel_names(len(vocab)))]
 
@@ -112,7 +112,7 @@ def fingerprint_of(parts: Iterable[bytes], options: Mapping[str, object]) -> str
 
 
 def read_tokenizer_file(flag: str, path: str | None, tokenizer_type: str, what: str) -> bytes:
-    """The bytes of the file behind ``flag``; ``what`` names its content in the error.
+    """Return the bytes of the file ``path`` given by ``flag``; ``what`` describes its content in errors.
 
     Raises:
         ValueError: no path given, no such file, a folder, or unreadable.
@@ -122,13 +122,13 @@ def read_tokenizer_file(flag: str, path: str | None, tokenizer_type: str, what: 
     if os.path.isdir(path):
         raise UserError(f"{flag} {path} is a folder; --tokenizer-type {tokenizer_type} needs a file: {what}")
     try:
-        return Path(path).read_bytes()
+        return read_file(path, MAX_TEXT_BYTES)
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be read ({error.strerror}); it must be {what}") from error
 
 
 def check_text(text: str) -> None:
-    """Refuse lone surrogates, which no UTF-8 tokenizer can represent."""
+    """Raise UserError if ``text`` has a lone surrogate, which UTF-8 cannot represent."""
     if not text.isascii():
         try:
             text.encode()

@@ -1,4 +1,4 @@
-"""From flags, or from a path, to a tokenizer."""
+"""Construction of tokenizers from flags or from a path."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig, TokenizerType
+from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -96,6 +97,9 @@ class MegatronTokenizer:
             return build_bert_wordpiece(str(path), options.pop("lower_case", True), **options)
         if path.suffix == ".tiktoken":
             return TikTokenizer(str(path), **options)
-        with path.open("rb") as file:
-            is_list = file.read(64).lstrip()[:1] == b"["
+        try:
+            with open_regular(path) as file:
+                is_list = file.read(64).lstrip()[:1] == b"["
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}); give the path of a tokenizer's file") from error
         return TikTokenizer(str(path), **options) if is_list else build_huggingface(str(path), **options)

@@ -7,21 +7,28 @@ tokenizer is never run.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import MAX_TEXT_BYTES, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file, sentinel_names
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
 
+logger = logging.getLogger(__name__)
+
 # tried in this order when the files beside tokenizer.json do not name an end-of-sequence token
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<|eod|>", "<eos>", "<|end▁of▁sentence|>", "[EOD]")
+MAX_IDS = 2**24
+"""A larger id is no vocabulary's; libraries walk all ids up to the largest."""
 _ROLES = {
     "eos": "eos_token", "bos": "bos_token", "pad": "pad_token", "cls": "cls_token", "sep": "sep_token",
     "mask": "mask_token", "unk": "unk_token",
@@ -57,7 +64,10 @@ class BackendTokenizer(Tokenizer):
 
     def accelerate(self, definition: dict[str, Any]) -> None:
         """Put tiktoken in front, if ``definition`` (the parsed tokenizer.json) allows it."""
-        self._fast = build_fast_bpe(definition, self._backend)
+        try:
+            self._fast = build_fast_bpe(definition, self._backend)
+        except (AttributeError, KeyError, TypeError, ValueError):  # the library reads more forms than its own
+            logger.info("encoding with tokenizers, not tiktoken: tokenizer.json is of an unusual form")
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenize_batch([text])[0].tolist()
@@ -83,13 +93,27 @@ class BackendTokenizer(Tokenizer):
             for index in rest:
                 check_text(texts[index])
             encode = self._backend.encode_batch_fast
-            encodings = encode([texts[index] for index in rest], add_special_tokens=special_tokens)
+            with _library_errors():
+                encodings = encode([texts[index] for index in rest], add_special_tokens=special_tokens)
             for index, encoding in zip(rest, encodings):
                 arrays[index] = np.asarray(encoding.ids, dtype=np.uint32)
         return [array for array in arrays if array is not None]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+        with _library_errors():
+            return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Turn errors of `tokenizers` into a ``UserError``: a file may name tokens that its vocabulary lacks, which the
+    library finds when it needs them, by bare exceptions and Rust panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizer's file names a token that its vocabulary lacks: {error!s:.200}") from error
 
 
 def build_huggingface(
@@ -112,7 +136,8 @@ def build_huggingface(
     try:
         backend = library.Tokenizer.from_str(raw.decode())
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"--tokenizer-model {file} is not a tokenizer that `tokenizers` can read: {error}") from error
+        reason = f"{error!s:.300}"
+        raise UserError(f"--tokenizer-model {file} is not a tokenizer that `tokenizers` can read: {reason}") from error
     backend.no_truncation()
     backend.no_padding()
     for added in definition.get("added_tokens") or []:
@@ -161,7 +186,8 @@ def build_gpt2_bpe(
     try:
         backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=merges))
     except Exception as error:
-        raise UserError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not fit: {error}") from error
+        reason = f"{error!s:.300}"
+        raise UserError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not fit: {reason}") from error
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = library.decoders.ByteLevel()
     end = next((name for name in EOD_NAMES if name in vocab or name in (special_tokens or ())), None)
@@ -195,7 +221,7 @@ def build_bert_wordpiece(
     vocab = {token: index for index, token in enumerate(lines)}
     repeated = [token for token, count in Counter(lines).items() if count > 1]
     if repeated:
-        raise UserError(f"--vocab-file {vocab_file} lists {repeated[0]!r} twice; each line must be a different token")
+        raise UserError(f"--vocab-file {vocab_file} lists {repeated[0]!r:.80} twice; every line must differ")
     missing = [token for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]") if token not in vocab]
     if missing:
         raise UserError(f"--vocab-file {vocab_file} lacks {', '.join(missing)}; it must be a BERT vocab.txt")
@@ -248,8 +274,8 @@ def _locate(path: str | None) -> Path:
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        parsed = json.loads(raw.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        parsed = parse_json(raw.decode())
+    except ValueError as error:
         raise UserError(f"{path} is not a JSON file ({error}); is it the right kind of tokenizer file?") from error
     if not isinstance(parsed, dict):
         raise UserError(f"{path} holds a JSON {type(parsed).__name__}, not an object; is it the right kind of file?")
@@ -265,7 +291,7 @@ def _lines(raw: bytes, path: str | None) -> list[str]:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return _parse(path.read_bytes(), path) if path.is_file() else {}
+    return _parse(read_file(path, MAX_TEXT_BYTES), path) if path.is_file() else {}
 
 
 def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
@@ -276,7 +302,7 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
         for role, key in _ROLES.items():
             value = config.get(key)
             content = value.get("content") if isinstance(value, dict) else value
-            index = backend.token_to_id(content) if isinstance(content, str) else None
+            index = backend.token_to_id(content) if isinstance(content, str) and _is_unicode(content) else None
             if index is not None:
                 found.setdefault(role, index)
     known = {"eos": EOD_NAMES, "bos": ("<s>", "<|begin_of_text|>", "<bos>"), "pad": ("<pad>", "[PAD]", "<|pad|>"),
@@ -293,15 +319,22 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
     return found
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` has no lone surrogate, which JSON can hold and no token can."""
+    return text == text.encode(errors="replace").decode()
+
+
 def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
     if not vocab:
         raise UserError(f"{where}: the vocabulary is empty")
+    if odd := [token for token, index in vocab.items() if not 0 <= index < MAX_IDS]:
+        raise UserError(f"{where}: the token {odd[0]!r:.80} has the id {vocab[odd[0]]}, expected 0 to {MAX_IDS - 1}")
     if len(set(vocab.values())) < len(vocab):
         owners: dict[int, str] = {}
         for token, index in vocab.items():
             if index in owners:
                 raise UserError(
-                    f"{where}: the tokens {owners[index]!r} and {token!r} share the id {index}; "
+                    f"{where}: the tokens {owners[index]!r:.80} and {token!r:.80} share the id {index}; "
                     "every token needs its own"
                 )
             owners[index] = token
@@ -309,8 +342,9 @@ def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
 
 def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
     """The ids that the post-processor puts before and after a text."""
-    bare = backend.encode("a", add_special_tokens=False).ids
-    full = backend.encode("a", add_special_tokens=True).ids
+    with _library_errors():
+        bare = backend.encode("a", add_special_tokens=False).ids
+        full = backend.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]

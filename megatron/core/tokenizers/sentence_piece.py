@@ -25,11 +25,12 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor.LoadFromSerializedProto(raw)
             size = self._processor.get_piece_size()
+            pieces = [self._processor.id_to_piece(index) for index in range(size)]
         except Exception as error:
             raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: {error}") from error
         if not raw or size == 0:
             raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: it holds no pieces")
-        self._vocab = {self._processor.id_to_piece(index): index for index in range(size)}
+        self._vocab = {piece: index for index, piece in enumerate(pieces)}
         roles = {"bos": self._processor.bos_id(), "eos": self._processor.eos_id(), "pad": self._processor.pad_id(),
                  "unk": self._processor.unk_id()}  # fmt: skip
         special_ids = {role: index for role, index in roles.items() if index >= 0}

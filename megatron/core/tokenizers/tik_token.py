@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import parse_json
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
 
@@ -90,7 +90,7 @@ class TikTokenizer(Tokenizer):
 def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
     try:
         is_json = raw.lstrip()[:1] in (b"[", b"{")
-        rows = json.loads(raw) if is_json else _rows_of_lines(raw)
+        rows = parse_json(raw) if is_json else _rows_of_lines(raw)
         if not isinstance(rows, list):
             raise ValueError(f"it holds a JSON {type(rows).__name__}, not a list")
         ranks: dict[bytes, int] = {}
@@ -104,7 +104,8 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
                 raise ValueError(f"entries {ranks[piece] - first_id} and {rank} are the same token")
             ranks[piece] = first_id + rank
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise UserError(f"--tokenizer-model {path} is not a tiktoken vocabulary: {error!r}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"--tokenizer-model {path} is not a tiktoken vocabulary: {reason:.300}") from error
     if len(ranks) < 256:
         raise UserError(f"--tokenizer-model {path} holds {len(ranks)} tokens; the first 256 must be the bytes")
     if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import create_file
 from megatron.core.tokenizers.libraries import require
 
 
@@ -85,5 +86,6 @@ def train_wordpiece(
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    with create_file(partial) as file:
+        file.write(text.encode())
     partial.replace(path)

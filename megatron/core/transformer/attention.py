@@ -1,8 +1,8 @@
-"""Self attention with grouped queries.
+"""Self-attention with grouped queries.
 
-One projection gives queries, keys and values, interleaved per query group: its rows are, group by group, the p query
-heads of the group, then its key head, then its value head. So a split by groups keeps each group's heads on one rank.
-With fewer groups than tensor-parallel ranks, the ranks of a group split its query heads and each hold its key and value
+One projection computes queries, keys and values, interleaved per query group: its rows are, group by group, the group's
+p query heads, its key head and its value head. Splitting by groups therefore keeps a group's heads on one rank. With
+fewer groups than tensor-parallel ranks, the ranks of a group split its query heads and replicate its key and value
 head.
 
 Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim.
@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.attention.description import describe_attention
-from megatron.core.attention.window import layer_window
+from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions import split_rotary
@@ -25,6 +26,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, make_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
@@ -34,7 +36,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Slots of :class:`SelfAttention`. Norms of queries and keys left None follow the configuration."""
+    """Slots of :class:`SelfAttention`. The configuration determines norms of queries and keys that are None."""
 
     linear_qkv: ModuleSpec | Callable[..., Any]
     core_attention: ModuleSpec | Callable[..., Any]
@@ -44,7 +46,10 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(nn.Module):
-    """[s, b, h] -> [s, b, h]."""
+    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
+    """
+
+    supports_context_parallel = True  # core attention exchanges keys
 
     def __init__(
         self,
@@ -66,10 +71,11 @@ class SelfAttention(nn.Module):
             submodules.linear_qkv, config.hidden_size, qkv, config=config, init_method=weight_init(config),
             bias=config.add_bias_linear or config.add_qkv_bias, groups=groups,
         )  # fmt: skip
+        self._has_rotation = has_rotation(config.no_rope_freq, layer_number)
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
         self.q_layernorm = _head_norm(submodules.q_layernorm, config, groups, heads)
         self.k_layernorm = _head_norm(submodules.k_layernorm, config, groups, kv_groups)
-        self.core_attention = build_module(
+        self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
         self._run_core = run_of(config, "core_attn")
@@ -86,7 +92,7 @@ class SelfAttention(nn.Module):
             self._rotated_heads = split_rotary.choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
 
     def _normed(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [s, b, g * p, d], key and value [s, b, g, d]."""
+        """Return query [s, b, g * p, d], key and value [s, b, g, d], after the head norms."""
         query, key, value = grouped.split((self.heads_per_group, 1, 1), dim=3)
         return self.q_layernorm(query).flatten(2, 3), self.k_layernorm(key).flatten(2, 3), value.flatten(2, 3)
 
@@ -100,19 +106,19 @@ class SelfAttention(nn.Module):
 
     @property
     def first_linear(self) -> nn.Module:
-        """Where tokens enter."""
+        """First linear layer of the mixer."""
         return self.linear_qkv
 
     @property
     def overlaps(self) -> bool:
-        """Whether its collectives can be left under way."""
+        """Whether its collectives can stay in flight."""
         return can_overlap(self.linear_qkv, self.linear_proj)
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The same, stopping where a collective may be under way."""
+        """Run ``forward`` as a generator that yields where a collective may be in flight."""
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
         mixed = self.mix(gathering, ctx)
@@ -122,11 +128,13 @@ class SelfAttention(nn.Module):
         return finish(self.linear_proj, summing, ctx)
 
     def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
-        """Everything up to the output projection: [s, b, heads * d]."""
+        """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d]. Reads
+        the rotary tables, mask, position bias, documents and dropout of ``ctx``.
+        """
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
-        if rotary is None:
+        if rotary is None or not self._has_rotation:
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
@@ -139,8 +147,10 @@ class SelfAttention(nn.Module):
 def _head_norm(
     slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups, num_heads: int
 ) -> nn.Module:
-    """The norm over each head's channels, whose weight all tensor-parallel ranks hold and each sees its own heads; or
-    over those of all ``num_heads`` (of all ranks) together."""
+    """Return the norm over each head's channels, or over all ``num_heads`` (of all ranks) with
+    ``qk_layernorm_across_heads``. The per-head weight is replicated over TP and its gradient is a partial sum, because
+    each rank sees only its heads.
+    """
     if config.qk_l2_norm:
         return L2Norm(config.norm_epsilon)
     if slot is None and not config.qk_layernorm:
@@ -151,3 +161,6 @@ def _head_norm(
     return build_module(
         slot or make_norm, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial
     )
+
+
+serve_other_names(__name__)

@@ -1,14 +1,14 @@
-"""A residual branch: x + dropout(mixer(norm(x))), with a norm behind the mixer as well, or only there, as
-``norm_placement`` says.
+"""Residual branch ``x + dropout(mixer(norm(x)))``. ``norm_placement`` puts the norm before the mixer, after it, or
+both.
 
-The mixer is attention, a feed-forward network or any other module that maps [s, b, h] to [s, b, h]. It is called
-with ``(x, ctx)`` where its ``forward`` names a parameter ``ctx``, else with x alone. One that is written as
-``segments(x, ctx)`` (``overlap.py``) may also run beside another half of the micro-batch. Under
-``apply_residual_connection_post_layernorm`` what is added to is norm(x) instead of x.
+The mixer is attention, a feed-forward network or any module that maps [s, b, h] to [s, b, h]. It is called as
+``mixer(x, ctx)`` if its ``forward`` has a parameter ``ctx``, else as ``mixer(x)``. A mixer with ``segments(x, ctx)``
+(``overlap.py``) can overlap with the other half of the micro-batch. With ``apply_residual_connection_post_layernorm``
+the residual is norm(x) instead of x.
 
-Norm, mixer and dropout are modules of the *layer*, under the names that checkpoints know (``self_attention``, ``mlp``
-…): a module between them would put a word into every parameter's name. A branch looks them up when it runs, so that a
-program may replace them.
+Norm, mixer and dropout are registered on the *layer*, under their checkpoint names (``self_attention``, ``mlp`` …); a
+branch module would add a prefix to every parameter name. A branch looks them up at each call, so that programs can
+replace them.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -27,6 +27,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import StreamNorm, ToDtype
 from megatron.core.transformer.overlap import Segments, runs_its_segments, segments_of
 from megatron.core.transformer.recompute import norm_output, run_of
@@ -34,17 +35,19 @@ from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
 
 class Stream(NamedTuple):
-    """The residual stream at a branch's norm."""
+    """Residual stream at the norm of a branch."""
 
     hidden: Tensor
     """Input of the norm."""
     residual: Tensor
-    """Added to the mixer's output."""
+    """Tensor to which the mixer's output is added."""
     normed: Tensor
 
 
 class Branch:
-    """One branch of ``layer``, whose modules it builds. ``layer_number`` counts from 1 over the whole model."""
+    """One residual branch of ``layer``. Builds its modules and registers them on the layer. ``layer_number`` counts
+    from 1 over the full model.
+    """
 
     def __init__(
         self, layer: nn.Module, spec: BranchSpec, config: TransformerConfig, layer_number: int, groups: ProcessGroups
@@ -64,10 +67,11 @@ class Branch:
         layer.add_module(
             self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
         )
-        takes_context(type(mixer).forward)  # refuses what it cannot call before anything runs
+        takes_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), run_of(config, spec.name)
+        self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
-        """Whether the norm's output, not its input, is what the mixer's is added to."""
+        """Whether the mixer's output is added to the norm's output instead of its input."""
 
     @property
     def norm(self) -> nn.Module:
@@ -90,52 +94,57 @@ class Branch:
         return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
     def enter(self, hidden: Tensor) -> Stream:
-        """The norm of the stream."""
-        if self._norm_adds:  # its backward pass also adds up the stream's gradient
+        """Normalize the residual stream ``hidden``."""
+        if self._norm_adds:  # its backward also accumulates the gradient of the residual stream
             residual, normed = self.norm(hidden, None)
             return Stream(hidden, residual, normed)
         normed = self.norm(hidden)
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
     def enter_behind(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
-        """The same, where the neighbour's output is not yet added: in one pass over memory if nothing is in between."""
+        """Add the previous branch's ``output`` to ``residual`` and normalize. One fused kernel does both if ``before``
+        has no dropout.
+        """
         if self._norm_adds and isinstance(before.dropout, NoDropout):
             hidden, normed = self.norm(residual, output)
             return Stream(hidden, hidden, normed)
         return self.enter(before.add(residual, output, ctx))
 
     def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
-        """The mixer's output, behind its norm where there is one."""
+        """Return the mixer's output, after the post-norm if there is one, times ``residual_multiplier``. A generator:
+        it yields inside the mixer only with ``ctx.overlap``.
+        """
         if ctx.overlap:
             output = yield from segments_of(self.mixer, stream.normed, ctx)
         else:
             mixer = self.mixer
             with self._keeping(stream.normed, self.norm, stream.hidden):
                 output = self._run(mixer, stream.normed, *((ctx,) if takes_context(type(mixer).forward) else ()))
-        return output if self.post_norm is None else self.post_norm(output)
+        output = output if self.post_norm is None else self.post_norm(output)
+        return output if self._multiplier == 1.0 else output * self._multiplier
 
     def add(self, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Tensor:
-        """The stream behind the branch."""
+        """Apply dropout to the mixer output and add ``residual``."""
         return self.dropout(output, ctx.dropout, residual)
 
     @property
     def overlaps(self) -> bool:
-        """Whether its mixer can leave its collectives under way."""
+        """Whether the mixer supports two-batch overlap."""
         return bool(getattr(self.mixer, "overlaps", False)) and runs_its_segments(self.mixer)
 
 
 def _build_mixer(slot: Any, config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> nn.Module:
     numbered = _takes(getattr(slot, "module", slot), "layer_number", inspect.Parameter.VAR_KEYWORD)
     number = {"layer_number": layer_number} if numbered else {}
-    return build_module(slot, config, groups=groups, **number)
+    return build_token_mixer(slot, config, groups=groups, **number)
 
 
 @cache
 def takes_context(forward: Callable[..., Any]) -> bool:
-    """Whether a mixer's ``forward`` is called with the context.
+    """Return whether a mixer's ``forward`` accepts the context.
 
     Raises:
-        UserError: it has an argument of its own for what the context holds: nothing would fill it.
+        UserError: ``forward`` has a parameter such as ``attention_mask`` but no ``ctx``; nothing would fill it.
     """
     if _takes(forward, "ctx", inspect.Parameter.VAR_POSITIONAL):
         return True
@@ -149,6 +158,6 @@ def takes_context(forward: Callable[..., Any]) -> bool:
 
 
 def _takes(function: Callable[..., Any], name: str, rest: Any) -> bool:
-    """Whether ``function`` has a parameter of this name, or takes all that come (``rest``: of which kind)."""
+    """Return whether ``function`` has a parameter ``name`` or a variadic parameter of the kind ``rest``."""
     found = inspect.signature(function).parameters
     return name in found or any(each.kind == rest for each in found.values())

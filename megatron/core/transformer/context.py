@@ -1,7 +1,7 @@
-"""Facts that the branches of a model take besides the hidden states, in one object that travels through them.
+"""Inputs of a model's branches besides the hidden states, in one object that passes through all layers.
 
-A fact that a branch newly needs is a field here, filled where a model makes the context (``GPTModel.forward``); every
-signature in between stays as it is.
+To give branches a new input, add a field here and fill it where the model builds the context (``GPTModel.forward``); no
+signature in between changes.
 
 Legend: s sequence (local; e: of the encoder), b batch, h hidden, r rotated channels.
 """
@@ -20,36 +20,41 @@ from megatron.core.transformer.side_losses import SideLosses
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Facts about one micro-batch. Every field has a value that says nothing."""
+    """Inputs shared by all layers for one micro-batch. Every default means "not used"."""
 
     attention_mask: Tensor | None = None
-    """Bool, True where hidden, broadcast to [b, heads, queries, keys]; adds to what attention hides by itself."""
+    """Bool, True where hidden, broadcast to [b, heads, queries, keys]; combined with the mask type of the attention."""
     rotary_pos_emb: RotaryTables | None = None
-    """Rotations of queries and keys; None: positions are told otherwise."""
+    """Rotary tables of queries and keys; None without rotary positions."""
     packed_seq_params: PackedSeqParams | None = None
-    """Bounds of documents that do not see each other, in the flattened order [b * s]."""
+    """Boundaries of packed documents that do not attend to each other, in the flattened order [b * s]."""
     dropout: DropoutCoordinates | None = None
-    """Where the tokens stand in the training run; None: nothing is dropped."""
+    """Sample indices and positions of the tokens, from which dropout masks are computed; None: no dropout."""
     side_losses: SideLosses | None = None
-    """Weight of losses in the middle of the model; None: there are none, as in evaluation."""
+    """Weights of auxiliary losses; None without them, as in evaluation."""
     rotary_pos_emb_local: RotaryTables | None = None
-    """Rotations in layers with a sliding window; None: those of all layers."""
+    """Rotary tables of sliding-window layers; None: ``rotary_pos_emb``."""
     position_bias: Tensor | None = None
-    """[heads, distances]: added to the scores of self-attention (``attention/position_bias.py``)."""
+    """[heads, distances], added to the self-attention scores (``attention/position_bias.py``)."""
     encoder_output: Tensor | None = None
-    """[e, b, h], of which cross-attention makes keys and values."""
+    """[e, b, h], from which cross-attention computes keys and values."""
     encoder_documents: PackedSeqParams | None = None
-    """Which of these keys are real (:meth:`PackedSeqParams.of_keys`); None: all."""
+    """Documents that mark the valid encoder keys (:meth:`PackedSeqParams.of_keys`); None: all keys are valid."""
     overlap: bool = False
-    """Whether another half of the micro-batch computes in between: collectives may then be left under way."""
+    """Whether the other half of the micro-batch is interleaved, so that collectives may stay in flight across a yield.
+    """
 
     @property
     def can_be_halved(self) -> bool:
-        """Whether sequences may go apart: packed documents are numbered through the whole micro-batch."""
+        """Whether the batch may be split in two. Packed documents prevent it: they are numbered over the full
+        micro-batch.
+        """
         return self.packed_seq_params is None and self.encoder_documents is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
-        """Contexts of the two halves of ``batch`` sequences; what is the same for all of them goes to both."""
+        """Return the contexts of the two halves of ``batch`` sequences. Per-sequence fields are split into views, the
+        others are shared; ``overlap`` is set.
+        """
 
         def part(x: Tensor, half: int, dim: int = 0) -> Tensor:
             return x.chunk(2, dim)[half] if x.shape[dim] == batch else x

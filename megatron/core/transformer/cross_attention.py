@@ -1,7 +1,7 @@
-"""Attention from one sequence to another: queries of the decoder, keys and values of what the encoder put out.
+"""Cross-attention: queries of the decoder attend to keys and values of the encoder output.
 
-Rows of the projection of queries are those of one head after the other; the other projection gives, group by group, a
-key head and a value head, so that a split by groups keeps both on one rank.
+The query projection's rows are ordered head by head. The key-value projection's rows are, group by group, a key head
+and a value head, so that a split by groups keeps both on one rank.
 
 Legend: s sequence (local; e: of the encoder), b batch, h hidden, a query heads (local), g groups (local), d head dim.
 """
@@ -21,6 +21,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.recompute import run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -37,11 +38,14 @@ class CrossAttentionSubmodules:
 
 
 class CrossAttention(nn.Module):
-    """[s, b, h] -> [s, b, h], with ``ctx.encoder_output`` [e, b, h].
+    """Cross-attention with its projections, [s, b, h] -> [s, b, h]; reads ``ctx.encoder_output`` [e, b, h] and the
+    valid keys in ``ctx.encoder_documents``.
 
     Raises:
-        UserError: there are fewer key and value groups than tensor-parallel ranks.
+        UserError: the number of query groups is not a multiple of the tensor-parallel size.
     """
+
+    supports_context_parallel = True  # core attention exchanges keys
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class CrossAttention(nn.Module):
             submodules.linear_kv, config.hidden_size, StackedSize((kv_groups, 2 * channels), 0),
             init_method=weight_init(config), **shared,
         )  # fmt: skip
-        self.core_attention = build_module(
+        self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
         )
         self._run_core = run_of(config, "core_attn")
@@ -80,7 +84,7 @@ class CrossAttention(nn.Module):
 
     @property
     def first_linear(self) -> nn.Module:
-        """Where tokens enter."""
+        """First linear layer of the mixer."""
         return self.linear_q
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:

@@ -1,7 +1,7 @@
-"""Initial distributions that follow from a configuration.
+"""Initial distributions selected by the configuration.
 
-Weights are normal with ``init_method_std``; those that write into the residual stream, whose variance grows with every
-layer, with that divided by sqrt(2 * layers) (GPT-2, section 2.3).
+Weights are normal with ``init_method_std``. For weights that write into the residual stream, whose variance grows with
+every layer, the std is divided by sqrt(2 * layers) (GPT-2, section 2.3).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from megatron.core.sharding.placement import Init, Normal, XavierUniform
 
 
 def weight_init(config: TransformerConfig) -> Init:
-    """Initial values of linear layers that read the residual stream."""
+    """Return the initial distribution of linear layers that read the residual stream."""
     return XavierUniform() if config.init_method_xavier_uniform else Normal(config.init_method_std)
 
 
 def output_weight_init(config: TransformerConfig) -> Init:
-    """Initial values of linear layers that write into the residual stream."""
+    """Return the initial distribution of linear layers that write into the residual stream."""
     if config.init_method_xavier_uniform:
         return XavierUniform()
     return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
 
 
 def embedding_init(config: TransformerConfig) -> Init:
-    """Initial values of word and position embeddings: as weights, unless their own standard deviation is given."""
+    """Return the initial distribution of embeddings: ``embedding_init_method_std`` if set, else :func:`weight_init`."""
     std = config.embedding_init_method_std
     if std is not None and std != config.init_method_std:
         return Normal(std)

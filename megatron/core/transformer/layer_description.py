@@ -1,4 +1,4 @@
-"""Describes layers by their specs: what fills a slot says what it is."""
+"""Descriptions of layers from their specs, through the ``describe`` attribute of the modules in the slots."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megatron.core.transformer.transformer_layer import branch_specs, branches_o
 
 
 def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    """The branches of a layer; of one that is built as one piece a single Piece.
+    """Return the pieces of a layer: one per branch, or a single piece for an indivisible layer.
 
-    A class that is one piece may bring ``describe(config, place) -> Piece`` itself.
+    An indivisible layer's class may define ``describe(config, place) -> Piece``. Branches whose module has no
+    ``describe`` are marked as unknown.
     """
     apart = branches_of(spec, config.use_parallel_residual)
     if apart is not None:
         return tuple(_describe_branch(each, config, place) for each in apart)
     if describe := getattr(getattr(spec, "module", spec), "describe", None):
         return (describe(config, place),)
-    slots = branch_specs(getattr(spec, "submodules", None))  # of a class of your own they may be anything
+    slots = branch_specs(getattr(spec, "submodules", None))  # submodules of custom classes may be any object
     own = [each for each in slots if isinstance(each, BranchSpec)] if isinstance(slots, Sequence) else []
     pieces = [_describe_branch(each, config, place) for each in own]
     return (one_piece(pieces),)

@@ -1,7 +1,7 @@
 """Feed-forward networks: fc1, an activation, fc2.
 
-    plain:  fc2(f(fc1(x)))                      fc1 is (ffn, h)
-    gated:  fc2(f(gate(x)) * up(x))             fc1 stacks gate and up: (2 ffn, h), logically (2, ffn, h)
+  plain:  fc2(f(fc1(x)))                      fc1 is (ffn, h)
+  gated:  fc2(f(gate(x)) * up(x))             fc1 stacks gate and up: (2 ffn, h), logically (2, ffn, h)
 
 Legend: s sequence, b batch, h hidden, f feed-forward width of this rank.
 """
@@ -35,7 +35,9 @@ class MLPSubmodules:
 
 
 class MLP(nn.Module):
-    """[s, b, h] -> [s, b, h]."""
+    """Feed-forward network, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism)."""
+
+    supports_context_parallel = True  # treats tokens one by one
 
     def __init__(
         self,
@@ -62,19 +64,19 @@ class MLP(nn.Module):
 
     @property
     def first_linear(self) -> nn.Module:
-        """Where tokens enter."""
+        """First linear layer of the mixer."""
         return self.linear_fc1
 
     @property
     def overlaps(self) -> bool:
-        """Whether its collectives can be left under way."""
+        """Whether its collectives can stay in flight."""
         return can_overlap(self.linear_fc1, self.linear_fc2)
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The same, stopping where a collective may be under way."""
+        """Run ``forward`` as a generator that yields where a collective may be in flight."""
         gathering = enter(self.linear_fc1, hidden_states, ctx)
         yield
         intermediate, _ = self.linear_fc1(gathering)

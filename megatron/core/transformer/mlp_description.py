@@ -1,4 +1,4 @@
-"""Describes the feed-forward network of ``mlp.py``. Torch-free."""
+"""Description of the feed-forward network of ``mlp.py``. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ SETTINGS = (
     "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "exact_gelu",
     "activation_func_clamp_value", "glu_linear_offset",
 )  # fmt: skip
-"""Settings that its weights depend on."""
+"""Settings that the weights of the feed-forward network depend on."""
 
 
 def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None) -> Piece:
-    """First layer, activation, second layer. ``width`` inside; None: ``ffn_hidden_size``."""
+    """Describe fc1, activation and fc2. ``width`` is the intermediate size; None: ``ffn_hidden_size``."""
     hidden, width, item = config.hidden_size, width or config.ffn_hidden_size, activation_bytes(config)
     gated, narrow = config.gated_linear_unit, width // config.tensor_model_parallel_size * item
     wide = narrow * (2 if gated else 1)

@@ -1,4 +1,4 @@
-"""Base class of modules that carry a configuration; users' own modules derive from it."""
+"""Base class of modules with a configuration, also for custom modules of programs."""
 
 from __future__ import annotations
 
@@ -8,31 +8,43 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.sharding.placement import global_name
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 
 
 class MegatronModule(nn.Module):
-    """An ``nn.Module`` with ``config``."""
+    """``nn.Module`` with ``config``."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
 
     def sharded_state_dict(self, prefix: str = "", *unused: Any, **ignored: Any) -> dict[str, ShardedTensor]:
-        """This rank's rectangles of all parameters, live, for ``dist_checkpointing.save`` and ``load``."""
+        """Return this rank's shards of all parameters for ``dist_checkpointing.save`` and ``load``. They share memory
+        with the parameters. Extra arguments are ignored.
+        """
         groups = self.__dict__.get("groups") or parallel_state.get_process_groups()
         return module_tensors(self, prefix=prefix, groups=groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """torch's own; what ``dist_checkpointing.load`` returned, in the shapes of rectangles, is taken as well."""
-        own = self.state_dict()
-        if any(name in own and own[name].shape != value.shape for name, value in state_dict.items()):
+        """Load as torch does; also accept global parameter names, and the results of ``dist_checkpointing.load`` in
+        shard shapes, which are copied in place.
+        """
+        own = self.state_dict(keep_vars=True)
+        specs = {name: getattr(value, "spec", None) for name, value in own.items()}
+        names = {global_name(name, spec): name for name, spec in specs.items() if spec and spec.registered_as}
+        renamed = {names.get(name, name): value for name, value in state_dict.items()}
+        if any(name in own and own[name].shape != value.shape for name, value in renamed.items()):
             live = self.sharded_state_dict()
             if live.keys() == state_dict.keys():
                 with torch.no_grad():
                     for name, tensor in live.items():
                         tensor.local.copy_(state_dict[name])
                 return super().load_state_dict({}, strict=False)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(renamed, strict=strict, assign=assign)
+
+
+serve_other_names(__name__)

@@ -1,12 +1,13 @@
-"""Multi-latent attention: queries, keys and values of low rank (DeepSeek-V2, section 2.1).
+"""Multi-latent attention (MLA): low-rank queries, keys and values (DeepSeek-V2, section 2.1).
 
-    [still, turned] of each query head = norm(x Dq) Uq             (x Wq without a rank for queries)
-    latent, turned key = x Dkv
-    [still key, value] of each head    = norm(latent) Ukv
+  [nope, rope] of each query head  = norm(x Dq) Uq             (x Wq without a query rank)
+  latent, rope key                 = x Dkv
+  [nope key, value] of each head   = norm(latent) Ukv
 
-Positions rotate the turned channels alone, neighbours in pairs; their key is one for all heads. Norms are there with
-``qk_layernorm`` only. Tensor-parallel ranks each hold the down projections, and split the up projections by heads:
-under sequence parallelism latents of this rank's positions are computed, and gathered in place of the wider stream.
+Rotary positions apply only to the rope channels, in adjacent pairs; all heads share one rope key. The norms exist only
+with ``qk_layernorm``. Tensor-parallel ranks replicate the down projections and split the up projections by heads. Under
+sequence parallelism each rank computes the latents of its positions and all-gathers them instead of the wider stream.
+In names below, *still* is nope and *turned* is rope.
 
 Legend: s sequence, b batch, h hidden, a heads (local), d channels of a query or key head, e of a value head, r rank.
 """
@@ -20,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import choose_rotary
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.autograd_handle import start_all_gather
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, make_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
@@ -42,8 +45,9 @@ Tables = RotaryTables | None
 
 @dataclass
 class MLASelfAttentionSubmodules:
-    """Slots of :class:`MLASelfAttention`; of those of queries the configuration takes what it needs. Norms left None
-    follow the configuration."""
+    """Slots of :class:`MLASelfAttention`. The configuration selects which query projections are used and determines
+    norms that are None.
+    """
 
     linear_q_proj: Slot = None
     linear_q_down_proj: Slot = None
@@ -63,7 +67,9 @@ def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
 
 
 class MLASelfAttention(nn.Module):
-    """[s, b, h] -> [s, b, h]."""
+    """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
+
+    supports_context_parallel = True  # core attention exchanges keys
 
     def __init__(
         self,
@@ -78,7 +84,8 @@ class MLASelfAttention(nn.Module):
         self._still, self._turned, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self._ranks = config.q_lora_rank, config.kv_lora_rank
         self._build_projections(config, submodules, groups)
-        self.core_attention = _build(
+        assert submodules.core_attention is not None
+        self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups,
             softmax_scale=latent_softmax_scale(config), k_channels=self._still + self._turned, v_channels=self._value,
         )  # fmt: skip
@@ -89,10 +96,11 @@ class MLASelfAttention(nn.Module):
         self._keeping, self._run_core = heads_output(config), run_of(config, "core_attn")
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
-        # each rank's heads see the one rotated key: its gradient is the sum of theirs
-        self._for_all_heads: Callable[..., Tensor] = mappings.copy_to_tensor_model_parallel_region
+        # each rank's heads read the one rope key: its gradient is all-reduced (reduce-scattered under sequence
+        # parallelism)
+        self._for_all_heads: Callable[..., Tensor] = operators.copy_to_region
         if groups.stream(config.sequence_parallel).size > 1:
-            self._for_all_heads = mappings.gather_from_sequence_parallel_region
+            self._for_all_heads = operators.gather_from_sequence
 
     def _build_projections(
         self, config: TransformerConfig, slots: MLASelfAttentionSubmodules, groups: ProcessGroups
@@ -133,24 +141,24 @@ class MLASelfAttention(nn.Module):
 
     @property
     def _linear_query(self) -> Any:
-        """Puts out the queries."""
+        """Linear layer that outputs the queries."""
         return self.linear_q_proj if self._ranks[0] is None else self.linear_q_up_proj
 
     @property
     def overlaps(self) -> bool:
-        """Whether its collectives can be left under way."""
+        """Whether its collectives can stay in flight."""
         return all(can_overlap(first, self.linear_proj) for first in (self._linear_query, self.linear_kv_up_proj))
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The same, stopping where a collective may be under way."""
+        """Run ``forward`` as a generator that yields where a collective may be in flight."""
         source, rest = self._down(hidden_states)
-        # contiguous: what is kept of a part must not be the whole
+        # contiguous: a saved view would keep the memory of the full tensor
         latent, turned_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
         parts, heads = (source, self.kv_layernorm(latent), turned_key), self._heads
-        if ctx.overlap and self.linear_proj.scatters:  # one message: engines carry few at a time
+        if ctx.overlap and self.linear_proj.scatters:  # one message: copy engines serve few at a time
             gathering, heads = start_all_gather(torch.cat(parts, dim=-1), self._group), self._heads_of_gathered
             yield
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
@@ -167,7 +175,7 @@ class MLASelfAttention(nn.Module):
         return finish(self.linear_proj, summing, ctx)
 
     def _queries_of_stream(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries are made of, and the latent of keys and values beside the turned key."""
+        """Return the input of the query projection, which is x, and the latent of keys and values with the rope key."""
         return x, self.linear_kv_down_proj(x)[0]
 
     def _latents_of_two_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,12 +187,14 @@ class MLASelfAttention(nn.Module):
         return self.q_layernorm(query.contiguous()), rest
 
     def _heads(self, source: Tensor, latent: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
-        """Query and key [s, b, a, d], value [s, b, a, e]."""
+        """Compute query and key [s, b, a, d] and value [s, b, a, e]; all-gathers the latents under sequence
+        parallelism.
+        """
         turned_key = self._for_all_heads(turned_key, self._group)
         return self._split(self._linear_query(source)[0], self.linear_kv_up_proj(latent)[0], turned_key, tables)
 
     def _heads_of_gathered(self, source: Tensor, latent: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
-        """The same from the positions of all ranks."""
+        """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
         query, key_value = self._linear_query.of_gathered(source)[0], self.linear_kv_up_proj.of_gathered(latent)[0]
         return self._split(query, key_value, turned_key, tables)
 
@@ -197,3 +207,5 @@ class MLASelfAttention(nn.Module):
             query = torch.cat((still, self._rotated(turned, *tables, True)), dim=-1)
             turned_key = self._rotated(turned_key, *tables, True)
         return query, torch.cat((key, turned_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+
+serve_other_names(__name__)

@@ -1,18 +1,17 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2): depth d of D predicts the token that comes d places later.
+"""Multi-token prediction (DeepSeek-V3, section 2.2): depth d of D predicts the token d positions after the next one.
 
-    h^d_i = norm(layer([norm(e_{i+d}); norm(h^{d-1}_i)] W^T))        loss^d_i = cross entropy of h^d_i and label_{i+d}
+  h^d_i = norm(layer([norm(e_{i+d}); norm(h^{d-1}_i)] W^T))        loss^d_i = cross entropy of h^d_i and label_{i+d}
 
-e are the model's own embeddings and h^0 what its output layer takes; that output layer serves every depth. Ids,
-positions, labels and loss mask are shifted by d places; what lies behind the end of a sequence, or of a packed
-document, is masked. With ``mtp_use_repeated_layer`` one layer, applied d times, serves every depth d. The main loss is
-the sum over valid tokens, divided by their number in the global batch; to that sum is added
+e are the model's embeddings and h^0 is the input of its output layer, which all depths share. Ids, positions, labels
+and loss mask are shifted by d; entries past the end of a sequence or packed document are masked. With
+``mtp_use_repeated_layer`` one layer is applied at every depth. The main loss is the sum over valid tokens, divided by
+their number in the global batch; to that sum is added
 
-    factor / D  sum_d sum_b (n_b / n^d_b) sum_i loss^d_bi
+  factor / D  sum_d sum_b (n_b / n^d_b) sum_i loss^d_bi
 
-over sequences b with n_b valid tokens, n^d_b of which are left at depth d: the mean of each depth's losses over its own
-tokens, sequences weighted as in the main loss, whatever layout and micro-batch. It is a loss inside the model: what a
-token weighs is read off the gradient of the main losses, so that any loss function will do, and nothing but those
-leaves the model.
+over sequences b with n_b valid tokens, n^d_b of them at depth d: the mean of each depth's losses over its valid tokens,
+with sequences weighted as in the main loss, independent of layout and micro-batch size. The gradient of the main losses
+gives the weight of a token, so any loss function works, and the model returns only the main losses.
 
 Legend: s sequence (local), b batch, h hidden.
 """
@@ -29,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron import serve_other_names
+from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
@@ -43,25 +44,43 @@ from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
+def mtp_on_this_rank(
+    config: Any = None, ignore_virtual: bool = True, vp_stage: int | None = None, *, layout: Any = None,
+    mtp_num_layers: int | None = None,
+) -> bool:  # fmt: skip
+    """Return whether this rank, or its model chunk ``vp_stage`` with ``ignore_virtual=False``, holds the multi-token
+    prediction layers: the last pipeline stage does. Pass ``config`` or ``mtp_num_layers``; ``layout`` is ignored.
+    """
+    num_layers = mtp_num_layers if config is None else config.mtp_num_layers
+    return num_layers is not None and parallel_state.is_pipeline_last_stage(ignore_virtual, vp_stage)
+
+
+def get_mtp_ranks(pp_ranks: Sequence[int], config: TransformerConfig) -> list[int]:
+    """Return the ranks of one pipeline, ``pp_ranks``, that hold the multi-token prediction layers."""
+    return [] if config.mtp_num_layers is None else [pp_ranks[-1]]
+
+
 class Tokens(NamedTuple):
-    """The tokens of a micro-batch, [b, s] each."""
+    """Shifted tokens of a micro-batch for one depth, [b, s] each."""
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
-    """fp64."""
+    """fp64; 0 past the end of a sequence or document."""
     weight_b: Tensor
-    """fp64 [b]: n_b / n^d_b over whole sequences, 0 where nothing is left."""
+    """fp64 [b]: n_b / n^d_b over full sequences; 0 if no token is valid at this depth."""
 
 
 def shifted_tokens(
     tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, cp: Group, packed: PackedSeqParams | None
 ) -> list[Tokens]:
-    """Tokens shifted to the left by 1 to ``depths`` places: ``tensors`` are ids, positions and labels [b, s] of this
-    context-parallel rank. Neighbours may be on other ranks: whole sequences of these few numbers are gathered."""
+    """Return the tokens shifted left by 1 to ``depths`` positions. ``tensors`` are ids, positions and labels [b, s] of
+    this context-parallel rank. All-gathers the full sequences over ``cp``, because the next tokens may be on other
+    ranks.
+    """
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
-    # fp64 holds every id exactly: one collective for all of them
+    # fp64 represents every id exactly: one collective for all tensors
     whole = _whole_sequences(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), cp)
     batch, length = whole.shape[1:]
     bounds = None if packed is None else packed.cu_seqlens_q
@@ -83,7 +102,7 @@ def shifted_tokens(
 
 
 def _whole_sequences(x: Tensor, cp: Group) -> Tensor:
-    """[..., s] of every rank -> whole sequences in natural order."""
+    """All-gather [..., s] over ``cp`` and return full sequences in natural order."""
     if cp.size == 1:
         return x
     parts = x.new_empty((cp.size * x.shape[0], *x.shape[1:]))
@@ -92,7 +111,7 @@ def _whole_sequences(x: Tensor, cp: Group) -> Tensor:
 
 
 class _AttachToLosses(torch.autograd.Function):
-    """``losses``, whose backward pass also goes through ``total``, a sum over tokens that weigh as much."""
+    """Return ``losses`` unchanged; backward also propagates their mean gradient per valid token to ``total``."""
 
     @staticmethod
     def forward(ctx: Any, losses: Tensor, total: Tensor, num_valid: Tensor, scale: Tensor) -> Tensor:
@@ -102,7 +121,7 @@ class _AttachToLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         num_valid, scale = ctx.saved_tensors
-        # a context-parallel rank may have no valid token of the main loss and still one of a later depth
+        # fallback: a context-parallel rank may have valid tokens at a later depth but none in the main loss
         weight = torch.where(num_valid > 0, grad.sum() / num_valid, scale.to(grad.dtype))
         return grad, weight, None, None
 
@@ -125,8 +144,9 @@ class MultiTokenPredictionBlockSubmodules:
 
 
 class MultiTokenPredictionLayer(nn.Module):
-    """Embeddings and hidden states [s, b, h] -> [s, b, h]. ``eh_proj`` is whole on every tensor-parallel rank, each of
-    which projects its own positions under sequence parallelism."""
+    """One depth: embeddings and hidden states [s, b, h] -> [s, b, h]. ``eh_proj`` is replicated over tensor-parallel
+    ranks; under sequence parallelism each projects its own positions.
+    """
 
     def __init__(
         self, config: TransformerConfig, submodules: MultiTokenPredictionLayerSubmodules, layer_number: int, *,
@@ -157,15 +177,16 @@ class MultiTokenPredictionLayer(nn.Module):
 
 
 class MultiTokenPredictionBlock(nn.Module):
-    """All depths, one behind the other. Layers are numbered on behind those of the decoder; a repeated one keeps its
-    number, and with it its dropout masks, at every depth."""
+    """All depths in sequence. Layer numbers continue after the decoder's; a repeated layer keeps its number, and
+    therefore its dropout masks, at every depth.
+    """
 
     def __init__(
         self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
     ) -> None:
         super().__init__()
         self.num_depths, repeats = len(spec.layer_specs), config.mtp_use_repeated_layer
-        if repeats:  # its routers attach their losses at every depth
+        if repeats:  # its routers attach their losses at every depth: divide so that the sum is unchanged
             shares = [coefficient / self.num_depths for coefficient in config.moe_aux_loss_coeff]
             config = replace(config, moe_aux_loss_coeff=shares)
         self.layers = nn.ModuleList(
@@ -180,7 +201,7 @@ class MultiTokenPredictionBlock(nn.Module):
         self._counts = groups.tp.is_first  # the others have the same losses
 
     def forward(self, hidden_states: Tensor, embeddings: Sequence[Tensor], ctx: ForwardContext) -> list[Tensor]:
-        """``embeddings`` [s, b, h] of the tokens of every depth -> what the output layer takes, for every depth."""
+        """Return the output layer's input for every depth, from ``embeddings`` [s, b, h] of each depth's tokens."""
         found = []
         for layer, each in zip(cycle(self.layers), embeddings):
             hidden_states = layer(each, hidden_states, ctx)
@@ -190,10 +211,12 @@ class MultiTokenPredictionBlock(nn.Module):
     def attach(
         self, losses: Tensor, later: Sequence[Tensor], tokens: Sequence[Tokens], mask: Tensor | None, scale: Tensor
     ) -> Tensor:
-        """The main ``losses`` [b, s], whose backward pass also goes through those of every depth, ``later``.
+        """Return the main ``losses`` [b, s]; their backward also differentiates the ``later`` losses of every depth.
+        Records the depths' losses as statistics.
 
-        ``mask`` [b, s]: which of the main losses count (None: all), each times ``scale`` (0-d) where their sum is
-        what is differentiated."""
+        ``mask`` [b, s]: valid main losses (None: all). ``scale`` (0-d): factor of the summed loss before backward, used
+        on ranks without valid main tokens.
+        """
         total = losses.new_zeros(())
         for name, loss, at in zip(self.names, later, tokens, strict=True):
             sum_b = (loss * at.loss_mask.to(loss.dtype)).sum(1)
@@ -204,4 +227,6 @@ class MultiTokenPredictionBlock(nn.Module):
         return _AttachToLosses.apply(losses, total * self.factor, num_valid, scale)
 
     def end_step(self, totals: dict[str, Tensor]) -> None:
-        """Nothing is kept from one step to the next."""
+        """Do nothing: no state is kept between steps."""
+
+serve_other_names(__name__)

@@ -1,10 +1,10 @@
-"""LayerNorm and RMSNorm over the last dim, optionally with weights stored minus one (zero-centred).
+"""LayerNorm and RMSNorm over the last dim, optionally with zero-centered weights (w - 1 is stored).
 
-    LayerNorm(x) = (x - mean) / sqrt(var + eps) * w + b      (Ba et al. 2016)
-    RMSNorm(x) = x / sqrt(mean(x^2) + eps) * w               (Zhang and Sennrich 2019)
+  LayerNorm(x) = (x - mean) / sqrt(var + eps) * w + b      (Ba et al. 2016)
+  RMSNorm(x) = x / sqrt(mean(x^2) + eps) * w               (Zhang and Sennrich 2019)
 
-Statistics are computed in fp32 for 16-bit inputs. Under sequence parallelism each rank normalizes its own positions, so
-that weight gradients are partial sums over the tensor-parallel group.
+Statistics are fp32 for 16-bit inputs. Under sequence parallelism each rank normalizes its own positions, so that weight
+gradients are partial sums over the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.moved_parameters import MovableParameters
 from megatron.core.sharding.placement import Ones, Shard, Zeros, parameter
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import operators
 
 
-class StreamNorm(nn.Module):
-    """A norm that can take the residual stream along, which saves passes over memory:
+class StreamNorm(MovableParameters):
+    """Norm that can also add to the residual stream, which saves passes over memory.
 
-    ``norm(x)`` is the normed x, ``norm(x, branch)`` the pair (x + branch, normed sum), ``norm(x, None)`` the pair
-    (x, normed x), whose backward pass adds the stream's gradient to the norm's in one go.
+    ``norm(x)`` returns the normalized x. ``norm(x, branch)`` returns (x + branch, normalized sum). ``norm(x, None)``
+    returns (x, normalized x); its backward adds the stream's gradient to the norm's gradient in one kernel.
     """
 
     centred = False
@@ -49,7 +50,7 @@ class StreamNorm(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor, *branch: Tensor | None) -> Any:
-        """Normed values have the weights' dtype, also those of an fp32 residual stream over 16-bit weights."""
+        """Return the normalized values in the weights' dtype, even for an fp32 residual stream with 16-bit weights."""
         stream, normed = self.normalize(x, branch[0] if branch else None, self.weight, self.bias, self._traits)
         return (stream, normed) if branch else normed
 
@@ -85,11 +86,12 @@ class L2Norm(nn.Module):
 
 
 class NormAcrossHeads(nn.Module):
-    """RMSNorm over the channels of all heads of all tensor-parallel ranks together (OLMo 2), each of which holds the
-    weights of its own heads. [s, b, g, p, d] (g p local heads) -> the same.
+    """RMSNorm over the channels of all heads of all tensor-parallel ranks (OLMo 2); all-reduces the squares in forward
+    and their gradient in backward. [s, b, g, p, d] (g p local heads) -> same shape. Each rank holds the weights of its
+    heads.
 
     Raises:
-        UserError: several ranks would share a head, whose squares would then count more than once.
+        UserError: several ranks would share a head, whose squares would be counted more than once.
     """
 
     def __init__(self, config: TransformerConfig, num_heads: int, *, groups: ProcessGroups) -> None:
@@ -108,9 +110,9 @@ class NormAcrossHeads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         squares = wide.square().sum((2, 3, 4), keepdim=True)
-        # summed over ranks forward, and its gradient backward: every rank's output depends on every rank's squares
-        squares = mappings.copy_to_tensor_model_parallel_region(
-            mappings.reduce_from_tensor_model_parallel_region(squares, self.group), self.group
+        # all-reduce in forward and in backward: every rank's output depends on every rank's squares
+        squares = operators.copy_to_region(
+            operators.reduce_from_region(squares, self.group), self.group
         )
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
         return (normed * (self.weight + self.offset).view(x.shape[2:])).to(x.dtype)
@@ -124,7 +126,9 @@ def make_norm(
     groups: ProcessGroups,
     partial: tuple[str, ...] | None = None,
 ) -> nn.Module:
-    """The norm that ``config.normalization`` names. ``partial`` overrides the axes of partial gradients."""
+    """Build the norm that ``config.normalization`` names. ``partial`` overrides the mesh axes over which gradients are
+    partial sums (default: ``tp`` under sequence parallelism).
+    """
     if partial is None:
         partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
     kinds: dict[str, type[StreamNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -132,7 +136,7 @@ def make_norm(
 
 
 class ToDtype(nn.Module):
-    """Fills a norm's slot that does nothing: the residual stream in the dtype that weights compute in."""
+    """Identity norm that casts the residual stream to the compute dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -143,7 +147,7 @@ class ToDtype(nn.Module):
 
 
 class IdentityOp(nn.Module):
-    """Fills a slot that does nothing."""
+    """Identity module for an unused slot."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()

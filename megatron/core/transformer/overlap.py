@@ -1,20 +1,20 @@
-"""Tensor- and expert-parallel communication of one half of a micro-batch behind the computation of the other half.
+"""Two-batch overlap: communication of one half of a micro-batch overlaps with the computation of the other half.
 
-Under sequence parallelism a layer waits four times: positions are gathered before the first GEMM of attention and of
-the feed-forward network, and sums are scattered after the last. The sequences of a micro-batch have nothing to do
-with each other, so two halves alternate. A layer is six segments per half, each of which ends where a collective is
-started or begins where one is waited for:
+Under sequence parallelism a layer has four exposed collectives: all-gathers before the first GEMM of attention and of
+the feed-forward network, and reduce-scatters after their last. Sequences are independent, so two halves of a
+micro-batch alternate. Each half of a layer is six segments. A segment ends where a collective starts, or begins where
+one is awaited:
 
-    norm, gather >   > qkv, attention   proj, scatter >   > add, norm, gather >   > fc1, activation   fc2, scatter >
+  norm, gather >   > qkv, attention   proj, scatter >   > add, norm, gather >   > fc1, activation   fc2, scatter >
 
-A mixture of experts has three: route, dispatch >  > experts, combine >  > add.
+An MoE has three: route, dispatch >  > experts, combine >  > add.
 
-One half is two segments ahead. So every collective has a segment with GEMMs beside it; in backward, where autograd goes
-back the same way, as well. (Collectives need the other half's independent work and not pieces of the same GEMM: a
-gather takes longer than the GEMM of query, key and value that it feeds.)
+One half is two segments ahead, so every collective overlaps with a segment that has GEMMs, in backward too, where
+autograd runs in the reverse order. (Chunks of the same GEMM would not suffice: an all-gather takes longer than the QKV
+GEMM that it feeds.)
 
-A mixer says where it may stop by being written once, as a generator of segments: :func:`enter`, :func:`leave` and
-:func:`finish` start and end its collectives apart only where the context says that another half computes in between.
+A mixer is written once, as a generator of segments. :func:`enter`, :func:`leave` and :func:`finish` leave its
+collectives in flight only if the context says that another half is interleaved.
 
 Legend: s sequence (local), b batch, h hidden.
 """
@@ -33,11 +33,11 @@ from megatron.core.transformer.context import ForwardContext
 
 Result = TypeVar("Result")
 Segments = Generator[None, None, Result]
-"""Computation that may stop where it yields."""
+"""Computation that may be suspended where it yields."""
 
 
 def drain(segments: Segments[Result]) -> Result:
-    """The result of a computation that nothing interrupts."""
+    """Run ``segments`` to the end without interruption and return its result."""
     while True:
         try:
             next(segments)
@@ -46,19 +46,22 @@ def drain(segments: Segments[Result]) -> Result:
 
 
 def can_overlap(first: Any, last: Any) -> bool:
-    """Whether the linear layers by which tokens enter and leave a mixer can leave their collectives under way."""
+    """Return whether the first and last linear layer of a mixer can leave their collectives in flight."""
     return isinstance(first, ColumnParallelLinear) and isinstance(last, RowParallelLinear)
 
 
 def runs_its_segments(module: Any) -> bool:
-    """Whether ``forward`` does what ``segments`` does: no subclass of the class with both overrides it alone."""
+    """Return whether ``forward`` computes the same as ``segments``: no subclass overrides ``forward`` without
+    ``segments``.
+    """
     written = (vars(kind).keys() & {"forward", "segments"} for kind in type(module).__mro__)
     return "segments" in next(filter(None, written), ())
 
 
 def segments_of(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-    """Those of ``mixer``; of one whose linear layers have no collectives all at once, since each stop ends the time
-    that the other half's collectives have."""
+    """Return the segments of ``mixer``. A mixer whose linear layers have no collectives runs as one segment, because
+    each yield would end the time in which the other half's collectives can overlap.
+    """
     first = getattr(mixer, "first_linear", None)
     segments = mixer.segments(x, ctx)
     if isinstance(first, ColumnParallelLinear) and not first.traits.gather_input:
@@ -67,23 +70,25 @@ def segments_of(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
 
 
 def enter(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
-    """The input of a column-parallel layer, on its way where it has one and work of the other half follows."""
+    """Return the input of a column-parallel layer: with overlap a handle of its all-gather in flight, else ``x``."""
     return linear.gather(x) if ctx.overlap and linear.traits.gather_input else x
 
 
 def leave(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
-    """The output of a row-parallel layer, for :func:`finish`."""
+    """Return the output of a row-parallel layer for :func:`finish`: with overlap its reduce-scatter is in flight."""
     output, _ = linear(x, in_flight=True) if ctx.overlap and linear.scatters else linear(x)
     return output
 
 
 def finish(linear: Any, output: Any, ctx: ForwardContext) -> Tensor:
-    """The collectives that :func:`leave` started."""
+    """Wait for the collective that :func:`leave` started and return the output."""
     return linear.finish(output)[0] if ctx.overlap and linear.scatters else output
 
 
 def run_two_batch_overlap(layers: Sequence[Any], hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
-    """[s, b, h] -> [s, b, h], b even, through ``layers`` that have ``segments(x, ctx)``."""
+    """Run ``layers`` with ``segments(x, ctx)`` on [s, b, h], b even, and return the same shape. Collectives of the two
+    halves run in an order that all ranks share.
+    """
     inputs = [half.contiguous() for half in hidden_states.chunk(2, dim=1)]
     contexts = ctx.halves(hidden_states.shape[1])
     first, second = (_through(layers, half, own) for half, own in zip(inputs, contexts))
@@ -97,9 +102,10 @@ def _through(layers: Sequence[Any], hidden_states: Tensor, ctx: ForwardContext) 
 
 
 def alternate(first: Segments[Tensor], second: Segments[Tensor]) -> tuple[Tensor, Tensor]:
-    """Runs both to their ends, ``first`` two segments ahead."""
+    """Run both generators to the end, ``first`` two segments ahead, and return their results."""
     results: dict[Segments[Tensor], Tensor] = {}
-    # after these three, whichever is resumed waits for a collective that the other's last segment has hidden
+    # after these three steps, each resumed half waits for a collective that overlapped with the other half's last
+    # segment
     order = chain((first, second, first), cycle((first, second)))
     while len(results) < 2:
         segments = next(order)

@@ -1,16 +1,14 @@
-"""Activations that are dropped after the forward pass and computed again in the backward pass (Chen et al. 2016;
-selectively: Korthikanti et al. 2022, section 5).
+"""Activation recomputation, full or selective (Chen et al. 2016; selective: Korthikanti et al. 2022, section 5).
 
-full       whole layers: of groups of N layers (uniform), or of each of a stage's first N layers (block; of each chunk's
-           with virtual stages), only the input is kept
-selective  core_attn: attention between the projections · mlp: the feed-forward network · layernorm: what the two norms
-           of a layer put out · mlp_act: what the activation of the feed-forward network puts out ·
-           mla_up_proj: heads of multi-latent attention
+  full       saves only the input of groups of N layers (uniform), or of each of the stage's first N layers (block; per
+             chunk with virtual stages)
+  selective  core_attn: attention between the projections · mlp: the feed-forward network · layernorm: outputs of the
+             two norms of a layer · mlp_act: output of the feed-forward activation · mla_up_proj: heads of MLA
 
-What is computed again is bit for bit the same: dropout masks are functions of coordinates, and torch's own generators,
-which modules of users may draw from, are set back. Collectives inside run again, on all ranks alike. Gradient hooks and
-``main_grad`` see one backward pass, since the graph is the one of the first forward pass (torch's non-reentrant
-checkpoint).
+Recomputation is bit-exact: dropout masks are functions of coordinates, and torch's generators, which custom modules may
+use, are restored; those of Python and numpy are not. Collectives inside run again, so all ranks must recompute the same
+functions. Gradient hooks and ``main_grad`` see one backward pass, because the graph is from the first forward
+(torch's non-reentrant checkpoint).
 """
 
 from __future__ import annotations
@@ -29,32 +27,32 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.config.errors import UserError
 from megatron.core.config.memory import RECOMPUTED_MODULES, RecomputeConfig
 from megatron.core.groups.process_groups import Group, ProcessGroups
-from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim, split_along_first_dim
+from megatron.core.tensor_parallel.operators import all_gather_along_first_dim, split_along_first_dim
 
 Run = Callable[..., Any]
-"""``run(function, *args)`` is ``function(*args)`` with a choice of what is kept for backward."""
+"""``run(function, *args)`` calls ``function(*args)`` with a policy for the activations that it saves for backward."""
 
 
 def keep(function: Callable, *args: Any) -> Any:
-    """Everything that backward needs is kept."""
+    """Call ``function`` without recomputation."""
     return function(*args)
 
 
 def recompute(function: Callable, *args: Any) -> Any:
-    """Only the arguments are kept."""
+    """Call ``function`` and save only ``args``; backward calls it again. Without gradients it is a plain call."""
     if not torch.is_grad_enabled():
         return function(*args)
-    # non-reentrant: one backward pass over the first graph, so hooks that count gradients see each of them once
+    # non-reentrant: backward runs once, over the first graph, so hooks that count gradients fire once per parameter
     return checkpoint(partial(_Choices().run, function), *args, use_reentrant=False)
 
 
 class _Choices:
-    """What one recomputed function chose when it first ran, in order."""
+    """Results of :func:`choose` in the first run of one recomputed function, in order."""
 
     def __init__(self) -> None:
         self.made: list[Tensor] = []
         self.position: int | None = None
-        """Next choice to repeat; None in the first run."""
+        """Index of the next choice to replay; None in the first run."""
 
     def run(self, function: Callable, *args: Any) -> Any:
         before = _choices.set(self)
@@ -62,17 +60,17 @@ class _Choices:
             return function(*args)
         finally:
             _choices.reset(before)
-            self.position = 0  # whatever runs from now on is a recomputation
+            self.position = 0  # every later run is a recomputation
 
 
 _choices: ContextVar[_Choices | None] = ContextVar("choices", default=None)
 
 
 def choose(make: Callable[[], Tensor]) -> Tensor:
-    """``make()``; where a function is computed again, what it was the first time.
+    """Return ``make()``; during recomputation return the value of the first forward pass.
 
-    For decisions that rounding could turn over (which experts a token goes to): one that fell out otherwise would
-    give a gradient to weights that took no part.
+    For decisions that rounding could flip, such as top-k routing: a flipped decision would give gradients to weights
+    that were not used in the forward pass.
     """
     current = _choices.get()
     if current is None:
@@ -85,7 +83,7 @@ def choose(make: Callable[[], Tensor]) -> Tensor:
 
 
 def is_recomputing() -> bool:
-    """Whether this is the second time: what counts tokens has counted these."""
+    """Return whether a recomputation is running. Statistics skip it so that tokens are not counted twice."""
     current = _choices.get()
     return current is not None and current.position is not None
 
@@ -96,15 +94,16 @@ class _Split(NamedTuple):
 
 
 def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> Any:
-    """Only the arguments are kept, and of tensors that all ranks of ``group`` hold alike only this rank's share.
+    """Call ``function`` and save only this rank's shard of each floating-point argument that ``group`` replicates.
 
-    They are gathered again in backward. The ranks must run the same functions in the same order.
+    Backward all-gathers the arguments and calls ``function`` again, so the ranks must run the same functions in the
+    same order.
     """
 
     def pack(x: Tensor) -> Tensor | _Split:
         if not x.is_floating_point() or x.numel() == 0 or x.numel() % group.size:
             return x
-        # a clone: a view of the share would keep the memory of the whole
+        # clone: a view of the shard would keep the full tensor's memory
         return _Split(split_along_first_dim(x.detach().reshape(-1), group).clone(), x.shape)
 
     def unpack(kept: Tensor | _Split) -> Tensor:
@@ -112,13 +111,15 @@ def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> 
             return kept
         return all_gather_along_first_dim(kept.shard, group).view(kept.shape)
 
-    # inside, the checkpoint has hooks of its own: these see its arguments alone
+    # the checkpoint has saved-tensor hooks for its inside: these hooks see only its arguments
     with saved_tensors_hooks(pack, unpack):
         return recompute(function, *args)
 
 
 def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
-    """Modules that selective recomputation drops; ValueError for names that it does not know."""
+    """Return the modules that selective recomputation recomputes, empty for other granularities; UserError for unknown
+    names.
+    """
     if config.recompute_granularity != "selective":
         return frozenset()
     names = frozenset(("core_attn",) if config.recompute_modules is None else config.recompute_modules)
@@ -128,12 +129,16 @@ def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
 
 
 def run_of(config: RecomputeConfig, module: str) -> Run:
-    """How a module of a layer runs."""
+    """Return :func:`recompute` if ``module`` is in ``recompute_modules``, else :func:`keep`."""
     return recompute if module in recomputed_modules(config) else keep
 
 
 def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) -> list[tuple[Run, range]]:
-    """(how, which layers) for the layers of one stage, by position, in order. ValueError for incomplete settings."""
+    """Return (policy, range of layer positions) for each group of a stage's layers, in order.
+
+    Raises:
+        UserError: full recomputation without a method or with fewer than 1 layer.
+    """
     if config.recompute_granularity != "full":
         return [(keep, range(num_layers))]
     count = config.recompute_num_layers
@@ -149,47 +154,52 @@ def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) 
 
 
 class _Recipe(NamedTuple):
-    """How to compute a tensor again."""
+    """Function and argument that recompute a saved tensor."""
 
     function: Callable[[Tensor], Tensor]
     argument: Tensor
     shape: torch.Size
-    """In which it was to be kept: linear layers may flatten their input."""
+    """Shape in which the tensor was saved: linear layers may flatten their input."""
 
 
 OutputPolicy = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], AbstractContextManager]
-"""``policy(output, function, argument)``, where output is ``function(argument)``: what operations inside keep of it."""
+"""``policy(output, function, argument)``, with output = ``function(argument)``: context that decides what the
+operations inside save for ``output``.
+"""
 
 
 def discard_output(
     output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor
 ) -> AbstractContextManager:
-    """Operations inside keep a recipe instead of ``output`` (contiguous)."""
-    if not torch.is_grad_enabled() or output is argument:  # the identity: its argument is kept anyway
+    """Context in which operations save ``function`` and ``argument`` instead of the contiguous ``output``; backward
+    recomputes it at each use. The argument stays referenced.
+    """
+    if not torch.is_grad_enabled() or output is argument:  # identity: its argument is saved anyway
         return nullcontext()
     address, size, dtype = output.data_ptr(), output.numel(), output.dtype
 
     def pack(x: Tensor) -> Tensor | _Recipe:
-        # by address: what operations save is a view or another object, and nothing else lies there while it is used
+        # match by address: operations save views or new objects, and no other tensor can use this memory while it is
+        # live
         is_it = x.data_ptr() == address and x.numel() == size and x.dtype == dtype and x.is_contiguous()
         return _Recipe(function, argument, x.shape) if is_it else x
 
     def unpack(kept: Tensor | _Recipe) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        with torch.no_grad():  # values alone: the gradient goes through the graph of the first forward pass
+        with torch.no_grad():  # values only: the gradient flows through the graph of the first forward
             return kept.function(kept.argument).view(kept.shape)
 
     return saved_tensors_hooks(pack, unpack)
 
 
 def save_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
-    """Operations inside keep ``output`` as usual."""
+    """Context in which operations save ``output`` as usual."""
     return nullcontext()
 
 
 class _Again:
-    """Outputs of a function, computed again for the first that backward asks for and held until the last is given."""
+    """Outputs of a function, recomputed at the first use in backward and freed after the last use."""
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[Any]) -> None:
         self._function, self._arguments, self._waiting = function, arguments, 0
@@ -202,7 +212,7 @@ class _Again:
     def give(self, view: _View) -> Tensor:
         self._waiting -= 1
         if self._made is None:
-            with torch.no_grad():  # values alone: the gradient goes through the graph of the first forward pass
+            with torch.no_grad():  # values only: the gradient flows through the graph of the first forward
                 self._made = self._function(*self._arguments)
         made = self._made[view.which]
         if self._waiting <= 0:
@@ -211,7 +221,7 @@ class _Again:
 
 
 class _View(NamedTuple):
-    """One of several outputs, of which operations keep a view."""
+    """View of one of several outputs, as an operation saved it."""
 
     of: _Again
     which: int
@@ -220,13 +230,15 @@ class _View(NamedTuple):
 
 
 OutputsPolicy = Callable[..., AbstractContextManager]
-"""``policy(outputs, function, *arguments)``, where outputs are ``function(*arguments)``."""
+"""``policy(outputs, function, *arguments)``, with outputs = ``function(*arguments)``; see :data:`OutputPolicy`."""
 
 
 def discard_outputs(
     outputs: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *arguments: Any
 ) -> AbstractContextManager:
-    """Operations inside keep a recipe instead of ``outputs``, of any strides."""
+    """Context in which operations save a recipe instead of ``outputs``, of any strides. Backward calls ``function``
+    once for all of them and frees the results after the last use.
+    """
     if not torch.is_grad_enabled():
         return nullcontext()
     again = _Again(function, arguments)
@@ -240,22 +252,23 @@ def discard_outputs(
 
 
 def save_outputs(outputs: Sequence[Tensor], *recipe: Any) -> AbstractContextManager:
-    """Operations inside keep ``outputs`` as usual."""
+    """Context in which operations save ``outputs`` as usual."""
     return nullcontext()
 
 
 def heads_output(config: RecomputeConfig) -> OutputsPolicy:
-    """What multi-latent attention does with the heads that it makes of latents."""
+    """Return the policy for the heads that multi-latent attention computes from its latents."""
     return discard_outputs if "mla_up_proj" in recomputed_modules(config) else save_outputs
 
 
 def norm_output(config: RecomputeConfig) -> OutputPolicy:
-    """What a branch does with the output of its norm."""
+    """Return the policy for the output of a branch's norm."""
     return discard_output if "layernorm" in recomputed_modules(config) else save_output
 
 
 def activation_output(config: RecomputeConfig, module: str = "mlp") -> OutputPolicy:
-    """What a feed-forward network does with its activation's output, unless it is recomputed as a whole. ``module``:
-    what recomputation calls the network."""
+    """Return the policy for the output of a feed-forward activation. It is saved if the whole network ``module`` (its
+    name in ``recompute_modules``) is recomputed.
+    """
     modules = recomputed_modules(config)
     return discard_output if f"{module}_act" in modules and module not in modules else save_output

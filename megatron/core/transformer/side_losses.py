@@ -1,11 +1,10 @@
-"""Losses of modules in the middle of a model, such as the auxiliary losses of routers.
+"""Auxiliary losses attached inside the model (MoE balancing, router z-loss), weighted per valid token.
 
-Such a loss is attached to the values that leave the module (:func:`attach_loss`): its gradient starts in the backward
-pass where the module is, so that no pipeline stage has to hand it on. The main loss is a sum over valid tokens, and all
-gradients are divided by the valid tokens of the global batch at the end; a side loss that is a mean over a sequence (or
-a micro-batch) therefore counts as often as there are valid tokens in it, which makes it a token-weighted mean.
-Further predictions (``multi_token_prediction.py``) attach theirs to the main losses, whose gradient says what a token
-weighs.
+:func:`attach_loss` attaches a loss to the module's output, so that its gradient starts in the backward of that module
+and pipeline stages need not send it on. The main loss is a sum over valid tokens, and all gradients are divided by the
+valid tokens of the global batch at the end. An auxiliary loss that is a mean over a sequence (or a micro-batch) is
+therefore multiplied by its valid tokens, which gives a token-weighted mean. Multi-token prediction
+(``multi_token_prediction.py``) attaches its losses to the main losses, whose gradient gives the token weight.
 
 Legend: b batch.
 """
@@ -19,13 +18,14 @@ from torch import Tensor
 
 
 class SideLosses(NamedTuple):
-    """How much a side loss weighs in a micro-batch."""
+    """Weights of auxiliary losses in a micro-batch."""
 
     tokens_b: Tensor
-    """fp32 [b]: tokens of each whole sequence, those of all tensor- and context-parallel ranks, whose loss counts.
-    Where the main loss is a mean over this rank's tokens they sum to the number of context-parallel ranks."""
+    """fp32 [b]: valid tokens of each full sequence, over all tensor- and context-parallel ranks. If the main loss is a
+    mean over this rank's tokens, they sum to the number of context-parallel ranks.
+    """
     scale: Tensor
-    """0-d: what the main loss is multiplied by before its backward pass."""
+    """0-d: factor that multiplies the main loss before backward."""
 
 
 class _Attach(torch.autograd.Function):
@@ -41,5 +41,5 @@ class _Attach(torch.autograd.Function):
 
 
 def attach_loss(values: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """``values``, whose backward pass also goes through ``loss`` (0-d) times ``scale`` (0-d)."""
+    """Return a view of ``values`` whose backward also propagates ``scale`` (0-d) as the gradient of ``loss`` (0-d)."""
     return _Attach.apply(values, loss, scale)

@@ -1,5 +1,6 @@
-"""A stack of transformer layers: those of one pipeline stage, the first and the last of which may lack branches, and
-the final norm on the last stage."""
+"""Stack of the transformer layers of one pipeline stage, and the final norm on the last stage. The first and the last
+layer may have only some of their branches.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import branches_of_layers, parts_of
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.overlap import run_two_batch_overlap
 from megatron.core.transformer.recompute import layer_runs
@@ -24,7 +27,7 @@ from megatron.core.transformer.transformer_layer import branches_of
 
 
 class LayerList(nn.Module):
-    """Layers registered under their *global* index, so that state-dict names are global names; used like a list."""
+    """Layers registered under their *global* index, so that state-dict names are global names; indexed like a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,23 +44,23 @@ class LayerList(nn.Module):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __getitem__(self, position: int) -> nn.Module:
-        """By position in this stage, not by global index."""
+        """Return the layer at ``position`` in this stage (not the global index)."""
         return self.get_submodule(str(self.indices[position]))
 
 
 @dataclass
 class TransformerBlockSubmodules:
-    """One spec per layer of the whole model, and the final norm."""
+    """One spec per layer of the full model, and the final norm."""
 
     layer_specs: Sequence[ModuleSpec]
     layer_norm: ModuleSpec | Callable[..., Any] = make_norm
 
 
 def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) -> Sequence[ModuleSpec]:
-    """One spec per layer of the whole model.
+    """Return one spec per layer of the full model.
 
     Raises:
-        UserError: ``spec`` has another number of them.
+        UserError: ``spec`` has another number of layers.
     """
     if isinstance(spec, ModuleSpec):
         return [spec] * num_layers
@@ -70,11 +73,11 @@ def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) 
 
 
 class TransformerBlock(nn.Module):
-    """The ``branches`` of the model (all), counted from 0 through its layers; [s, b, h] -> [s, b, h]. Those outside its
-    layers are another stack's.
+    """The layers of this stage, [s, b, h] -> [s, b, h], cast to ``stream_dtype`` first. ``branches`` is the stage's
+    range of branches, counted from 0 over all layers (None: all); indices outside this stack belong to another stack.
 
-    ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``; of ``num_layers`` (None:
-    ``config.num_layers``), numbered from ``first_number`` on: those of a second stack behind those of the first.
+    ``spec`` is one spec for every layer, or ``TransformerBlockSubmodules``. The stack has ``num_layers`` layers (None:
+    ``config.num_layers``), numbered from ``first_number``: a second stack continues the numbers of the first.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class TransformerBlock(nn.Module):
         for part in parts_of(branches, names):
             held = {} if part.is_whole else {"branches": part.branches}
             number = part.layer + first_number
-            layer = build_module(specs[part.layer], config, layer_number=number, groups=groups, **held)
+            layer = build_token_mixer(specs[part.layer], config, layer_number=number, groups=groups, **held)
             self.layers.append(layer, part.layer)
         self._runs = layer_runs(config, len(self.layers), groups)
-        """Which layers run together, and what they keep for backward."""
+        """Recomputation policy and layer positions of each group of layers."""
         self.final_layernorm = None
         if post_layer_norm:
             norm = make_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
@@ -116,7 +119,8 @@ class TransformerBlock(nn.Module):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
-        """Layers ``positions`` of this stage."""
+        """Run the layers at ``positions``, with two-batch overlap if configured, supported and the batch size is even.
+        """
         layers = [self.layers[position] for position in positions]
         if self._overlaps and ctx.can_be_halved and hidden_states.shape[1] % 2 == 0:
             return run_two_batch_overlap(layers, hidden_states, ctx)
@@ -126,13 +130,17 @@ class TransformerBlock(nn.Module):
 
 
 def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
-    """Whether halves of micro-batches alternate where they can."""
+    """Return whether the configuration enables two-batch overlap and there are ranks to communicate with."""
     tensor = config.tp_comm_overlap and groups.stream(config.sequence_parallel).size > 1
     return tensor or (config.overlap_moe_expert_parallel_comm and groups.etp_ep.size > 1)
 
 
 def branch_names(specs: Sequence[ModuleSpec], parallel: bool = False) -> list[list[str]]:
-    """Names of the branches of each layer; of a layer that is built as one piece, one name. ``parallel``: whether
-    branches of a layer read the same stream."""
+    """Return the branch names of each layer; an indivisible layer has the one name ``layer``. ``parallel``: the
+    branches of a layer read the same stream.
+    """
     parts = [branches_of(spec, parallel) for spec in specs]
     return [["layer"] if own is None else [each.name for each in own] for own in parts]
+
+
+serve_other_names(__name__)

@@ -1,3 +1,3 @@
-"""The name by which existing programs import :mod:`megatron.core.config.transformer_config`."""
+"""Import path of Megatron-LM for :mod:`megatron.core.config.transformer_config`."""
 
 from megatron.core.config.transformer_config import *  # noqa: F403

@@ -1,15 +1,14 @@
-"""One transformer layer: residual branches, one after another.
+"""Transformer layer: a sequence of residual branches.
 
-    x = x + dropout(attention(norm(x)))
-    x = x + dropout(mlp(norm(x)))
+  x = x + dropout(attention(norm(x)))
+  x = x + dropout(mlp(norm(x)))
 
-or any other list of branches (``branch.py``); with ``use_parallel_residual`` all of them read the same x:
+Any other list of branches (``branch.py``) works too. With ``use_parallel_residual`` all branches read the same x:
 
-    x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
+  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
-x is all that goes from one branch to the next, so that a pipeline stage
-may end between any two; only the addition of a branch's output and the norm of the branch behind it are one pass over
-memory where both are on the same stage.
+Only x passes from one branch to the next, so that a pipeline stage may end between any two. Adding a branch's output
+and the next branch's norm are one kernel if both are on the same stage.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -23,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
@@ -43,7 +43,7 @@ class TransformerLayerSubmodules:
 
     @property
     def branches(self) -> Sequence[BranchSpec]:
-        """The same, in order."""
+        """Specs of the two branches, in order."""
         return (
             BranchSpec("self_attention", self.self_attention, self.input_layernorm, "input_layernorm", "attention"),
             BranchSpec("mlp", self.mlp, self.pre_mlp_layernorm),
@@ -51,16 +51,20 @@ class TransformerLayerSubmodules:
 
 
 def branch_specs(submodules: Any) -> Sequence[BranchSpec]:
-    """The branches that a layer's slots or a plain list name."""
+    """Return the branch specs of a layer's submodules, or the list itself."""
     return getattr(submodules, "branches", submodules)
 
 
 class TransformerLayer(nn.Module):
-    """[s, b, h] -> [s, b, h]. ``layer_number`` counts from 1 over the whole model.
+    """Layer of residual branches, [s, b, h] -> [s, b, h]. ``layer_number`` counts from 1 over the full model.
 
-    ``submodules``: the branches. ``branches``: build and compute only these of them; of the others there are no
-    modules.
+    ``submodules`` lists the branches. ``branches`` restricts the layer to a range of them; the others are not built.
+
+    Raises:
+        UserError: two modules would have the same name.
     """
+
+    supports_context_parallel = True  # its branches are checked one by one
 
     def __init__(
         self,
@@ -80,19 +84,19 @@ class TransformerLayer(nn.Module):
         held = specs if branches is None else specs[branches.start : branches.stop]
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
         if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
-            self.branches[0].normed_is_residual = True  # its norm is the embedding's
+            self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
         self._order = self._beside_each_other if config.use_parallel_residual else self._one_after_another
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The same, stopping where a collective may be under way (``overlap.py``)."""
+        """Run ``forward`` as a generator that yields where a collective may be in flight (``overlap.py``)."""
         return self._order(hidden_states, ctx)
 
     def _beside_each_other(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         streams = []
-        for branch in self.branches:  # the stream goes through the norms, whose backward passes add up its gradient
+        for branch in self.branches:  # chain the stream through the norms: their backward accumulates its gradient
             streams.append(branch.enter(hidden_states))
             hidden_states = streams[-1].residual
         for branch, stream in zip(self.branches, streams):
@@ -109,15 +113,15 @@ class TransformerLayer(nn.Module):
 
     @property
     def overlaps(self) -> bool:
-        """Whether all of its branches can leave their collectives under way."""
+        """Whether all branches support two-batch overlap and no subclass overrides ``forward`` only."""
         return runs_its_segments(self) and all(branch.overlaps for branch in self.branches)
 
 
 def branches_of(spec: ModuleSpec | Callable[..., Any], parallel: bool = False) -> Sequence[BranchSpec] | None:
-    """The branches of a layer, each of which may be built by itself; None for a layer that is one piece.
+    """Return the branches of a layer if stages may split it between them, else None.
 
-    It is one where its class computes something of its own around the branches, or does not take ``branches``, or where
-    its branches read the same stream (``parallel``).
+    A layer is indivisible if its class overrides ``forward`` or ``segments``, has no parameter ``branches``, or if its
+    branches read the same stream (``parallel``).
     """
     if parallel or not isinstance(spec, ModuleSpec) or not isinstance(spec.module, type):
         return None
@@ -126,3 +130,5 @@ def branches_of(spec: ModuleSpec | Callable[..., Any], parallel: bool = False) -
         return None
     is_plain = all(getattr(kind, name) is getattr(TransformerLayer, name) for name in ("forward", "segments"))
     return branch_specs(spec.submodules) if is_plain else None
+
+serve_other_names(__name__)

@@ -1,7 +1,7 @@
-"""A save that goes on behind training: one at a time, in a thread, over a process group that nothing else uses.
+"""Background saves: one at a time, in a thread, over a dedicated gloo process group.
 
-A thread is enough: checksums, writes and fsync release the interpreter. It touches files, host memory and its own group
-only, never a device. Like a save in the foreground it ends on all ranks as written or as failed.
+A thread suffices: checksums, writes and fsync release the GIL. It touches only files, host memory and its process
+group, never a device. Like a foreground save, it succeeds or fails on all ranks together.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from megatron.core.dist_checkpointing.writer import Blocks, Fault, Part
 from megatron.core.groups.process_groups import Group
 
 NO_TIMEOUT = timedelta(days=30)
-"""The group's own: slow files are judged by :meth:`BackgroundWriter.check`, which knows the rank that has them."""
+"""Time-out of the dedicated group. :meth:`BackgroundWriter.check` detects slow files instead, as it knows the rank."""
 LEAVING_SECONDS = 20.0
-"""How long an error of training, which ends the process, waits for the save behind it."""
+"""Maximum wait for a background save when training fails and the process exits."""
 
 Work = Callable[[Group, Blocks, Fault], int]
-"""The rest of a save: over this group, with these blocks; returns the bytes of all ranks."""
+"""Remaining work of a save, given a group, a block reader and a fault hook; returns the bytes of all ranks."""
 
 
 class BackgroundWriter:
-    """Collective over ``world``, as are its methods that say so.
+    """Runs background saves. Creation is collective over ``world``, as are methods that say so.
 
     Args:
-        world: training's group; whether a save is done everywhere is asked over it.
-        device: type of the device that trains.
-        staging_bytes: limit of host memory; None: see ``staging.default_limit``.
-        timeout: seconds that a rank may spend in one call of its file system.
+        world: group of all ranks; completion is agreed over it.
+        device: device type of the training.
+        staging_bytes: host memory limit; None: see ``staging.default_limit``.
+        timeout: maximum seconds for one file system call.
     """
 
     def __init__(self, world: Group, device: str, staging_bytes: float | None, timeout: float) -> None:
@@ -54,11 +54,11 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """This rank has not finished yet."""
+        """Whether this rank's save is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, part: Part, work: Work, fault: Fault, name: str) -> None:
-        """Copy this rank's ``part`` off the device, and go on with ``work`` behind the caller."""
+        """Start ``work`` in a thread and copy this rank's ``part`` to host memory; blocks until it is copied."""
         assert self._thread is None
         if self._staging is None:
             limit = default_limit(part.num_bytes) if self.staging_bytes is None else self.staging_bytes
@@ -92,13 +92,13 @@ class BackgroundWriter:
             yield block
 
     def _mark(self, phase: str) -> None:
-        """Progress; in some phases this rank waits for others, whose files may be slow."""
-        first = ("before_directory", "after_shards", "before_tracker")  # only the first rank does these
+        """Record progress. Phases in which this rank waits for others, whose files may be slow, have no time limit."""
+        first = ("before_directory", "after_shards", "before_tracker")  # work of the first rank only
         waits = phase == "shards_written" or (phase in first and not self.group.is_first)
         self._phase, self._last = "" if waits else phase, time.monotonic()
 
     def check(self) -> None:
-        """Raise what must end the run: a bug in the thread, or files that have not answered for ``timeout``."""
+        """Raise an error that must end the run: a bug in the thread, or a file system that hangs for ``timeout`` s."""
         error, silence = self._error, time.monotonic() - self._last
         if error is not None and not isinstance(error, CheckpointError):
             raise error
@@ -107,7 +107,7 @@ class BackgroundWriter:
             raise CheckpointError(f"{self._name}: no progress for {silence:.0f} s ({doing}): its file system hangs")
 
     def done(self, wait: bool) -> bool:
-        """Whether the save is over on every rank, as all see it. Collective."""
+        """Return whether the save has finished on every rank (collective all-reduce); ``wait`` blocks until then."""
         assert self._thread is not None
         while wait and self.busy:
             self._thread.join(0.2)
@@ -120,14 +120,14 @@ class BackgroundWriter:
         return not busy.item()
 
     def take(self) -> tuple[int, float]:
-        """Bytes, and ``time.perf_counter()`` at the end, of the save that is done; its ``CheckpointError``."""
+        """Return (bytes of all ranks, ``time.perf_counter()`` at the end) of the finished save, or raise its error."""
         self._thread = None
         if self._error is not None:
             raise self._error
         return self._num_bytes, self._finished_at
 
     def close(self) -> None:
-        """Wait a while for a save that is under way, as an error of training may end the process next."""
+        """Wait at most ``LEAVING_SECONDS`` for a save in progress; destroy the dedicated group unless in use."""
         if self._thread is not None:
             self._thread.join(LEAVING_SECONDS)
         if self.group is not self.world and not self.busy:

@@ -1,8 +1,8 @@
-"""Saves and restores a run: weights, optimizer, schedule, counters, random states, settings, tokenizer.
+"""Checkpoints of a run: weights, optimizer, schedule, counters, random states, settings, tokenizer.
 
-What is on disk is described in ``core/dist_checkpointing`` (one checkpoint) and ``files.py`` (the folder of them). A
-save that fails leaves every earlier checkpoint as it was and is reported, not raised; a load that cannot be
-exact is refused.
+The format of one checkpoint is described in ``core/dist_checkpointing``, the checkpoint folder in ``files.py``. A
+failed save leaves earlier checkpoints intact and is reported, not raised; a load that cannot be exact raises
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.files import get_checkpoint_name, read_tra
 from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT
 from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
+from megatron.core.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
@@ -41,36 +42,36 @@ from megatron.training.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 SHARE_OF_COLLECTIVE_TIMEOUT = 0.8
-"""Files that hang behind training are named before the watchdog names the rank that waits for them."""
+"""A hanging background save is reported before the watchdog reports the rank that waits for it."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A save that is over."""
+    """Outcome of one save."""
 
     state: TrainState
-    """The counters that it holds."""
+    """Saved counters."""
     folder: str
     saved: bool
     background: bool
     seconds: float = 0.0
-    """From its beginning until its tracker was written."""
+    """From the start of the save until the tracker was written."""
     stall: float = 0.0
-    """The part of them for which training stood still on this rank."""
+    """Seconds of it during which training was blocked on this rank."""
     num_bytes: int = 0
-    """The bytes of all ranks' tensors."""
+    """Tensor bytes of all ranks."""
 
 
 class Checkpointer:
-    """The checkpoints of one run. Every method is collective over all ranks.
+    """Saves and loads the checkpoints of one run. Every method is collective over all ranks unless it says otherwise.
 
     Args:
         cfg: resolved settings.
-        model_chunks: of this rank, wrapped for data parallelism or not.
+        model_chunks: model chunks of this rank, wrapped for data parallelism or not.
         optimizer: None to save and load weights only.
-        scheduler: of ``optimizer``.
-        groups: this rank's process groups.
-        tokenizer: its fingerprint is stored and compared.
+        scheduler: schedule of ``optimizer``.
+        groups: process groups of this rank.
+        tokenizer: stored and compared by its fingerprint.
         fault: see ``dist_checkpointing.writer.Fault``.
 
     Raises:
@@ -88,23 +89,23 @@ class Checkpointer:
         fingerprint = None if tokenizer is None else tokenizer.fingerprint
         self.live = LiveState(cfg, self.chunks, optimizer, scheduler, groups, fingerprint)
         self._failures: dict[str, int] = {}
-        """Saves in a row that failed, of each folder."""
+        """Consecutive failed saves, by folder."""
         self.last_failure = ""
-        """Why the last of them did."""
+        """Message of the last failed save."""
         self._continued_from: int | None = None
-        """The iteration in --save that this run goes on from; None: it does not continue what is there."""
+        """Iteration in --save from which this run continues; None if it does not continue from --save."""
         self._locks: list[SaveLock] = []
         self._written: dict[str, set[int]] = {}
-        """Iterations in each folder that retention may delete: this run's, and those that it went on from."""
+        """Iterations that retention may delete, by folder: written by this run or by the run that it continues."""
         self.fast = fast_folder(cfg) if cfg.non_persistent_save_interval is not None else None
         self._identity: str | None = None
         self._is_clear = False
-        """Checkpoints of another history are out of the way of this run's."""
+        """Whether checkpoints of another history have been moved aside."""
         self._pending: tuple[SaveReport, float] | None = None
-        """A save in the background, and when it began."""
+        """Background save in progress, and its start time."""
         self._background: BackgroundWriter | None = None
         self.left_alone: list[str] = []
-        """Names that the checkpoint holds and :meth:`load` was not to load, as with --no-load-optim."""
+        """Stored names that :meth:`load` skipped on request, such as with --no-load-optim."""
         if cfg.save is not None:
             from_first_rank(self._take_locks, groups.world)
         if cfg.save is not None and cfg.async_save:
@@ -114,6 +115,8 @@ class Checkpointer:
             self._background = BackgroundWriter(groups.world, device, limit, patience)
 
     def _take_locks(self) -> None:
+        """Lock --save and the fast folder; call on the first rank only. Raises CheckpointError for a folder that is not
+        shared."""
         assert self.cfg.save is not None
         self._locks.append(SaveLock(self.cfg.save))
         if self.fast is not None:
@@ -126,37 +129,35 @@ class Checkpointer:
 
     @property
     def failed_saves(self) -> int:
-        """Saves to one folder in a row that failed, the most of any."""
+        """Consecutive failed saves, maximum over folders."""
         return max(self._failures.values(), default=0)
 
     def close(self) -> None:
-        """Lets another job write to --save (the end of the process does so too)."""
+        """Wait for a background save (limited time) and release the locks, so that another job can write to --save."""
         if self._background is not None:
             self._background.close()
         self.unlock()
 
     def unlock(self) -> None:
-        """Ends a start that was refused: nothing was written, and no save is under way. Not collective."""
+        """Release the locks after a rejected start, before anything was written. Not collective."""
         for lock in self._locks:
             lock.release()
 
     # ---- saving
 
     def save(self, state: TrainState) -> bool:
-        """Write ``<save>/iter_…`` and move the tracker; whether that worked."""
+        """Write ``<save>/iter_…`` and update the tracker; return whether it succeeded."""
         report = self.start_save(state)
         return report is not None and report.saved
 
     def start_save(self, state: TrainState, *, background: bool = False, fast: bool = False) -> SaveReport | None:
-        """Write a checkpoint of ``state``; None with ``background``, where :meth:`finish_save` tells what became of it.
-
-        Then this returns as soon as training may change what is saved. One save at a time is under way. ``fast``: to
-        the folder of --non-persistent-save-interval, which keeps one.
-        """
+        """Write a checkpoint of ``state`` and return its report. With ``background``, copy the state off the device,
+        return None as soon as training may modify it, and let :meth:`finish_save` report the outcome; one save at a
+        time. ``fast`` selects the folder of --non-persistent-save-interval, which keeps one checkpoint."""
         cfg, world, began = self.cfg, self.groups.world, time.perf_counter()
         assert cfg.save is not None and self._pending is None, "save() without --save, or during another one"
         folder, iteration = self.fast if fast and self.fast is not None else cfg.save, state.iteration
-        # Megatron-LM's line up to the name of the format, which scripts look for
+        # scripts match this line: identical to Megatron-LM's up to the name of the format
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
         optimizer = None if self.live.optimizer is None or cfg.no_save_optim else self.live.optimizer.state_dict()
         part = writer.plan(self.live.tensors(optimizer=optimizer, rng=not cfg.no_save_rng, rounded=True), world)
@@ -186,11 +187,12 @@ class Checkpointer:
 
     @property
     def saving(self) -> int | None:
-        """The iteration of the save that is under way in the background."""
+        """Iteration of the background save in progress, or None."""
         return None if self._pending is None else self._pending[0].state.iteration
 
     def finish_save(self, wait: bool) -> SaveReport | None:
-        """The save that was under way in the background, once it is over on every rank; ``wait`` until it is.
+        """Return the report of the background save once it has finished on every rank, else None; ``wait`` blocks until
+        then.
 
         Raises:
             CheckpointError: on the rank whose file system hangs.
@@ -205,7 +207,7 @@ class Checkpointer:
         return self._end(report, started, self._background.take)
 
     def _end(self, report: SaveReport, began: float, outcome: Callable[[], tuple[int, float]]) -> SaveReport:
-        """Count and log what became of a save."""
+        """Count and log the outcome of a save; return ``report`` completed."""
         folder, iteration = report.folder, report.state.iteration
         try:
             num_bytes, ended = outcome()
@@ -227,7 +229,7 @@ class Checkpointer:
         return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)
 
     def _prepare(self, folder: str) -> None:
-        """Clear away what is in the way of a save, on the first rank."""
+        """On the first rank: remove leftovers of failed saves; before the first save, move other histories aside."""
         remove_leftovers(folder)
         if not self._is_clear:
             for each in filter(None, (self.cfg.save, fast_folder(self.cfg))):
@@ -235,12 +237,12 @@ class Checkpointer:
             self._is_clear = True
 
     def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
-        """Tracker, then retention, on the first rank."""
+        """On the first rank: update the tracker, then delete old checkpoints as the retention flags say."""
         fast = folder == self.fast
         keep = 1 if fast else self.cfg.keep_last_checkpoints
         retain = None if fast else self.cfg.save_retain_interval
         previous, written = _previous(folder), self._written.setdefault(folder, set())
-        if previous is not None:  # of an earlier job, which kept as many
+        if previous is not None:  # written by an earlier job with the same retention
             written.update([each for each in saved_iterations(folder) if each <= previous][: keep or 1])
         write_tracker(folder, iteration, fault)
         fault("after_tracker")
@@ -252,11 +254,11 @@ class Checkpointer:
                     delete_checkpoint(folder, old, fault)
 
     def load(self) -> TrainState | None:
-        """Restore what --load (or --pretrained-checkpoint) holds; None to start from scratch.
+        """Restore the checkpoint of --load (or --pretrained-checkpoint); return None to start from scratch.
 
         Raises:
             CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names, or
-                nothing there with --exit-on-missing-checkpoint.
+                no checkpoint with --exit-on-missing-checkpoint.
         """
         start = find_start(self.cfg, self.groups.world)
         if start is None:
@@ -277,7 +279,7 @@ def _one_host(world_size: int) -> bool:
 
 
 def _previous(folder: str) -> int | None:
-    """The iteration that the tracker names now, if any."""
+    """Return the iteration in the tracker, or None if there is no readable tracker."""
     try:
         latest = read_tracker(folder)
     except (OSError, CheckpointError):
@@ -286,12 +288,16 @@ def _previous(folder: str) -> int | None:
 
 
 def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
-    """Files of the tokenizer that are copied along: ``tokenizer/<name>`` -> path."""
+    """Map ``tokenizer/<name>`` to the path of each tokenizer file that is copied into the checkpoint. From a folder,
+    take only tokenizer and sampling files, by name: it may also hold model weights. A tokenizer.json brings the config
+    files next to it, which name its special tokens."""
     files: list[Path] = []
     for value in (cfg.tokenizer_model, cfg.vocab_file, cfg.merge_file):
-        # not Path's own questions, which raise where a name is too long for a file
+        # os.path, not Path: Path.is_dir raises if the name is too long
         if value and os.path.isdir(value):
-            files += [p for p in sorted(Path(value).iterdir()) if p.suffix in (".json", ".model", ".txt", ".tiktoken")]
+            files += side_files(Path(value), (*TOKENIZER, GENERATION)).values()
         elif value and os.path.isfile(value):
             files.append(Path(value))
+            if cfg.tokenizer_type == "HuggingFaceTokenizer":
+                files += side_files(Path(value).parent, ("tokenizer_config.json", "special_tokens_map.json")).values()
     return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}

@@ -1,9 +1,8 @@
-"""The files of a checkpoint folder: ``iter_0001000/`` and the tracker ``latest_checkpointed_iteration.txt``.
+"""Files of a checkpoint folder: ``iter_0001000/`` and the tracker ``latest_checkpointed_iteration.txt``.
 
-The tracker moves last and in one rename. One rule says what is loaded: the checkpoint that --ckpt-step names, else the
-one that the tracker names, else (it names none that is there) the newest. If that checkpoint is damaged, in whatever
-way, it is refused and an earlier one named: which of them to believe is for a person to say. All of this is for one
-process, the first rank.
+The tracker is written last, by one rename. A load selects the checkpoint of --ckpt-step, else of the tracker, else (if
+the tracker is missing or names a missing one) the newest. A damaged selection is an error that names an earlier
+checkpoint; only the user can decide which one to trust. Only the first rank calls these functions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,15 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of, get_checkpoint_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.core.dist_checkpointing.writer import TEMPORARY, Fault, no_fault, recover, write_file_atomically
+from megatron.core.dist_checkpointing.writer import (
+    TEMPORARY,
+    Fault,
+    fsync_path,
+    no_fault,
+    recover,
+    write_file_atomically,
+)
+from megatron.core.safe_files import remove
 
 logger = logging.getLogger(__name__)
 
@@ -27,39 +33,37 @@ _ITERATION = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})")
 
 
 def saved_iterations(folder: str | os.PathLike) -> list[int]:
-    """Iterations for which a directory exists, newest first; complete or not."""
+    """Return the iterations that have a directory, newest first, complete or not."""
     names = [path.name for path in Path(folder).glob("iter_*")]
     matches = [_ITERATION.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
 
 def write_tracker(folder: str | os.PathLike, iteration: int, fault: Fault = no_fault) -> None:
-    """Atomically."""
+    """Write ``iteration`` to the tracker atomically."""
     write_file_atomically(Path(folder) / TRACKER, str(iteration).encode(), fault)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint."""
+    """Location of a complete checkpoint."""
 
     directory: str
     iteration: int
     """0 for a release."""
     release: bool = False
     run_id: str = ""
-    """Identifies the save that wrote it: a copy has the same."""
+    """Identifier of the save that wrote it; copies share it."""
 
 
-def find_checkpoint(
-    folder: str | os.PathLike | None, step: int | None = None, *, repair: bool = False
-) -> Found | None:
-    """The checkpoint that --load and --ckpt-step mean; None if ``folder`` holds no checkpoint at all.
+def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *, repair: bool = False) -> Found | None:
+    """Return the checkpoint that --load and --ckpt-step select; None if ``folder`` holds no checkpoint.
 
-    ``folder`` may also be one checkpoint, ``…/iter_0001000``, which then has to be there.
-    ``repair`` (for one process alone) brings back a checkpoint whose replacement died.
+    ``folder`` may also be one checkpoint, ``…/iter_0001000``, which must then exist. ``repair`` (one process only)
+    restores a checkpoint whose replacement was interrupted.
 
     Raises:
-        CheckpointError: the one that is meant is not there or damaged; an earlier complete one is named.
+        CheckpointError: the selected one is missing or damaged; names an earlier complete one.
     """
     one = None if folder is None or step is not None else _ITERATION.fullmatch(Path(folder).name)
     if folder is not None and one and not os.path.lexists(Path(folder) / TRACKER):
@@ -101,7 +105,7 @@ def _open(folder: str | os.PathLike, which: int | str) -> Found:
 
 
 def _newest(folder: str | os.PathLike, problem: str) -> Found | None:
-    """Where the tracker does not help: the newest checkpoint, or a release."""
+    """Return the newest checkpoint, or a release, if the tracker is unusable; log a warning. None if nothing exists."""
     which: list[int | str] = [*saved_iterations(folder)]
     if Path(get_checkpoint_name(folder, 0, release=True)).is_dir():
         which.append(RELEASE)
@@ -118,7 +122,7 @@ def _newest(folder: str | os.PathLike, problem: str) -> Found | None:
 
 
 def _report_newer(folder: str | os.PathLike, found: Found) -> None:
-    """A tracker that was set back, by hand or by a flipped bit, looks like any other."""
+    """Warn if a complete checkpoint is newer than the tracker says: it was set back by hand or is corrupted."""
     newest = newest_complete(folder)
     if newest is not None and newest > found.iteration:
         logger.warning(
@@ -129,7 +133,7 @@ def _report_newer(folder: str | os.PathLike, found: Found) -> None:
 
 
 def newest_complete(folder: str | os.PathLike, before: int | None = None) -> int | None:
-    """The newest iteration (below ``before``) whose manifest and files are all there, in their sizes."""
+    """Return the newest iteration (below ``before``) with a valid manifest and all files in their sizes, or None."""
     for iteration in saved_iterations(folder):
         if before is None or iteration < before:
             with suppress(CheckpointError):
@@ -139,16 +143,17 @@ def newest_complete(folder: str | os.PathLike, before: int | None = None) -> int
 
 
 def alternative(folder: str | os.PathLike, iteration: int) -> str:
-    """Names a complete checkpoint before ``iteration``, to end a message with; empty where there is none."""
+    """Return the end of a message that names a complete checkpoint before ``iteration``, or an empty string."""
     earlier = newest_complete(folder, iteration)
     return "" if earlier is None else f"; --ckpt-step {earlier} continues from an earlier one, and keeps this one aside"
 
 
 def delete_checkpoint(folder: str | os.PathLike, iteration: int, fault: Fault = no_fault) -> None:
-    """In two steps, so that a half-deleted directory never looks like a checkpoint."""
+    """Delete a checkpoint. Renames it first, so that a half-deleted directory never looks like a checkpoint."""
     directory = Path(get_checkpoint_name(folder, iteration))
     condemned = directory.with_name(f".{directory.name}{TEMPORARY}deleted")
-    shutil.rmtree(condemned, ignore_errors=True)
+    remove(condemned)
     os.rename(directory, condemned)
+    fsync_path(directory.parent)  # else a power loss may restore the name without all files
     fault("mid_delete")
-    shutil.rmtree(condemned, ignore_errors=True)
+    remove(condemned)

@@ -1,14 +1,13 @@
-"""Keeps the checkpoints of two histories of a run apart: a --save folder holds one.
+"""Keep one history of checkpoints per --save folder.
 
-A run that writes to --save continues from a checkpoint in it, or finds it without checkpoints; anything else is refused
-before anything is built, unless --start-over says that it is meant. Checkpoints newer than the one that a run continues
-from (--ckpt-step, a tracker that was set back, a damaged newest one) are of a history that ends there. They would be
-overwritten one by one and lie among the new ones meanwhile; the first save moves them, unopened, to
-``<save>/set-aside-001``. Nothing is deleted.
+A run that writes to --save either continues from a checkpoint in it or finds none; otherwise it is rejected before
+anything is built, unless --start-over is passed. Checkpoints newer than the one that a run continues from (--ckpt-step,
+a tracker that was set back, a damaged newest one) belong to an abandoned history. They would be overwritten one by one
+and mixed with new ones, so the first save moves them, unopened, to ``<save>/set-aside-001``. Nothing is deleted.
 
-Checkpoints of --non-persistent-save-interval lie in a folder of their own, which may be on another disk, and belong to
-the same history. They carry the identity of their --save folder, a file in it, so that those of another run, or of one
-whose folder was deleted, are never taken for this one's.
+Checkpoints of --non-persistent-save-interval live in a separate ("fast") folder, possibly on another disk, and belong
+to the same history. They store the identity of their --save folder, a file in it, so that a run never loads fast
+checkpoints of another run or of a deleted folder.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ IDENTITY = "folder.id"
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
-    """Whether two flags name one folder that exists."""
+    """Whether both paths name the same existing folder."""
     try:
         return one is not None and other is not None and os.path.samefile(one, other)
     except OSError:
@@ -41,7 +40,7 @@ def same_folder(one: str | None, other: str | None) -> bool:
 
 
 def fast_folder(cfg: PretrainConfig) -> str | None:
-    """Where --non-persistent-save-interval saves, or has saved."""
+    """Return the folder of --non-persistent-save-interval, even if that interval is not set; None if undefined."""
     base = cfg.save or cfg.load
     if cfg.non_persistent_ckpt_type == "local":
         return cfg.non_persistent_local_ckpt_dir
@@ -49,7 +48,8 @@ def fast_folder(cfg: PretrainConfig) -> str | None:
 
 
 def identity(folder: str, *, make: bool = False) -> str | None:
-    """What checkpoints in the fast folder carry of the --save folder that they belong to. For one process alone."""
+    """Return the identity of a --save folder, which its fast checkpoints store; None without one. ``make`` creates it.
+    Call on one process only. Raises CheckpointError if it cannot be written."""
     path = Path(folder) / IDENTITY
     with suppress(FileNotFoundError):
         return read_regular_file(path, 100).decode("ascii", "replace").strip()
@@ -63,11 +63,12 @@ def identity(folder: str, *, make: bool = False) -> str | None:
 
 
 def _belongs(found: files.Found, base: str) -> bool:
+    """Whether a fast checkpoint stores the identity of the --save folder ``base``."""
     return read_manifest(found.directory)["objects"].get("folder") == identity(base) is not None
 
 
 def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
-    """The checkpoint in the fast folder of the run that --load names; it may have been cut short, unlike others."""
+    """Return the fast checkpoint that belongs to the run in --load, or None. Warns about a damaged one."""
     fast, base = fast_folder(cfg), cfg.save or cfg.load
     if fast is None or base is None or not same_folder(cfg.load, base):
         return None
@@ -80,7 +81,7 @@ def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
 
 
 def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found | None:
-    """What --load and --ckpt-step mean: of the two folders of a run, the newest complete checkpoint."""
+    """Return the checkpoint that --load and --ckpt-step select: by default the newest in --load or the fast folder."""
     fast = _newest_fast(cfg, repair)
     if fast is not None:
         assert cfg.load is not None
@@ -91,10 +92,10 @@ def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found 
 
 
 def check_save_folder(cfg: PretrainConfig) -> None:
-    """Refuse a run that would write its checkpoints among those of another. For one process alone.
+    """Reject a run that would mix its checkpoints with those from another run. Call on one process only.
 
     Raises:
-        CheckpointError: names the flags that continue, that start over, and what is there.
+        CheckpointError: names what exists and the flags to continue or to start over.
     """
     if cfg.save is None or cfg.skip_train or cfg.start_over:
         return
@@ -108,7 +109,7 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)
     others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
     same = same_folder(cfg.load, cfg.save)
-    if not iterations and (same or not others):  # weights alone, to start from, are not in the way
+    if not iterations and (same or not others):  # a release holds only initial weights: no conflict
         return
     if same and not cfg.finetune:
         return
@@ -133,7 +134,7 @@ def _any_complete(folder: str) -> files.Found | None:
 
 
 def continues(folder: str, found: files.Found) -> bool:
-    """Whether ``folder`` holds the checkpoint ``found`` itself, or the one that it is a copy of."""
+    """Whether ``folder`` holds the checkpoint ``found`` or its original (same ``run_id``)."""
     if same_folder(str(Path(found.directory).parent), folder):
         return True
     try:
@@ -144,14 +145,15 @@ def continues(folder: str, found: files.Found) -> bool:
 
 
 def set_aside(folder: str, newer_than: int | None) -> None:
-    """Move checkpoints of later iterations to a new folder ``set-aside-…``; None: all, with release and tracker."""
+    """Move checkpoints of later iterations to a new folder ``set-aside-…``; None: all, including release and tracker.
+    Raises CheckpointError if they cannot be moved."""
     parent = Path(folder)
     names = [
         Path(files.get_checkpoint_name(folder, iteration)).name
         for iteration in files.saved_iterations(folder)
         if newer_than is None or iteration > newer_than
     ]
-    if newer_than is None:  # the tracker first: it must not name what is no longer there
+    if newer_than is None:  # tracker first: it must never name a missing checkpoint
         names = [name for name in (files.TRACKER, files.RELEASE) if os.path.lexists(parent / name)] + names
     if not names:
         return
@@ -176,6 +178,7 @@ def _new_folder(parent: Path) -> Path:
         target = parent / f"{SET_ASIDE}-{number:03d}"
         try:
             target.mkdir()
+            fsync_path(parent)  # else a power loss could lose the folder and its contents
             return target
         except FileExistsError:
             number += 1

@@ -1,4 +1,4 @@
-"""What the checkpoints of a run hold, as it lives on this rank: tensors under global names, and JSON."""
+"""Contents of a checkpoint as they live on this rank: tensors under global names, and JSON objects."""
 
 from __future__ import annotations
 
@@ -13,33 +13,30 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.arguments import config_to_dict
+from megatron.training.checkpoint.environment import environment, software_versions
 from megatron.training.checkpoint.random_states import rng_tensors
-from megatron.training.checkpoint.settings import software_versions
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """A run on this rank."""
+    """State of a run on this rank that checkpoints store."""
 
     cfg: PretrainConfig
     chunks: Sequence[nn.Module]
-    """The model's, not wrapped."""
+    """Unwrapped model chunks."""
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
     groups: ProcessGroups
     tokenizer: Any
-    """Its fingerprint."""
+    """Fingerprint of the tokenizer."""
 
     def tensors(
         self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
     ) -> dict[str, ShardedTensor]:
-        """Everything that is stored as tensors, under global names; ``rounded`` as it is stored, else as it lives.
-
-        Weights come before the main parameters, of which they may be roundings in the same memory. ``optimizer``: its
-        state, if wanted.
-        """
+        """Return all stored tensors by global name, as references to live memory; ``rounded``: in their stored dtype,
+        to save. ``optimizer``: state dict, or None. Weights come first: main parameters may share their memory."""
         tensors: dict[str, ShardedTensor] = {}
         for chunk in self.chunks:
             tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
@@ -50,13 +47,14 @@ class LiveState:
         return tensors
 
     def objects(self, state: TrainState, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-        """Everything that is stored as JSON."""
+        """Return all state that is stored as JSON."""
         objects: dict[str, Any] = {
             "iteration": state.iteration,
             "train_state": state.to_dict(),
             "args": config_to_dict(self.cfg),
             "tokenizer": self.tokenizer,
             "versions": software_versions(),
+            "environment": environment(),
         }
         if optimizer is not None:
             objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
@@ -66,6 +64,6 @@ class LiveState:
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """Tensor rank and size, pipeline rank and size, counted from 1."""
+        """(Tensor rank, tensor size, pipeline rank, pipeline size); ranks count from 1."""
         tp, pp = self.groups.tp, self.groups.pp
         return tp.rank + 1, tp.size, pp.rank + 1, pp.size

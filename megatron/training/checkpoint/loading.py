@@ -1,4 +1,4 @@
-"""Loads what a run begins from: finds the checkpoint, refuses what does not fit it, and fills the run."""
+"""Load the initial state of a run: find the checkpoint, check that it fits, and fill the live state."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a run begins from."""
+    """Checkpoint from which a run starts."""
 
     found: Found
     weights_only: bool
     continued_from: int | None
-    """Its iteration if what is saved will follow on it in --save; None: it belongs to another history."""
+    """Its iteration if this run continues its history in --save, else None."""
 
 
 def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
-    """What --load or --pretrained-checkpoint holds, as the first rank sees it. Collective.
+    """Return the checkpoint of --load or --pretrained-checkpoint as found by the first rank; None to start from
+    scratch. Collective over ``world``: the first rank searches and broadcasts.
 
     Raises:
-        CheckpointError: nothing is there with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
+        CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
             the dense model that --moe-use-upcycling starts from.
     """
 
@@ -67,7 +68,7 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
 
 
 def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
-    """Whether ``found`` is the dense model that --moe-use-upcycling starts from; one with experts goes on."""
+    """Whether ``found`` is a dense model to upcycle, not one with experts to resume. Raises if it is in --save."""
     if not cfg.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
         return False
     folder = str(Path(found.directory).parent)
@@ -77,6 +78,7 @@ def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
 
 
 def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | None:
+    """Return the iteration of ``found`` if saves to --save continue its history, else None."""
     if cfg.save is None or cfg.start_over or (finetune and not found.release):
         return None
     is_fast = same_folder(str(Path(found.directory).parent), fast_folder(cfg))
@@ -84,12 +86,12 @@ def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | No
 
 
 class Loading:
-    """One checkpoint and the run that it fills. Every method is collective over all ranks.
+    """Loads one checkpoint into a live run. Every method is collective over all ranks.
 
     Args:
-        live: what is filled.
-        start: what is loaded.
-        architecture: names of settings that say what weights mean.
+        live: state to fill.
+        start: checkpoint to load.
+        architecture: settings that define the meaning of weights.
 
     Raises:
         CheckpointError: the checkpoint cannot be opened.
@@ -100,14 +102,14 @@ class Loading:
         self.cfg, self.world = live.cfg, live.groups.world
         self.found, self.weights_only = start.found, start.weights_only
         self.reader = together_reader(self.found.directory, self.world)
-        self.goes_on = not self.weights_only and not self.cfg.skip_train  # an evaluation needs weights and their number
+        self.goes_on = not self.weights_only and not self.cfg.skip_train  # evaluation: weights and counters only
         self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.no_load_optim
         self.wants_rng = self.goes_on and not self.cfg.no_load_rng
         self.left_alone: list[str] = []
-        """Names that the checkpoint holds and :meth:`restore` was not to load, as with --no-load-optim."""
+        """Stored names that :meth:`restore` skipped on request, such as with --no-load-optim."""
 
     def restore(self) -> TrainState:
-        """Fill the run; its counters.
+        """Fill model, optimizer, scheduler and random states in place; return the counters (new ones for weights only).
 
         Raises:
             CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names.
@@ -146,11 +148,11 @@ class Loading:
             Path(self.found.directory).parent, *live.coordinates, self.found.iteration,
         )  # fmt: skip
         if changes and world.is_first:
-            logger.warning("%s", in_a_box(changes))  # last, so that no other line of the start pushes it off the screen
+            logger.warning("%s", in_a_box(changes))  # logged last, to stay visible on the screen
         return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])
 
     def _check_objects(self) -> list[str]:
-        """Refuse what is there but must not be loaded; what changes results and is allowed, in words."""
+        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results."""
         reader, found, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
         where = reader.directory / MANIFEST
         if wrong := malformed(objects, release=found.release):
@@ -183,7 +185,7 @@ class Loading:
         )
 
     def _other_precision(self) -> list[str]:
-        """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""
+        """Return a problem if main parameters are stored but not used, or reverse: only half precision has them."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
         if stored == (self.cfg.bf16 or self.cfg.fp16):
             return []
@@ -195,7 +197,7 @@ class Loading:
         ]
 
     def _same_world(self) -> bool:
-        """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""
+        """Whether the number of ranks and kinds of generators match; else logs that random states are not restored."""
         mine = rng_tensors(self.world.rank, self.world.size)
         stored = {name: self.reader.shape(name) for name in self.reader.names if name.startswith("rng.")}
         if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:

@@ -1,4 +1,4 @@
-"""One job at a time writes to a --save folder."""
+"""Lock of a --save folder: only one job writes to it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.writer import make_durable_folder
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 RECORD_BYTES = 200
-"""Records have one length, so that a shorter one covers a longer one without the file being truncated."""
+"""Fixed length of a record, so that a new record overwrites a longer old one without truncating the file."""
 RECORD_START = b'{"host"'
 
 
 class SaveLock:
-    """Keeps a second job from writing to the same --save.
-
-    A POSIX record lock on ``<folder>/.lock``: the system drops it when its process ends, however it ends, so that a
-    dead job's lock never needs cleaning. The file's text says who holds it. A folder to which nothing was written is
-    left as it was found.
-    """
+    """Exclusive lock that keeps a second job from writing to the same --save folder. Raises ``CheckpointError`` if
+    another job holds it or the folder is not writable. A POSIX record lock on ``<folder>/.lock``: the kernel releases
+    it when the process ends, however it ends, so a dead job leaves no stale lock. The file's text names the holder.
+    Release removes folders that the lock created if they are still empty."""
 
     def __init__(self, folder: str | os.PathLike, flag: str = "--save") -> None:
         self.flag = flag
@@ -36,14 +35,14 @@ class SaveLock:
         self._taken = False
         self._open(folder)
         assert self._descriptor is not None
-        while not os.fstat(self._descriptor).st_nlink:  # a job that ended has removed it in the meantime
+        while not os.fstat(self._descriptor).st_nlink:  # removed by a job that ended in the meantime
             os.close(self._descriptor)
             self._open(folder)
 
     def _open(self, folder: str | os.PathLike) -> None:
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            # O_NOFOLLOW: a link planted here would have this job write into whatever file it points to
+            make_durable_folder(Path(folder))
+            # O_NOFOLLOW: a planted link would make this job write into the file that it points to
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._descriptor: int | None = os.open(self.path, flags, 0o644)
         except OSError as error:
@@ -60,7 +59,7 @@ class SaveLock:
     def _take(self, descriptor: int, folder: str | os.PathLike) -> None:
         status = os.fstat(descriptor)
         text = os.pread(descriptor, RECORD_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
-        # a hard link to a foreign file passes O_NOFOLLOW: nothing is written into a file that is not a lock of training
+        # a hard link to a foreign file passes O_NOFOLLOW: never write into a file that is not a training lock
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or (text and not text.startswith(RECORD_START)):
             raise CheckpointError(f"{self.path}: is not a lock file of training; remove it, or choose another --save")
         try:
@@ -72,14 +71,14 @@ class SaveLock:
                 f"{self.flag} {folder}: another job writes there ({holder}); wait for it, stop it, or choose another"
                 " folder"
             ) from None
-        except OSError as error:  # a file system without locks: better no protection than no training
+        except OSError as error:  # the file system has no locks: train without protection
             logger.warning("--save %s: cannot be locked (%s): let no other job use it", folder, error.strerror)
         record = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-        with suppress(OSError):  # a full disk keeps the lock and loses the name of its holder
+        with suppress(OSError):  # on a full disk the lock works, without its holder's name
             os.pwrite(descriptor, record[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def release(self) -> None:
-        """Lets the next job in."""
+        """Release the lock; remove lock file and created folders if nothing else was written."""
         if self._descriptor is not None:
             with suppress(OSError):
                 if self._taken and os.listdir(self.path.parent) == [LOCK]:

@@ -1,6 +1,6 @@
-"""Weights of other formats in a run: their settings as defaults, their tensors against the model's description.
+"""Weights in other formats (Hugging Face): settings become defaults, tensors are checked against the model description.
 
-Nothing here builds a model; the description says which tensors there must be.
+No model is built here; the description lists the required tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.core.config import cli
 from megatron.core.config.attention import AttentionConfig
-from megatron.core.config.errors import UserError, listed
+from megatron.core.config.errors import UserError, counted, listed
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
 from megatron.core.config.moe import MoEConfig
@@ -58,18 +58,18 @@ OF_T5 = {"decoder_num_layers", "relative_attention_num_buckets", "relative_atten
 MODEL = {"seq_length", *OF_T5, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
     *LAYOUT, *COMPUTATION,
 }  # fmt: skip
-"""Settings of a model, without those of how and where it is computed."""
+"""Settings of a model, excluding its parallel layout and kernels."""
 FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "decoder_seq_length", "max_position_embeddings"}
-"""Settings in which a command line may not contradict weights."""
+"""Settings in which the command line must not contradict the weights."""
 WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
 
 
 def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> PretrainConfig:
-    """``cfg`` (parsed, not yet resolved) with the model's ``settings`` wherever the command line says nothing.
+    """Return ``cfg`` (parsed, not yet resolved) with the model's ``settings`` that the command line does not set.
 
     Raises:
-        CheckpointError: the command line contradicts them; both values are named. Or another program trains them.
+        CheckpointError: the command line contradicts them (both values are named), or the family is another one.
     """
     refuse_other_family(settings, cfg.model_family, where)
     flags = {spec.field: spec.names[0] for spec in flag_specs()}
@@ -82,13 +82,13 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
         both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
         raise CheckpointError(f"{where} is another model than these flags describe: {both}; leave these flags out")
     cfg = dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
-    # the one size of a model that a rule wants to be given, as its default is nobody's
+    # a rule requires kv_lora_rank to be explicit, because its default fits no published model
     size = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()
     return dataclasses.replace(cfg, explicit=cfg.explicit | size)
 
 
 def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the model that resolved settings describe."""
+    """Return name -> shape of every tensor of the model in ``cfg``. Raises CheckpointError for undescribed layers."""
     model = describe_run(cfg, vocab_size)
     if model.unknown:
         raise CheckpointError(f"--spec: {', '.join(model.unknown)} has no describe(config, place) to check weights by")
@@ -99,10 +99,10 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
 def check_tensors(
     tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], where: str | os.PathLike
 ) -> None:
-    """Refuse tensors that are not exactly those of a model: all names and shapes, the optimizer's state too.
+    """Check that names and shapes of all tensors, optimizer state included, are exactly those expected.
 
     Raises:
-        CheckpointError: every difference, with the name and what was expected.
+        CheckpointError: lists the differences, with names and expected shapes.
     """
     kinds = dict.fromkeys(name.split(".")[1] for name in tensors if name.startswith("optimizer."))
     trained = {name[len("model.") :]: shape for name, shape in expected.items() if not name.endswith(".expert_bias")}
@@ -115,13 +115,13 @@ def check_tensors(
     if problems:
         first = listed(problems, "; ")
         raise CheckpointError(
-            f"{where} does not fit the model that its settings and the flags describe ({len(problems)} problems):"
-            f" {first}{_hint(tensors, expected)}"
+            f"{where} does not fit the model that its settings and the flags describe"
+            f" ({counted(len(problems), 'problem')}): {first}{_hint(tensors, expected)}"
         )
 
 
 def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> str:
-    """What the user most likely has to change."""
+    """Return the most likely fix as the end of a message, or an empty string."""
     if OUTPUT in expected and OUTPUT not in tensors and WORDS in tensors:
         return ". Its output layer is tied to the embedding: leave out --untie-embeddings-and-output-weights"
     if OUTPUT in tensors and OUTPUT not in expected:
@@ -132,7 +132,7 @@ def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, .
 
 
 def vocabulary_of(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) -> int:
-    """Rows of the word embedding."""
+    """Return the number of rows of the word embedding. Raises CheckpointError if it is missing or not 2-d."""
     if WORDS not in tensors or len(tensors[WORDS].shape) != 2:
         shape = list(tensors[WORDS].shape) if WORDS in tensors else "missing"
         raise CheckpointError(f"{where}: {WORDS} is {shape}, expected [vocabulary, hidden size]")
@@ -140,8 +140,8 @@ def vocabulary_of(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) -
 
 
 def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
-    """``cfg`` (not yet resolved) with the settings of --load-hf, and its tokenizer where no flag names one; unchanged
-    without that flag."""
+    """Return ``cfg`` (not yet resolved) with the settings of --load-hf, and its tokenizer if no flag names one;
+    unchanged without --load-hf. Raises UserError if the folder is not readable."""
     folder = cfg.load_hf
     if folder is None:
         return cfg
@@ -155,8 +155,7 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
 
 
 def _tokenizer_of(folder: Path) -> dict[str, Any]:
-    """Settings that name a folder's tokenizer: tokenizer.json, or the vocab.txt of BERT's older folders, without the
-    sentinels that a cased one has elsewhere. None: it holds neither."""
+    """Return settings for a folder's tokenizer.json, or for the vocab.txt of older BERT folders; empty for neither."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"
@@ -169,10 +168,8 @@ def _tokenizer_of(folder: Path) -> dict[str, Any]:
 def load_hf_weights(
     folder: str, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, groups: ProcessGroups
 ) -> None:
-    """Fill this rank's part of the model from a Hugging Face folder, one tensor at a time; the optimizer starts afresh.
-
-    Collective. Raises ``CheckpointError`` on all ranks where names or shapes differ.
-    """
+    """Fill this rank's shards from a Hugging Face folder, one tensor at a time; reset the optimizer's main parameters.
+    Collective. Raises ``CheckpointError`` on all ranks if names or shapes differ."""
     interchange: Interchange = load_hf(folder)
     logger.info(" loading weights from the Hugging Face folder %s", folder)
     wanted: dict[str, ShardedTensor] = {}

@@ -1,4 +1,6 @@
-"""The global generators of python, numpy and torch as tensors. The library draws nothing from them; user code may."""
+"""Global generators of python, numpy and torch as tensors, saved for user code; this library does not draw
+from them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from megatron.core.sharding.sharded_tensor import ShardedTensor
 
 
 def _bits(value: float | None) -> list[int]:
-    """[is set, the bits of the double]."""
+    """Return [is set, bits of the double]."""
     return [0, 0] if value is None else [1, struct.unpack("<q", struct.pack("<d", value))[0]]
 
 
@@ -23,7 +25,7 @@ def _double(is_set: int, bits: int) -> float | None:
 
 
 def get_rng_state() -> dict[str, Tensor]:
-    """One flat tensor per generator of this process."""
+    """Return one flat tensor per global generator of this process; CUDA only if it is initialized."""
     _, words, gauss = random.getstate()
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict) and state["bit_generator"] == "MT19937", "numpy's global generator is this one"
@@ -40,10 +42,10 @@ def get_rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(states: dict[str, Tensor]) -> None:
-    """Inverse of :func:`get_rng_state`; ``CheckpointDamagedError`` for what no generator can be in."""
+    """Restore the generators from :func:`get_rng_state`. Raises ``CheckpointDamagedError`` for invalid states."""
     try:
         _set_rng_state(states)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # of four libraries
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # raised by four libraries
         raise CheckpointDamagedError(f"the random states of the checkpoint are of no generator: {error}") from error
 
 
@@ -58,7 +60,7 @@ def _set_rng_state(states: dict[str, Tensor]) -> None:
 
 
 def rng_tensors(rank: int, world_size: int, *, prefix: str = "rng.") -> dict[str, ShardedTensor]:
-    """This rank's row of a [world size, state] tensor per generator."""
+    """Return this rank's row of a [world size, state] tensor per generator."""
     return {
         prefix + name: ShardedTensor(prefix + name, state[None], (world_size, state.numel()), (rank, 0))
         for name, state in get_rng_state().items()

@@ -1,7 +1,7 @@
-"""The JSON of a training checkpoint, checked before any of it is used.
+"""Validation of a checkpoint's JSON before any of it is used.
 
-Its checksum says that a manifest is the one that was written, not who wrote it. A counter that is NaN, negative or a
-list would end in a traceback far from its cause, or in a loop that never ends; here it is one message.
+The checksum proves that a manifest is intact, not who wrote it. A counter that is NaN, negative or a list would cause a
+traceback far from its origin, or an endless loop; validation gives one message instead.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from megatron.core.schedules.learning_rate import SchedulePlan
 from megatron.training.train_state import TrainState
 
 MAX_COUNT = 2**53
-"""Counters are exact as doubles up to here."""
+"""Largest counter; larger integers are not exact as doubles."""
 
 Check = Callable[[Any], bool]
 
 
 def is_count(value: Any) -> bool:
-    """A whole number that can count something."""
+    """Whether ``value`` is an integer in [0, MAX_COUNT], not a bool."""
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def is_number(value: Any) -> bool:
-    """A finite number of moderate size, no boolean."""
+    """Whether ``value`` is a finite number below 1e300 in magnitude, not a bool."""
     return type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
 
 
 def is_size(value: Any) -> bool:
-    """A finite number that is not negative."""
+    """Whether ``value`` is a finite, non-negative number."""
     return is_number(value) and value >= 0
 
 
 def is_text(value: Any) -> bool:
-    """A string."""
     return isinstance(value, str)
 
 
@@ -60,7 +59,7 @@ _SCALER: dict[str, Check] = {
 
 
 def _is_scaler(value: Any) -> bool:
-    """Nothing, a constant, or a dynamic loss scale."""
+    """Whether ``value`` is the state of no, a constant or a dynamic loss scaler."""
     return (
         isinstance(value, dict)
         and value.keys() in (set(), {"scale"}, _SCALER.keys())
@@ -69,10 +68,10 @@ def _is_scaler(value: Any) -> bool:
 
 
 def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
-    """Describe what is wrong with the objects of a checkpoint; nothing if all is as training writes it.
+    """Return one message per malformed object of a checkpoint; empty if all are valid.
 
     Args:
-        release: weights alone: counters need not be there.
+        release: weights only: counters may be missing.
     """
     problems = []
     required = {"args", "tokenizer"} | (set() if release else {"iteration", "train_state"})
@@ -92,7 +91,7 @@ def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
 
 
 def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
-    """Numbers of the right kind that make no schedule."""
+    """Return problems of numbers with valid types that do not form a schedule."""
     if scheduler is None:
         return []
     try:
@@ -103,7 +102,7 @@ def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
 
 
 def _table(objects: dict[str, Any], name: str, checks: dict[str, Check], exact: bool = True) -> list[str]:
-    """Problems of an entry that must be a table; ``exact``: of just these keys."""
+    """Return problems of the dictionary ``name``; ``exact``: it must have just the keys of ``checks``."""
     if name not in objects:
         return []
     table = objects[name]
@@ -123,6 +122,6 @@ def _against(checks: dict[str, Check], table: dict[str, Any], prefix: str) -> li
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # the integer has too many digits for Python to print
         text = "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."

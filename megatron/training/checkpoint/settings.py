@@ -1,15 +1,12 @@
-"""The settings in a checkpoint: taking the architecture from it, refusing another one, warning of what changed."""
+"""Settings in a checkpoint: take the architecture from them, reject a different one, warn about other changes."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
 from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
@@ -23,6 +20,7 @@ from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
 from megatron.core.models.t5_description import OWN_SETTINGS as T5_SETTINGS
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
+from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
@@ -34,21 +32,22 @@ SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
     "kv_channels", "max_position_embeddings", "decoder_num_layers", "decoder_seq_length",
 )  # fmt: skip
-"""Taken from the checkpoint only where the command line says nothing."""
+"""Taken from the checkpoint only if the command line does not set them."""
 
 ARCHITECTURE = tuple(
     dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
                    *BERT_SETTINGS, *T5_SETTINGS))
 )  # fmt: skip
-"""What the weights of the built-in layers mean: taken from the checkpoint by --use-checkpoint-args, and refused where
-it differs. A model's own description names what its layers add."""
+"""Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
+checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
+"""
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
 COMPUTED_WITH = (
     "bias_gelu_fusion", "rotary_seq_len_interpolation_factor", "yarn_original_max_position_embeddings",
     "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
 )  # fmt: skip
-"""The function that weights were trained in; a command line that says otherwise means it."""
+"""Settings of the function that the weights were trained in; values on the command line take precedence."""
 
 LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
@@ -65,7 +64,7 @@ DATA_STREAM = (
     "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "mask_prob", "short_seq_prob",
     "decoder_seq_length", "train_iters", "train_samples",
 )  # fmt: skip
-"""Which samples come next. The last two: the number of passes over the data is part of their order."""
+"""Settings that determine which samples come next; the last two fix the number of epochs and thus the order."""
 
 NUMBERS = (
     "optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr",
@@ -78,23 +77,23 @@ NUMBERS = (
     "moe_router_dtype", "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_expert_capacity_factor",
     "moe_token_drop_policy", "moe_router_quantile_balancing_ema",
 )  # fmt: skip
-"""Settings computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
+"""Settings that affect computed values. Learning rate and weight decay are checked by the scheduler."""
 
 FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size", "mask_prob", "short_seq_prob")
-"""A run that set one of these and resumes without it would silently go on with the default."""
+"""Settings that must not silently revert to defaults when a run that set them is resumed without them."""
 
 UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
 
 
 def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
-    """Names of the settings without which the weights of a model mean something else. Layers that say nothing of
-    themselves may depend on any that built-in layers know."""
+    """Return the names of settings that define the meaning of a model's weights. Layers without a description may
+    depend on any architecture setting, so that all of them are included."""
     return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
 
 
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-    """All settings of the run that wrote the checkpoint which ``--load load_dir --ckpt-step step`` means; those that
-    can be taken over as the command line would give them."""
+    """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``; those in ``TAKEN`` as
+    command-line types. Raises CheckpointError if there is no valid checkpoint."""
     found = find_checkpoint(load_dir, step)
     if found is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
@@ -114,8 +113,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
 
 
 def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
-    """Raise ``CheckpointError`` for the settings of a model that another program trains; those that do not say which
-    are GPT's."""
+    """Raise ``CheckpointError`` if the settings belong to another model family; settings without a family are GPT's."""
     family = stored.get("model_family", "gpt")
     if family != model_family:
         programs = [program for program, trained in PROGRAMS.items() if trained == family]
@@ -125,8 +123,8 @@ def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str
 
 
 def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
-    """``cfg`` (not yet resolved) with what --use-checkpoint-args takes; unchanged without that flag, and where the
-    command line describes a model and nothing is saved yet."""
+    """Return ``cfg`` (not yet resolved) with the settings that --use-checkpoint-args takes; unchanged without that
+    flag, or if no checkpoint exists yet and the flags describe a model. May raise CheckpointError."""
     if not cfg.use_checkpoint_args:
         return cfg
     folder = cfg.load or cfg.pretrained_checkpoint
@@ -144,7 +142,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     refuse_other_family(stored, cfg.model_family, folder)
     known = {field.name for field in dataclasses.fields(cfg)}
-    if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # those of experts are this command line's
+    if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # expert settings come from the command line
         known = {name for name in known if "moe_" not in name}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
     names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
@@ -160,29 +158,23 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     return dataclasses.replace(cfg, **changes)
 
 
-def software_versions() -> dict[str, str]:
-    """Versions of what computes: another may round otherwise."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__)}
-
-
 def check_args(
     objects: dict[str, Any], current: dict[str, Any], where: str, *, architecture: Sequence[str] = ARCHITECTURE,
     weights_only: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Refuse another architecture and forgotten flags, listing every difference; log all other differences.
+    """Reject another architecture and forgotten flags, listing every difference; log all other differences.
 
-    A run that takes only the weights may change what they mean (a larger rotary base for longer sequences, say): there
-    only other sizes are refused.
+    A run that loads only weights may change their meaning (a larger rotary base, say): only other sizes are rejected.
 
     Args:
-        objects: the checkpoint's, checked by ``schema.py``.
-        current: this run's settings, as plain JSON values.
-        where: names the checkpoint in messages.
-        architecture: names of the settings that say what the weights mean, a script's own flags among them.
-        weights_only: --finetune and the like.
+        objects: JSON objects of the checkpoint, already checked by ``schema.py``.
+        current: settings of this run, as plain JSON values.
+        where: name of the checkpoint in messages.
+        architecture: settings that define the meaning of weights, custom flags of a script included.
+        weights_only: whether only weights are loaded (--finetune).
 
     Returns:
-        The differences that change which samples come next, or what is computed from them, one line each.
+        One line per difference that changes the order of samples or the computed values.
     """
     stored, current = _with_own_flags(objects["args"]), _with_own_flags(current)
     refuse_other_family(stored, current.get("model_family", "gpt"), where)
@@ -209,11 +201,14 @@ def check_args(
 
 
 def _with_own_flags(args: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the custom flags of a script (``extra``) at the top level."""
     own = args.get("extra")
     return {**own, **args} if isinstance(own, dict) else args
 
 
 def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing: set[str], where: str) -> None:
+    """Raise CheckpointError for ``FORGOTTEN`` settings that the checkpoint's run set explicitly and this run does
+    not."""
     explicit = stored.get("explicit")
     given = set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
     forgotten = [name for name in FORGOTTEN if name in differing & given and name not in current["explicit"]]
@@ -229,7 +224,7 @@ def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing
 
 
 def in_a_box(lines: list[str]) -> str:
-    """A warning that stands out among hundreds of lines."""
+    """Return ``lines`` as a warning framed by asterisks."""
     title = "WARNING: this run does not go on as the run that saved the checkpoint would have"
     width = max(map(len, (title, *lines))) + 2
     return "\n".join(["", "*" * width, title, *(f"  {line}" for line in lines), "*" * width])

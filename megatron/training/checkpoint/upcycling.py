@@ -1,11 +1,12 @@
-"""Mixtures of experts that start from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024, in slices).
+"""Upcycling: initialize a mixture of experts from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024).
 
-A dense layer's network of width F becomes E experts of width F / G: expert e is slice e mod G of it, so that G experts
-in turn make one copy, whose router rows are equal. Their outputs are scaled so that a token's k experts, k a multiple
-of G, add up to what the dense network computes: exactly, where the router's weights add up to the same for all tokens.
+A dense MLP of width F becomes E experts of width F / G (G: --moe-upcycling-granularity): expert e is slice e mod G.
+Each group of G consecutive experts forms one copy of the MLP, and their router rows are equal. Outputs are scaled so
+that a token's top-k experts, k a multiple of G, sum to the dense output. The result is exact if the router's weights
+have the same sum for all tokens.
 
-Megatron-LM spreads that scale over both layers, which activations that are no powers (SwiGLU, GELU) do not take for the
-same function; here it is in the second. With G = 1 and weights that add up to 1 there is none.
+Megatron-LM spreads that scale over both layers, which changes the function for activations that are not powers (SwiGLU,
+GELU). Here only the second layer is scaled; G = 1 with weights that sum to 1 needs no scale.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _DENSE = re.compile(r"(model\.(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer
 
 
 def is_dense(args: Any) -> bool:
-    """Whether the run with these settings, those of a checkpoint, had no experts; damaged ones tell nothing."""
+    """Whether checkpoint settings ``args`` describe a model without experts; False for damaged settings."""
     return isinstance(args, dict) and args.get("num_moe_experts") is None
 
 
 def settings_to_compare(architecture: Iterable[str]) -> list[str]:
-    """The settings of ``architecture`` that a dense model shares with its mixture of experts."""
+    """Return the settings of ``architecture`` that a dense model shares with its mixture of experts."""
     return [name for name in architecture if "moe_" not in name and name != "ffn_hidden_size"]
 
 
 def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
-    """CheckpointError where slices of the dense network are not as wide as the experts."""
+    """Raise CheckpointError unless the dense MLP width equals expert width x granularity."""
     dense, width, slices = args.get("ffn_hidden_size"), cfg.moe_ffn_hidden_size, cfg.moe_upcycling_granularity
     if width is None or not isinstance(dense, int) or dense == width * slices:
         return
@@ -52,10 +53,10 @@ def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> Non
 
 
 class DenseCheckpoint:
-    """``reader``'s dense checkpoint as a model with experts reads it (``dist_checkpointing.reader.Source``).
+    """Dense checkpoint presented to a model with experts (a ``dist_checkpointing.reader.Source``).
 
     Args:
-        chunks: the model's on this rank, not wrapped.
+        chunks: unwrapped model chunks of this rank.
     """
 
     num_threads = 1
@@ -67,13 +68,13 @@ class DenseCheckpoint:
         self._routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
 
     def tensors_to_read(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """``tensors`` without those that keep their initial values: buffers of routers, and shared experts."""
+        """Return ``tensors`` without those that keep their initial values: router buffers and shared experts."""
         fresh = (".mlp.router.expert_bias", ".mlp.router.last_choices", ".mlp.router.bias", ".mlp.shared_experts.")
         return {key: each for key, each in tensors.items() if not any(name in each.name for name in fresh)}
 
     @property
     def names(self) -> list[str]:
-        """Stored tensors, those of dense networks under the names of the experts that they become."""
+        """Names of the stored tensors; dense MLP tensors have the names of the experts created from them."""
         return [self._name_in_the_model(name) for name in self._reader.names]
 
     def _name_in_the_model(self, name: str) -> str:
@@ -84,13 +85,13 @@ class DenseCheckpoint:
         return f"{found[1]}experts.{found[3]}" if has_experts(self._cfg, layer or 1) else name
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
-        """What is not stored, or in another shape."""
+        """Describe tensors that are not stored or have another shape."""
         read = (each for each in tensors if not each.name.endswith(".mlp.router.weight"))
         return self._reader.misfits(next(self._slices_of(each), each) for each in read)
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Fills ``tensor``: an expert with its slice, a router with fresh rows, anything else as it is stored."""
+        """Fill ``tensor.local`` in place: experts with their slice, routers with new rows, others as stored."""
         if tensor.name.endswith(".mlp.router.weight"):
             tensor.local.detach().copy_(tensor.rectangle.of(self._router_rows(tensor)))
             return
@@ -104,7 +105,7 @@ class DenseCheckpoint:
                 part.local.mul_(scale)
 
     def _slices_of(self, tensor: ShardedTensor) -> Iterator[ShardedTensor]:
-        """The rectangles of the dense tensor that the experts of ``tensor`` [e, …] are; none of another tensor."""
+        """Yield, per expert of ``tensor`` [e, …], the dense slice to read; nothing for non-expert tensors."""
         if ".mlp.experts." not in tensor.name:
             return
         name, shape = tensor.name.replace(".experts.", "."), list(tensor.global_shape[1:])
@@ -120,7 +121,7 @@ class DenseCheckpoint:
             yield ShardedTensor(name, local, tuple(shape), tuple(offsets))
 
     def _scale(self, name: str) -> float:
-        """What the second layer's tensor ``name`` is multiplied by: with the fresh router all logits are near 0."""
+        """Return the factor of the second layer's tensor ``name``; a new router's logits are near 0."""
         if ".linear_fc2." not in name:
             return 1.0
         router = self._routers[name.partition(".experts.")[0] + ".router"]
@@ -129,7 +130,7 @@ class DenseCheckpoint:
         return (self._slices if name.endswith("weight") else 1) / weights
 
     def _router_rows(self, tensor: ShardedTensor) -> Tensor:
-        """Initial values [e, h] of the router, the first row of each copy's experts for all of them."""
+        """Return initial router rows [e, h]; all experts of one copy get the row of its first expert."""
         spec = spec_or_replicated(self._routers[tensor.name.removesuffix(".weight")].weight)
         whole = torch.zeros(spec.shape, dtype=tensor.local.dtype)
         name = tensor.name.removeprefix("model.")

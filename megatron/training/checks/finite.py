@@ -1,8 +1,8 @@
-"""Stops a run at a loss or a gradient norm that is NaN or infinite, without the host waiting for the device.
+"""Stop a run at a NaN or infinite loss or gradient norm, without a device sync per step.
 
-The device itself holds the update back, and every later one (:meth:`FiniteCheck.skip_update`). What the host needs for
-its message travels behind the iteration's work and is read one iteration later, or at once before anything is logged,
-evaluated or saved: the weights are then still those before the iteration in question.
+The device skips that optimizer step and every later one (:meth:`FiniteCheck.skip_update`). The values for the message
+are copied to the host asynchronously and read one iteration later, or at once before logging, evaluation or a save. The
+weights are then still those before the failing iteration.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import UserError
 from megatron.training.observe.metrics import OF_ANOTHER_RANK, NonFiniteError, check_finite
 
 
 class _Iteration(NamedTuple):
     iteration: int
     consumed_samples: int
-    """Before it."""
+    """Samples consumed before this iteration."""
     names: list[str]
     values: Tensor
-    """fp64 on the host, valid once ``copied``: a loss sum per name, then whether the update was held back."""
+    """fp64 on the host, valid once ``copied``: a loss sum per name, number of tokens, whether the step was skipped."""
     copied: torch.cuda.Event | None
 
 
 class FiniteCheck:
-    """The check of one rank; all ranks come to the same result in the same call.
+    """Finite check of one rank; all ranks reach the same result in the same call.
 
     Args:
-        rank: for the message.
+        rank: rank named in the message.
     """
 
     def __init__(self, rank: int) -> None:
@@ -39,19 +40,24 @@ class FiniteCheck:
         self._held: Tensor | None = None
         self._waiting: deque[_Iteration] = deque()
 
-    def skip_update(self, losses: Mapping[str, Tensor]) -> Tensor | None:
-        """A bool on the device: one of these loss sums is not finite, or an earlier iteration was held back.
+    def skip_update(self, losses: Mapping[str, Tensor], num_tokens: Tensor) -> Tensor:
+        """Return a 0-d bool tensor: whether a loss sum is not finite, no token contributes to the loss, or an earlier
+        iteration was skipped. No device sync.
 
-        ``losses``: ``name -> [sum, count]`` over all ranks.
+        Args:
+            losses: ``name -> [sum, count]`` over all ranks.
+            num_tokens: tokens that contribute to the loss, over all ranks.
         """
-        reasons = [~pair[0].isfinite() for pair in losses.values()]
+        reasons = [num_tokens == 0, *(~pair[0].isfinite() for pair in losses.values())]
         reasons += [] if self._held is None else [self._held]
-        return torch.stack(reasons).any() if reasons else None
+        return torch.stack(reasons).any()
 
-    def note(self, iteration: int, consumed_samples: int, losses: Mapping[str, Tensor], held: Tensor) -> None:
-        """Start to bring an iteration's loss sums (``name -> [sum, count]``) and ``held`` (bool) to the host."""
+    def note(
+        self, iteration: int, consumed_samples: int, losses: Mapping[str, Tensor], num_tokens: Tensor, held: Tensor
+    ) -> None:
+        """Start to copy loss sums (``name -> [sum, count]``), tokens and ``held`` (bool) to the host asynchronously."""
         self._held = held
-        values = torch.stack([*(pair[0].double() for pair in losses.values()), held.double()])
+        values = torch.stack([*(pair[0].double() for pair in losses.values()), num_tokens.double(), held.double()])
         copied = None
         if values.is_cuda:
             on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -61,12 +67,14 @@ class FiniteCheck:
         self._waiting.append(_Iteration(iteration, consumed_samples, list(losses), values, copied))
 
     def read(self, keep: int = 0) -> None:
-        """Raise :class:`NonFiniteError` for the first iteration that was held back; ``keep`` the newest unread."""
+        """Raise for the first skipped iteration; leave the newest ``keep`` unread. Waits for their copies. Raises
+        :class:`NonFiniteError`, or UserError if no token contributed to the loss."""
         while len(self._waiting) > keep:
             each = self._waiting.popleft()
             if each.copied is not None:
                 each.copied.synchronize()
-            *sums, held = (float(value) for value in each.values.numpy())
+            *sums, num_tokens, held = (float(value) for value in each.values.numpy())
+            check_has_tokens(num_tokens, f"iteration {each.iteration} (samples from {each.consumed_samples} on)")
             check_finite(
                 dict(zip(each.names, sums)), iteration=each.iteration, rank=self.rank,
                 consumed_samples=each.consumed_samples,
@@ -79,6 +87,16 @@ class FiniteCheck:
                 )
 
 
+def check_has_tokens(num_tokens: float, where: str) -> None:
+    """Raise UserError if no token contributes to a loss, because its mean is then undefined."""
+    if num_tokens == 0:
+        raise UserError(
+            f"{where}: no token contributes to the loss, as every loss mask is 0. The weights have not been updated; "
+            "look at these samples (tools/check_dataset.py reports empty documents)"
+        )
+
+
 def named_by_origin(local: Mapping[str, Tensor], everywhere: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's own loss sums, then those over all ranks: the rank whose own it is says so."""
+    """Return the local loss sums, then the sums over all ranks under names that mark another rank as the origin. The
+    first non-finite entry thus shows whether this rank caused it."""
     return {**local, **{name + OF_ANOTHER_RANK: pair for name, pair in everywhere.items()}}

@@ -1,5 +1,5 @@
-"""Checks of a run on itself: after the build, that the ranks together hold the whole model exactly once; from
-time to time, that copies are still copies. And the layout in words, for the log.
+"""Self-checks of a run: after the build, the ranks together hold the full model exactly once; during training, replicas
+are equal. Also logs the layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core import parallel_state
-from megatron.core.config.errors import UserError, listed
+from megatron.core.config.errors import EXIT_FAILED, UserError, counted, listed
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed import check_replicas, unwrapped
@@ -33,9 +33,9 @@ from megatron.training.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
-"""The first steps, which are checked unless --check-replicas 0: most bugs show at once."""
+"""Number of first steps with a replica check (unless --check-replicas 0); most bugs show up there."""
 _LAYER = re.compile(r"^(?:(.+?)\.|)layers\.(\d+)\.")
-"""Stack and index."""
+"""Groups: stack name and layer index."""
 
 
 class BuildError(UserError):
@@ -43,26 +43,26 @@ class BuildError(UserError):
 
 
 class ReplicasDiffer(UserError, ArithmeticError):
-    """Copies of a weight or of optimizer state are not equal any more."""
+    """Replicas of a weight or an optimizer state differ."""
+
+    exit_code = EXIT_FAILED
 
 
 class Holding(NamedTuple):
-    """That one rank holds a rectangle of a parameter."""
+    """Rectangle of a parameter that one rank holds."""
 
     name: str
     shape: tuple[int, ...]
     rectangle: Rectangle
     stage: int
-    """Chunk times pipeline ranks plus pipeline rank."""
+    """Virtual stage: chunk x pipeline size + pipeline rank."""
     tied: bool
 
 
 def check_build(parts: Components, cfg: PretrainConfig) -> None:
-    """Logs the layout; raises :class:`BuildError` on every rank where a part of the model is missing or doubled, and
-    ValueError on a rank that has loaded two versions of cuDNN.
-
-    Collective over the world.
-    """
+    """Log the layout and check that the ranks hold the model exactly once. Collective over the world. Raises
+    :class:`BuildError` on every rank for missing or duplicate parameters, and ValueError on a rank that loaded two
+    versions of cuDNN."""
     groups = parts.groups
     chunks = [unwrapped(chunk) for chunk in parts.model]
     everyone = all_gather_json(_pieces_of(chunks, groups), groups.world)
@@ -74,7 +74,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     task, model = parts.task, parts.task.description()
     num_parameters = task.num_parameters()
     if model is not None and (model.unknown or model.num_parameters != num_parameters):
-        model = None  # the task says that it builds another model than the flags describe
+        model = None  # the task builds a model that the flags do not describe
     for line in describe_layout(parallel_state.get_rank_grid(), pieces, model):
         logger.info("%s", line)
     problems = list(problems_of(pieces, cfg.num_layers, num_parameters, model, type(task).__name__))
@@ -84,7 +84,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
 
 
 def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
-    """This rank's holdings, without those that an earlier data-parallel rank has too."""
+    """Return this rank's rectangles, without replicas that an earlier data-parallel rank reports."""
     tied = {(s.tied_to or name) for chunk in chunks for name, p in chunk.named_parameters()
             if (s := getattr(p, "spec", None)) is not None and (s.tied_to or "embedding" in s.grad)}  # fmt: skip
     found = []
@@ -100,7 +100,7 @@ def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[
 
 
 def _stacks_of(model: ModelDescription | None, num_layers: int) -> Mapping[str, int]:
-    """Layers of each stack by the name before theirs; "": of a model that nobody knows, whatever it calls its own."""
+    """Return the number of layers by stack name; {"": num_layers} without a description, which matches any stack."""
     found: dict[str, int] = {}
     for branches in () if model is None else model.layers:
         names = {match[1] or "" for branch in branches for each in branch.params if (match := _LAYER.search(each.name))}
@@ -116,8 +116,8 @@ def problems_of(
     model: ModelDescription | None = None,
     task: str = "the task",
 ) -> Iterable[str]:
-    """Parts that are missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
-    ``task``: the name of the class that knows them."""
+    """Yield messages for missing or duplicate parameters. ``num_parameters`` and ``model`` describe the full model
+    (None: unknown); ``task`` is the class name used in messages."""
     by_name: dict[str, list[Holding]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -149,7 +149,7 @@ def problems_of(
 
 
 def _wrong_layers(held: Iterable[tuple[str, int]], stacks: Mapping[str, int]) -> Iterable[str]:
-    """Layers, by stack and index, that ``stacks`` have and nobody holds, and the reverse."""
+    """Yield messages for missing and surplus layers of each stack."""
     for stack, num_layers in stacks.items():
         layers = {index for name, index in held if stack in ("", name)}
         of, flag = (f" of the {stack}", "") if len(stacks) > 1 else ("", "--num-layers ")
@@ -160,11 +160,11 @@ def _wrong_layers(held: Iterable[tuple[str, int]], stacks: Mapping[str, int]) ->
 
 
 def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-    """Where the parameters that are there are not those of the description."""
+    """Yield differences in name or shape between built and described parameters."""
     described = {each.name: each.shape for each in model.params() if each.tied_to is None}
     for index, branches in enumerate(model.layers):
         absent = [branch for branch in branches if not any(each.name in built for each in branch.params)]
-        if len(absent) < len(branches):  # else the whole layer is missing, which is said already
+        if len(absent) < len(branches):  # else the full layer is missing and already reported
             yield from (f"the {branch.name} branch of layer {index + 1} is on no rank" for branch in absent)
         for param in (param for branch in absent for param in branch.params):
             described.pop(param.name, None)
@@ -182,15 +182,15 @@ def _layers(indices: Sequence[int], of: str = "") -> str:
     return f"layer {numbers}{of} is" if len(indices) == 1 else f"layers {numbers}{of} are"
 
 
-# ---- the layout in words
+# ---- text of the layout
 
 
 def describe_layout(
     grid: RankGrid, pieces: Sequence[Holding], model: ModelDescription | None = None
 ) -> Iterable[str]:  # fmt: skip
-    """The rank grid, and what each pipeline stage holds."""
+    """Yield lines for the log: the rank grid, and the contents of each pipeline stage."""
     sizes = " x ".join(f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items())
-    yield f"layout: {grid.world_size} ranks = {sizes}; order {grid.order}, fastest first"
+    yield f"layout: {counted(grid.world_size, 'rank')} = {sizes}; order {grid.order}, fastest first"
     for axis, name in _AXES.items():
         if getattr(grid, axis) > 1:
             yield f"  {name + ' ranks':<15} {_shown(grid.rank_lists(axis))}"
@@ -215,7 +215,7 @@ def _shown(lists: Sequence[Sequence[int]]) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """``1-4, 7``."""
+    """Return numbers as ranges: ``1-4, 7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -226,12 +226,12 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
-    """``everywhere``: names on all stages, ``branches``: what a parameter of a layer belongs to."""
+    """Return a stage's contents as text. ``everywhere``: names on all stages; ``branches``: parameter -> branch."""
     names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)
     parts = ["embedding"] if embedding and stage == 0 else []
     several = len({stack for stack, _ in whole} - {"mtp"}) > 1
-    runs: dict[tuple[str, str], list[int]] = {}  # stack, what is held of its layers -> layers
+    runs: dict[tuple[str, str], list[int]] = {}  # (stack, held branches) -> layers
     for (stack, layer), own in sorted(_by_layer(names).items(), key=lambda each: (each[0][0] != "encoder", each[0])):
         held = dict.fromkeys(branches.get(name, "a part") for name in sorted(own))
         what = "" if own == whole[stack, layer] else f"{' and '.join(held)} of "
@@ -252,12 +252,12 @@ def _by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
     return found
 
 
-# ---- copies
+# ---- replicas
 
 
 class ReplicaCheck(Hook):
-    """Compares the bits of everything that several ranks hold copies of; ``interval`` None: at the start and at saves
-    only."""
+    """Hook that compares all replicated state bit by bit, in the first steps, before saves and every ``interval`` steps
+    (None: no periodic check)."""
 
     def __init__(self, interval: int | None, parts: Components) -> None:
         self.interval, self.parts = interval, parts
@@ -274,7 +274,7 @@ class ReplicaCheck(Hook):
         self.check(state)
 
     def check(self, state: TrainState) -> None:
-        """Raises :class:`ReplicasDiffer` on every rank if any two copies differ anywhere."""
+        """Raise :class:`ReplicasDiffer` on every rank if any replicas differ. Collective over the world."""
         parts = self.parts
         found = check_replicas(parts.model, parts.groups, parts.optimizer.replicas())
         everywhere = all_gather_json([list(each) for each in found], parts.groups.world)
@@ -287,7 +287,7 @@ class ReplicaCheck(Hook):
 
 
 def replica_checks(cfg: PretrainConfig, parts: Components) -> list[Hook]:
-    """The hook, unless --check-replicas 0 turns it off or nobody holds copies."""
+    """Return the hook; empty with --check-replicas 0 or a single rank."""
     if cfg.check_replicas == 0 or parts.groups.world.size == 1:
         return []
     return [ReplicaCheck(cfg.check_replicas, parts)]

@@ -14,73 +14,73 @@ class CheckpointConfig:
     """Checkpoints"""
 
     save: str | None = None
-    """Directory that checkpoints are written to."""
+    """Directory for checkpoints."""
 
     save_interval: PositiveInt | None = flag("--save-interval", "--persistent-save-interval")
-    """Iterations between checkpoints; without it one is saved only where training stops."""
+    """Iterations between checkpoints; default: save only at the end of training."""
 
     save_retain_interval: PositiveInt | None = None
     """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""
 
     keep_last_checkpoints: PositiveInt | None = None
-    """Keep only this many checkpoints, the latest, and those of --save-retain-interval. Those of earlier jobs stay, but
-    for as many as the run goes on from."""
+    """Keep only this many checkpoints, the latest ones, and those of --save-retain-interval. Checkpoints of earlier
+    jobs are kept, except those that this run continues."""
 
     non_persistent_save_interval: PositiveInt | None = None
-    """Iterations between checkpoints that the next one of their kind replaces; they go to a folder of their own, which
-    may be on a fast disk. The newest complete one of both folders is loaded."""
+    """Iterations between non-persistent checkpoints, each of which replaces the previous one. They have a separate
+    folder, which may be on a fast disk. Loading uses the newest complete checkpoint of both folders."""
 
     non_persistent_ckpt_type: Literal["global", "local"] = "global"
-    """Which folder --non-persistent-save-interval saves to: of --non-persistent-global-ckpt-dir, which all ranks share,
-    or of --non-persistent-local-ckpt-dir, a disk of the one host that all ranks run on."""
+    """Folder of --non-persistent-save-interval: --non-persistent-global-ckpt-dir, shared by all ranks, or
+    --non-persistent-local-ckpt-dir, a local disk of the one host that runs all ranks."""
 
     non_persistent_global_ckpt_dir: str | None = None
     """Folder of --non-persistent-save-interval; default: <save>/non_persistent."""
 
     non_persistent_local_ckpt_dir: str | None = None
-    """The same with --non-persistent-ckpt-type local."""
+    """Folder of --non-persistent-save-interval with --non-persistent-ckpt-type local."""
 
     start_over: bool = False
-    """Start in a --save directory that holds checkpoints from which this run does not continue: its first save moves
-    them to the folder set-aside-001 there. Without this flag such a start is refused."""
+    """Restart from scratch in a --save directory with checkpoints that this run does not continue: the first save
+    archives them in the folder set-aside-001 there. Without this flag such a start is rejected."""
 
     max_failed_saves: PositiveInt = 3
-    """Stop, with exit code 75, after this many saves in a row that failed."""
+    """Stop, with exit code 75, after this many failed saves in a row."""
 
     async_save: bool = False
-    """Write checkpoints behind training, which waits only until they are copied to host memory. One at a time; the last
-    one is waited for."""
+    """Write checkpoints in the background; training pauses only for the copy to host memory. One save at a time; the
+    last one is awaited."""
 
     async_save_staging_gb: Annotated[float, Range(0.0, 2.0**20)] | None = None
-    """Host memory per rank for that copy, in GB; for what is beyond it training waits until as much is written.
-    Default: everything at once where half of the host's free memory holds it, else 1."""
+    """Host memory per rank for the copy of --async-save, in GB; training waits while larger checkpoints are written in
+    parts. Default: the full checkpoint if half of the host's free memory holds it, else 1."""
 
     load: str | None = None
-    """Directory to resume from; training starts from scratch if it holds no checkpoint, unless
+    """Directory to resume from; training starts from scratch if it contains no checkpoint, unless
     --exit-on-missing-checkpoint is given."""
 
     finetune: bool = False
     """Load weights only and start at iteration 0 of the data."""
 
     pretrained_checkpoint: str | None = None
-    """Directory of weights to start from when --load holds no checkpoint yet."""
+    """Directory of weights to start from if --load contains no checkpoint yet."""
 
     load_hf: str | None = None
-    """Hugging Face folder (config.json, safetensors) to start from when --load holds no checkpoint yet: its settings
-    are the model's, its weights are loaded on any layout."""
+    """Hugging Face folder (config.json, safetensors) to start from if --load contains no checkpoint yet. Its settings
+    define the model; its weights are loaded on any layout."""
 
     save_hf_interval: PositiveInt | None = None
-    """Write checkpoints of iterations that are multiples of this, itself a multiple of --save-interval, to <save>/hf in
-    Hugging Face's format too. What the end of a run, a signal or a time limit saves in between is not converted."""
+    """Also write checkpoints at multiples of this number, itself a multiple of --save-interval, to <save>/hf in Hugging
+    Face's format. Checkpoints saved by a signal, a time limit or the end of the run in between are not converted."""
 
     ckpt_step: NonNegativeInt | None = None
     """Iteration to load instead of the latest one."""
 
     no_save_optim: bool = False
-    """Leave the optimizer's state out of checkpoints."""
+    """Omit the optimizer state from checkpoints."""
 
     no_save_rng: bool = False
-    """Leave the random state out of checkpoints."""
+    """Omit the random state from checkpoints."""
 
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
@@ -99,22 +99,23 @@ class CheckpointConfig:
         "--disable-use-tokenizer-model-from-checkpoint-args",
         default=True,
     )
-    """With --use-checkpoint-args: keep this command line's tokenizer, as --tokenizer-type, --tokenizer-model and
-    --vocab-file do by themselves."""
+    """With --use-checkpoint-args: use the checkpoint's tokenizer, unless --tokenizer-type, --tokenizer-model or
+    --vocab-file is given."""
 
     dist_ckpt_strictness: Literal[
         "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
         "return_all", "ignore_all",
     ] = "assume_ok_unexpected"  # fmt: skip
-    """What to say of names that model and checkpoint do not share: they are refused, and listed, with every value. log_
-    values also log what is left alone as flags ask; return_ values are for programs."""
+    """Reporting of missing or unexpected keys. Loading fails on either with any value; log_* also lists keys skipped by
+    flags; return_* is for programs."""
 
     exit_on_missing_checkpoint: bool = False
-    """Stop instead of starting from scratch when --load holds no checkpoint."""
+    """Stop instead of starting from scratch if --load contains no checkpoint."""
 
     moe_use_upcycling: bool = False
-    """Where --load or --pretrained-checkpoint holds a dense model: start with experts that are copies of its
-    feed-forward networks and fresh routers. A checkpoint with experts is continued."""
+    """If --load or --pretrained-checkpoint contains a dense model, start with experts that are copies of its
+    feed-forward networks and new routers. A checkpoint with experts is continued."""
 
     moe_upcycling_granularity: PositiveInt = 1
-    """With --moe-use-upcycling: slices that each feed-forward network is cut into; experts are as wide as one."""
+    """With --moe-use-upcycling: slices that each feed-forward network is divided into; one slice is the width of an
+    expert."""

@@ -43,29 +43,29 @@ class DataConfig:
     """Test data, like --data-path but not split."""
 
     data_args_path: str | None = None
-    """File that holds what --data-path would, for very long lists."""
+    """File with the arguments of --data-path, for very long lists."""
 
     per_split_data_args_path: str | None = None
     """JSON file with the lists "train", "valid" and "test", each like --train-data-path."""
 
     mock_data: bool = False
-    """Train on made-up tokens; no data path is needed."""
+    """Train on generated tokens; no data path is needed."""
 
     data_cache_path: str | None = None
-    """Directory for index caches; default: beside the data."""
+    """Directory for index caches; default: next to the data."""
 
     mmap_bin_files: bool = True
-    """Read .bin files instead of mapping them into memory."""
+    """Memory-map .bin files, instead of reading them."""
 
     seq_length: Dim = flag()
     """Tokens per sequence. Required."""
 
     encoder_seq_length: Dim = flag()
-    """Tokens per encoder sequence; another name of --seq-length."""
+    """Tokens per encoder sequence; alias of --seq-length."""
 
     dataloader_type: Literal["single", "cyclic", "external"] | None = None
-    """single (the default): one pass in the data set's own shuffled order; cyclic: endless epochs, each shuffled anew;
-    external: the script brings its own iterator. Speed is the same."""
+    """single (default): one pass in the data set's shuffled order; cyclic: endless epochs, each reshuffled; external:
+    the script provides its iterator. Equal speed."""
 
     num_workers: Annotated[int, Range(0, 1024)] = 2
     """Loader processes per rank; 0 loads in the training process."""
@@ -77,16 +77,16 @@ class DataConfig:
     """Attend only within a document."""
 
     eod_mask_loss: bool = False
-    """Leave end-of-document tokens out of the loss."""
+    """Exclude end-of-document tokens from the loss."""
 
     num_dataset_builder_threads: Annotated[int, Range(1, 1024)] = 1
     """Threads that build the indices of a blend."""
 
     mid_level_dataset_surplus: Annotated[float, Range(0, 100)] = 0.005
-    """Head room in the number of samples that each set of a blend prepares."""
+    """Fraction of extra samples that each set of a blend prepares."""
 
     allow_ambiguous_pad_tokens: bool = False
-    """Do not mask padding in the loss when its id is also an ordinary token's, such as end of document."""
+    """Do not mask padding in the loss if its id is also an ordinary token's, such as end of document."""
 
 
 @dataclass(kw_only=True)
@@ -97,8 +97,7 @@ class MaskedDataConfig:
     """Share of a sample's tokens that are masked (pretrain_bert.py) or replaced by sentinels (pretrain_t5.py)."""
 
     short_seq_prob: Annotated[float, Range(0, 1)] = 0.1
-    """Share of samples that are made shorter than they could be (pretrain_bert.py, pretrain_t5.py)."""
+    """Probability that a sample is shorter than the maximum (pretrain_bert.py, pretrain_t5.py)."""
 
     use_packed_sequence: bool = False
-    """Lay the samples of a micro-batch end to end in one row, without padding; attention keeps them apart
-    (pretrain_bert.py)."""
+    """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""

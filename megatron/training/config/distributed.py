@@ -17,36 +17,36 @@ class DistributedConfig:
     """Communication library; default: nccl, or gloo on a machine without GPUs."""
 
     distributed_timeout_minutes: Minutes = 10
-    """Minutes after which a collective that hangs is given up."""
+    """Time-out of a collective, in minutes."""
 
     use_tp_pp_dp_mapping: bool = False
-    """Put pipeline stages on neighbouring ranks, and data parallelism outermost: order tp-cp-ep-pp-dp."""
+    """Place pipeline stages on adjacent ranks, and data parallelism outermost: order tp-cp-ep-pp-dp."""
 
     nccl_communicator_config_path: str | None = None
     """YAML file with NCCL settings per group, such as `tp: {max_ctas: 8}`."""
 
     use_distributed_optimizer: bool = False
-    """Split optimizer state and float32 weights over the data-parallel ranks (ZeRO 1)."""
+    """Shard optimizer state and float32 weights over the data-parallel ranks (ZeRO-1)."""
 
     num_distributed_optimizer_instances: NumRanks = 1
-    """Copies of the split optimizer state; more copies mean smaller groups."""
+    """Copies of the sharded optimizer state; more copies mean smaller groups."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward pass still runs."""
+    """Overlap gradient reduction with the backward pass."""
 
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass already runs. Needs --use-distributed-optimizer and
+    """Overlap the all-gather of updated weights with the next forward pass. Requires --use-distributed-optimizer and
     --overlap-grad-reduce."""
 
     ddp_num_buckets: Annotated[int, Range(1, 2**20)] | None = None
-    """Gradient buckets, about: parameters are not cut. Instead of --ddp-bucket-size."""
+    """Approximate number of gradient buckets (parameters are not split). Alternative to --ddp-bucket-size."""
 
     ddp_bucket_size: PositiveInt | None = None
     """Elements per gradient bucket; default: with overlap max(40 million, 1 million x data-parallel size), else one
     bucket."""
 
     ddp_reduce_scatter_with_fp32_accumulation: bool = False
-    """With --grad-reduce-in-bf16: send gradients in bfloat16, but add them up in float32."""
+    """With --grad-reduce-in-bf16: send gradients in bfloat16, but sum them in float32."""
 
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets so that message sizes are powers of two."""
@@ -55,4 +55,4 @@ class DistributedConfig:
     """Shard weights, gradients and optimizer state with torch's fully_shard."""
 
     torch_fsdp2_reshard_after_forward: bool = flag("--torch-fsdp2-no-reshard-after-forward", default=True)
-    """Keep gathered weights from the forward to the backward pass."""
+    """Free gathered weights after the forward pass and gather them again in backward."""

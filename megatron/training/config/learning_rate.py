@@ -39,32 +39,32 @@ class LearningRateConfig:
     """Samples of WSD's final decay."""
 
     lr_warmup_fraction: Probability | None = None
-    """Share of the decay length that the learning rate grows linearly in; excludes the next two."""
+    """Linear warmup, as a fraction of the decay length; excludes --lr-warmup-iters and --lr-warmup-samples."""
 
     lr_warmup_iters: Iterations = 0
-    """Iterations that the learning rate grows linearly in."""
+    """Iterations of linear warmup."""
 
     lr_warmup_samples: Annotated[int, Range(0, 2**40)] = 0
-    """Samples that the learning rate grows linearly in."""
+    """Samples of linear warmup."""
 
     lr_warmup_init: NonNegativeFloat = 0.0
-    """Learning rate that the warmup starts from."""
+    """Learning rate at the start of the warmup."""
 
     override_opt_param_scheduler: bool = flag(
         "--override-opt_param-scheduler", "--override-opt-param-scheduler", default=False
     )
-    """On resume, take the schedule of this command line rather than require it to equal the checkpoint's."""
+    """On resume, use the schedule of this command line, without requiring it to equal the checkpoint's."""
 
     use_checkpoint_opt_param_scheduler: bool = flag(
         "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler", default=False
     )
-    """On resume, take the schedule of the checkpoint and ignore this command line's."""
+    """On resume, use the checkpoint's schedule and ignore this command line's."""
 
     start_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at the start of a ramp; needs --weight-decay-incr-style other than constant."""
+    """Weight decay at the start of a ramp; requires --weight-decay-incr-style other than constant."""
 
     end_weight_decay: NonNegativeFloat | None = None
     """Weight decay at the end of a ramp."""
 
     weight_decay_incr_style: WeightDecayStyle = "constant"
-    """How weight decay moves from --start-weight-decay to --end-weight-decay."""
+    """Shape of the ramp from --start-weight-decay to --end-weight-decay."""

@@ -14,7 +14,7 @@ class LoggingConfig:
     """Logging"""
 
     log_interval: PositiveInt = 100
-    """Iterations between lines in the log; losses are averaged over them."""
+    """Iterations between log lines; losses are averaged over them."""
 
     log_throughput: bool = False
     """Log TFLOP/s per GPU."""
@@ -23,19 +23,19 @@ class LoggingConfig:
     """Log the norm of all weights."""
 
     log_num_zeros_in_grad: bool = False
-    """Log how many gradient elements are zero."""
+    """Log the number of zero gradient elements."""
 
     log_progress: bool = False
-    """Append the number of tokens and FLOPs so far to <save>/progress.txt at every checkpoint."""
+    """Append the numbers of tokens and FLOPs so far to <save>/progress.txt at every checkpoint."""
 
     timing_log_level: Literal[0, 1, 2] = 0
-    """How finely timers measure; 1 and 2 wait for the device."""
+    """Detail of the timers; 1 and 2 synchronize with the device."""
 
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
-    """Timers of all ranks: the largest, smallest and largest, or every one."""
+    """Timers of all ranks: maximum, minimum and maximum, or every rank."""
 
     barrier_with_L1_time: bool = flag("--no-barrier-with-level-1-timing", default=True)
-    """No barrier before level-1 timers."""
+    """Barrier before level-1 timers."""
 
     tensorboard_dir: str | None = None
     """Directory for TensorBoard's event files."""
@@ -44,27 +44,27 @@ class LoggingConfig:
     """Iterations between points in TensorBoard."""
 
     tensorboard_queue_size: Annotated[int, Range(1, 2**31 - 1)] = 1000
-    """Events that TensorBoard holds back before it writes."""
+    """Events that TensorBoard buffers before it writes."""
 
     log_timers_to_tensorboard: bool = False
-    """Timers to TensorBoard."""
+    """Write timers to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = flag(
         "--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard", default=True
     )
-    """No loss scale in TensorBoard."""
+    """Write the loss scale to TensorBoard."""
 
     log_validation_ppl_to_tensorboard: bool = False
-    """Validation perplexity to TensorBoard."""
+    """Write validation perplexity to TensorBoard."""
 
     log_memory_to_tensorboard: bool = False
-    """Device memory to TensorBoard."""
+    """Write device memory to TensorBoard."""
 
     log_memory_interval: PositiveInt | None = None
-    """Iterations between lines about device memory."""
+    """Iterations between log lines about device memory."""
 
     log_world_size_to_tensorboard: bool = False
-    """Number of ranks to TensorBoard."""
+    """Write the number of ranks to TensorBoard."""
 
     wandb_project: str | None = None
     """Log to this Weights & Biases project."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.cli import flag
-from megatron.core.config.ranges import NonNegativeInt, NumRanks, Seconds
+from megatron.core.config.ranges import Gibibytes, NonNegativeInt, NumRanks, Seconds
 
 
 @dataclass(kw_only=True)
@@ -13,13 +13,16 @@ class ProgramConfig:
     """Program"""
 
     yaml_cfg: str | None = None
-    """YAML file with any of these settings, by the same names; the command line wins over it."""
+    """YAML file with any of these settings, under the same names; the command line takes precedence."""
 
     dry_run: bool = False
-    """Check everything, print layout, sizes, memory and schedule, and stop; needs no GPU and no process group."""
+    """Check all settings, print layout, sizes, memory and schedule, and exit; needs no GPU and no process group."""
 
     dry_run_world_size: NumRanks | None = None
-    """Ranks that --dry-run assumes; default: those of the launcher, else the fewest that the layout needs."""
+    """Number of ranks that --dry-run assumes; default: the launcher's, else the minimum for the layout."""
+
+    gpu_memory: Gibibytes | None = None
+    """Memory of one GPU in GiB, such as 80 or 141: --dry-run reports whether every rank fits, and which flags help."""
 
 
 @dataclass(kw_only=True)
@@ -27,9 +30,10 @@ class SelfCheckConfig:
     """Self-checks"""
 
     watchdog_timeout_seconds: Seconds = 60.0
-    """Seconds without progress after which a rank counts as stuck: then every rank writes its Python stack and stops,
-    the first failing rank named first. Slow iterations, the first one and checkpoints get longer. 0: no watchdog."""
+    """Seconds without progress after which a rank counts as hung: every rank then writes its Python stack and exits,
+    and the first failing rank is named first. Slow iterations, the first iteration and checkpoints get longer. 0: no
+    watchdog."""
 
     check_replicas: NonNegativeInt | None = flag("--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
-    """Iterations between checks that every copy of a weight and of optimizer state, on whatever ranks, has the same
-    bits. Left out: after each of the first 3 iterations and at every checkpoint, which a number adds to; 0: never."""
+    """Iterations between checks that all replicas of a weight and of optimizer state have equal bits. Default: after
+    each of the first 3 iterations and at every checkpoint; a number adds further checks; 0: never."""

@@ -6,10 +6,11 @@ What contradicts itself is left as it is, for the rules to name; so nothing here
 from __future__ import annotations
 
 import copy
+import math
 import os
 from typing import Any
 
-from megatron.core.config.moe import depends_on_micro_batch
+from megatron.core.config.moe import depends_on_micro_batch, expert_tensor_ranks
 from megatron.core.config.transformer_config import following_sizes
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -207,3 +208,10 @@ def _iterations(cfg: PretrainConfig, samples: int) -> int | None:
     if min(plateau.size for plateau in plateaus) < cfg.micro_batch_size * cfg.data_parallel_size:
         return None
     return batch_sizes.train_iters_from_samples(cfg, samples, cfg.data_parallel_size)
+
+
+def smallest_world_size(cfg: PretrainConfig) -> int:
+    """Ranks of one model replica."""
+    dense = max(cfg.tensor_model_parallel_size, 1) * max(cfg.context_parallel_size, 1)
+    of_experts = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg)
+    return max(cfg.pipeline_model_parallel_size, 1) * (math.lcm(dense, of_experts) if cfg.num_moe_experts else dense)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.config.cli import flag
 from megatron.core.config.ranges import Batch, Iterations, NonNegativeInt, PositiveInt
@@ -13,13 +14,13 @@ class ValidationConfig:
     """Evaluation"""
 
     eval_iters: Iterations = 100
-    """Batches per evaluation; 0 turns evaluation off."""
+    """Batches per evaluation; 0: no evaluation."""
 
     eval_interval: PositiveInt | None = None
-    """Iterations between evaluations; left out, only after training."""
+    """Iterations between evaluations; default: only after training."""
 
     start_eval_at_iter: NonNegativeInt | None = None
-    """No evaluation before this iteration."""
+    """First iteration with an evaluation."""
 
     eval_global_batch_size: Batch = flag()
     """Sequences per evaluation batch; default: --global-batch-size."""
@@ -31,10 +32,24 @@ class ValidationConfig:
     """Evaluate only."""
 
     full_validation: bool = False
-    """Evaluate on the whole validation set each time."""
+    """Evaluate on the full validation set each time."""
 
     multiple_validation_sets: bool = False
-    """Evaluate on each of several validation sets by itself. Needs --full-validation."""
+    """Evaluate on each of several validation sets separately. Requires --full-validation."""
 
     validation_set_names: list[str] | None = None
-    """Names of those sets in the log, in the order of their paths."""
+    """Names of the validation sets in the log, in the order of their paths."""
+
+
+def eval_samples(cfg: Any) -> int:
+    """Return the samples of one evaluation of --eval-iters global batches."""
+    return cfg.eval_iters * (cfg.eval_global_batch_size or 0)
+
+
+def num_evaluations(cfg: Any) -> int:
+    """Return how many evaluations Megatron-LM builds its validation data for: one per --eval-interval from
+    --start-eval-at-iter on, and one after training. ``resolve`` derives train_iters from --train-samples."""
+    if cfg.skip_train or not cfg.eval_interval:
+        return 1
+    skipped = (cfg.start_eval_at_iter or 0) // cfg.eval_interval
+    return max((cfg.train_iters or 0) // cfg.eval_interval + 1 - skipped, 1)

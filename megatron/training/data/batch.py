@@ -1,25 +1,45 @@
-"""A micro-batch on its way to the model: this context-parallel rank's tokens, on this rank's device."""
+"""Prepare a micro-batch for the model: select this context-parallel rank's tokens, sort or pack rows, copy to the
+device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
+from megatron.core.parallel_state import resolve_group
+
+SEQUENCE_TENSORS = frozenset({
+    "tokens", "input_ids", "text", "text_enc", "text_dec", "labels", "loss_mask", "position_ids", "types",
+    "tokentype_ids", "padding_mask", "enc_mask", "dec_mask", "document",
+})  # fmt: skip
+"""Names of tensors [b, s, ...] with one value per token, in batches of this library or Megatron-LM."""
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """This context-parallel rank's tokens of tensors [b, s, ...]; what is not per token stays as it is.
+def get_batch_on_this_cp_rank(
+    batch: dict[str, Any], cp_group: Any = None, *, sequence_keys: Collection[str] = (),
+    whole_keys: Collection[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Return this context-parallel rank's tokens of the ``batch``'s sequences (zig-zag split along dim 1).
 
-    A dense ``attention_mask`` is refused where ranks share sequences: describe documents by ``cu_seqlens``.
+    Args:
+        batch: tensors by name. Tensors with fewer than two dims and non-tensors are returned unchanged.
+        cp_group: context-parallel group, a torch ``ProcessGroup`` or a ``Group``; None: the running program's.
+        sequence_keys: names, besides ``SEQUENCE_TENSORS``, of tensors [b, s, ...] to split.
+        whole_keys: names of tensors with two or more dims that every rank needs in full.
+
+    Raises:
+        UserError: a dense ``attention_mask`` (pass ``cu_seqlens`` for documents), or tensors of unknown names: it is
+            undefined whether their dim 1 counts tokens.
     """
-    cp = parallel_state.get_process_groups().cp
+    cp = resolve_group(cp_group, "cp")
     if cp.size == 1:
         return batch
     if batch.get("attention_mask") is not None:
@@ -27,17 +47,24 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
             f"attention_mask: --context-parallel-size {cp.size} takes no dense masks; pass None, and boundaries of"
             " documents as cu_seqlens (--reset-attention-mask)"
         )
-
-    def part(value: Any) -> Any:
-        per_token = isinstance(value, Tensor) and value.dim() >= 2
-        return zigzag.local_part(value, cp.rank, cp.size) if per_token else value
-
-    return {name: part(value) for name, value in batch.items()}
+    wide = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() >= 2}
+    split = (SEQUENCE_TENSORS | set(sequence_keys)) - set(whole_keys)
+    unknown = [f"{name} {list(wide[name].shape)}" for name in wide if name not in split | set(whole_keys)]
+    if unknown:
+        raise UserError(
+            f"batch: {', '.join(unknown)}: --context-parallel-size {cp.size} splits sequences, and nothing says if "
+            "dim 1 counts tokens; name tensors [b, s, ...] in sequence_keys, and tensors that all ranks need in "
+            "whole_keys (arguments of get_batch_on_this_cp_rank, attributes of a task)"
+        )
+    return {
+        name: zigzag.local_part(value, cp.rank, cp.size) if name in wide.keys() & split else value
+        for name, value in batch.items()
+    }
 
 
 def longest_first(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The rows of tensors [b, ...] by ``lengths`` [b] of their text: kernels are quick on those without padding where
-    they stand together (``attention/kernels/padded_rows.py``), and no loss or mask depends on a row's place."""
+    """Sort the rows of tensors [b, ...] by ``lengths`` [b], longest first; return (batch, lengths). Kernels are fast if
+    rows without padding are contiguous (``attention/kernels/padded_rows.py``); row order affects no loss or mask."""
     order = lengths.argsort(descending=True, stable=True)
     return {name: value[order] for name, value in batch.items()}, lengths[order]
 
@@ -45,12 +72,10 @@ def longest_first(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str, 
 def laid_end_to_end(
     batch: dict[str, Tensor], lengths: Tensor, multiple: int
 ) -> tuple[dict[str, Tensor], PackedSeqParams]:  # fmt: skip
-    """One row [1, n] of the first ``lengths`` (int [b], at least 1) tokens of each of the rows [b, s], and the bounds
-    of these documents. Of every token ``document`` and ``position_ids``, its place in the document.
-
-    n is a multiple of ``multiple``. What fills it up is one more document, zeros; its values [b] are 0, its
-    ``sample_index`` is -1.
-    """
+    """Pack the first ``lengths[i]`` (int [b], at least 1) tokens of each row [b, s] into one row [1, n]; return it with
+    the document bounds. Adds per-token ``document`` and ``position_ids`` (position within the document) [1, n]. n is a
+    multiple of ``multiple``. Padding forms one more document of zeros, whose per-row values are 0 and whose
+    ``sample_index`` is -1."""
     length = batch["loss_mask"].shape[1]
     if missing := -int(lengths.sum()) % multiple:
         lengths = F.pad(lengths, (0, 1), value=missing)
@@ -62,11 +87,13 @@ def laid_end_to_end(
     row["position_ids"] = places[used][None]
     row["document"] = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
     bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
-    return row, PackedSeqParams("thd", bounds, bounds, longest, longest)
+    return row, PackedSeqParams(
+        cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """A batch on ``device``; to a GPU from page-locked memory, so that the host goes on at once."""
+    """Copy a batch to ``device``; for a GPU through pinned memory, asynchronously, so that the host does not wait."""
     if device.type == "cuda":
         batch = {name: value if value.is_cuda else value.pin_memory() for name, value in batch.items()}
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,4 +1,4 @@
-"""Data sets of a run: samples of each split, settings, and the tokenizer that they were made with."""
+"""Data sets of a run: samples per split, settings, and the check of the data's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron.data.indexed_dataset import resolve_prefix
 from megatron.data.sidecar import check_sidecar
 from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.validation import eval_samples, num_evaluations
 
 logger = logging.getLogger(__name__)
 
@@ -25,27 +26,28 @@ NumSamples = tuple[int | None, int | None, int | None]
 
 
 def batch_size_at(cfg: PretrainConfig) -> Callable[[int], int]:
-    """consumed samples -> size of the next global batch."""
+    """Return a function that maps consumed samples to the size of the next global batch."""
     return partial(batch_sizes.running_global_batch_size, cfg, data_parallel_size=cfg.data_parallel_size)
 
 
 def samples_per_split(cfg: PretrainConfig) -> NumSamples:
-    """Training samples of the whole run; validation and test samples of one evaluation: it always sees the same ones.
-
-    None stands for one full pass (--full-validation).
-    """
+    """Return the number of samples for which each split's data set is built; None means one full pass
+    (--full-validation). The counts match Megatron-LM's, because the shuffle of a data set depends on them: training
+    samples of the full run, validation samples of all evaluations during and after it, test samples of one. Every
+    evaluation here starts at sample 0 and reads ``eval_samples`` samples."""
     if cfg.skip_train:
         train: int = 0
     elif cfg.train_samples is not None:
         train = cfg.train_samples
     else:
         train = batch_sizes.samples_from_iters(cfg, cfg.train_iters or 0, cfg.data_parallel_size)
-    evaluation = None if cfg.full_validation else cfg.eval_iters * (cfg.eval_global_batch_size or 0)
-    return train, evaluation, evaluation
+    if cfg.full_validation:
+        return train, None, None
+    return train, num_evaluations(cfg) * eval_samples(cfg), eval_samples(cfg)
 
 
 def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
-    """The data flags as arguments of any data set configuration."""
+    """Return the data flags as arguments common to all data set configurations."""
     blend, blend_per_split = get_blend_and_blend_per_split(cfg)
     return {
         "random_seed": cfg.seed,
@@ -65,10 +67,8 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def data_set_of(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """The class of a model family's data sets, and their configuration.
-
-    Without a ``tokenizer`` it tells which documents give samples, and no sample can be made.
-    """
+    """Return the data set class of the model family, and its configuration. Without a ``tokenizer`` the data set can
+    select documents but not create samples."""
     options = data_source_options(cfg, tokenizer)
     if cfg.model_family == "gpt":
         bounds = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
@@ -89,10 +89,8 @@ def data_set_of(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> None:
-    """Refuses data tokenized with another tokenizer (``ValueError``); one warning for data that does not say.
-
-    Data sets made elsewhere have no record beside them; their token ids are checked as samples are drawn.
-    """
+    """Check that data was tokenized with ``tokenizer``; raises ``ValueError`` otherwise. Data without a record (made by
+    other programs) gives one warning; its token ids are checked as samples are drawn."""
     silent = sources_without_record(config, tokenizer)
     if silent:
         logger.warning(
@@ -102,7 +100,7 @@ def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any
 
 
 def sources_without_record(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> list[str]:
-    """Prefixes of data that does not say which tokenizer made it; ``ValueError`` for data that names another one."""
+    """Return prefixes of data without a tokenizer record. Raises ``ValueError`` for data of another tokenizer."""
     blends = [config.blend, *(config.blend_per_split or [])]
     prefixes = all_of(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
     sidecars = all_of(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)

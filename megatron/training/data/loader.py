@@ -1,8 +1,8 @@
-"""Which sample goes where: global batch k holds the same samples for any number of ranks, micro-batch size and workers.
+"""Data loading: global batch k holds the same samples for any number of ranks, micro-batch size and workers.
 
 Sample ``i`` of the training stream is a pure function of ``i``. A global batch takes the next ``global_batch_size``
 indices; micro-batch ``m`` of data-parallel rank ``r`` is the slice that starts at ``(m * dp + r) * micro_batch_size``.
-Every batch carries ``sample_index`` (int64 [b]), the position of each sample in the stream: dropout masks depend on it.
+Every batch carries ``sample_index`` (int64 [b]), the position of each sample in the stream; it seeds dropout masks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch.utils.data import DataLoader
 from megatron.core.config.errors import UserError
 from megatron.training.exits.conditions import OutliveExitSignals
 
-PADDING = -1  # the data set index of a sample that only evens out a ragged last batch
+PADDING = -1  # data set index of samples that only pad an incomplete last batch
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of every global batch."""
+    """This data-parallel rank's shard of every global batch."""
 
     micro_batch_size: int
     rank: int
     size: int
 
     def slices(self, start: int, global_batch_size: int) -> Iterator[range]:
-        """Stream positions of this rank's micro-batches of the global batch that begins at ``start``."""
+        """Yield the stream positions of each micro-batch of this rank, for the global batch that starts at ``start``.
+        Raises UserError if ranks and micro-batches do not divide it."""
         stride = self.micro_batch_size * self.size
         if global_batch_size % stride:
             raise UserError(
@@ -44,12 +45,12 @@ class Shard:
 
 
 def sequential(position: int) -> int:
-    """--dataloader-type single: the data set is shuffled already."""
+    """Return ``position`` (--dataloader-type single): the data set is already shuffled."""
     return position
 
 
 class EpochShuffle:
-    """--dataloader-type cyclic: a fresh permutation of the data set every epoch, a pure function of (seed, epoch)."""
+    """Order of --dataloader-type cyclic: a new permutation per epoch, a pure function of (seed, epoch)."""
 
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
@@ -64,7 +65,8 @@ class EpochShuffle:
 
 
 class TrainSampler:
-    """An endless batch sampler from ``consumed_samples`` on; yields lists of (stream position, data set index)."""
+    """Batch sampler that starts at ``consumed_samples``. Yields lists of (stream position, data set index) until
+    ``total_samples`` hold no further global batch."""
 
     def __init__(
         self,
@@ -89,7 +91,8 @@ class TrainSampler:
 
 
 class EvalSampler:
-    """The first ``num_samples`` samples, always the same; a ragged tail is filled with masked samples on all ranks."""
+    """Batch sampler over the first ``num_samples`` samples, always the same; pads the last batch with masked
+    samples."""
 
     def __init__(self, shard: Shard, global_batch_size: int, num_samples: int) -> None:
         self.shard, self.global_batch_size, self.num_samples = shard, global_batch_size, num_samples
@@ -99,7 +102,7 @@ class EvalSampler:
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Micro-batches of this rank in one global batch."""
+        """Number of micro-batches of this rank in one global batch."""
         return self.global_batch_size // (self.shard.micro_batch_size * self.shard.size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -109,7 +112,8 @@ class EvalSampler:
 
 
 class KeyedDataset:
-    """A map-style data set addressed by (stream position, index); adds the position to each sample."""
+    """Map-style data set with keys (stream position, index); adds ``sample_index``. Padding samples get a zero loss
+    mask."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -118,13 +122,13 @@ class KeyedDataset:
         position, index = key
         sample = dict(self.dataset[max(index, 0)])
         if index == PADDING:
-            sample["loss_mask"] = np.zeros_like(np.asarray(sample["loss_mask"]))  # inert: counts in no sum
+            sample["loss_mask"] = np.zeros_like(np.asarray(sample["loss_mask"]))  # contributes to no sum
         sample["sample_index"] = np.int64(PADDING if index == PADDING else position)
         return sample
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks numpy samples into tensors [b, …]; ``cu_seqlens`` (ragged) becomes boundaries in the flattened [b * s]."""
+    """Stack numpy samples into tensors [b, …]; concatenate ragged ``cu_seqlens`` as bounds in the flattened [b * s]."""
     batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -138,27 +142,28 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 class FlatBatch:
-    """A batch in one tensor: of each tensor a worker hands over a file descriptor, through a socket of its own."""
+    """Batch in one uint8 tensor: workers would pass each tensor by a separate file descriptor and socket, which is
+    slow."""
 
     def __init__(self, batch: dict[str, Tensor]) -> None:
-        # widest items first: so each begins at a multiple of its own width
+        # widest items first: each tensor then starts at a multiple of its item size
         batch = dict(sorted(batch.items(), key=lambda each: -each[1].itemsize))
         self.bytes = torch.cat([x.reshape(-1).view(torch.uint8) for x in batch.values()])
         self.parts = [(name, x.dtype, x.shape, x.nbytes) for name, x in batch.items()]
 
     def pin_memory(self) -> FlatBatch:
-        """Called by torch's loader."""
+        """Pin the memory in place; called by torch's loader."""
         self.bytes = self.bytes.pin_memory()
         return self
 
     def tensors(self) -> dict[str, Tensor]:
-        """The batch, whose tensors share memory."""
+        """Return the batch as views of the flat tensor."""
         pieces = self.bytes.split([size for *_, size in self.parts])
         return {name: x.view(dtype).view(shape) for x, (name, dtype, shape, _) in zip(pieces, self.parts)}
 
 
 def flat_batch(samples: list[dict[str, Any]]) -> FlatBatch:
-    """What workers make of samples."""
+    """Collate samples into a flat batch (worker function)."""
     return FlatBatch(collate(samples))
 
 
@@ -168,13 +173,14 @@ class _Loader(DataLoader):
 
 
 def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool) -> DataLoader:
-    """A torch loader over ``sampler``'s batches."""
+    """Return a DataLoader over ``dataset`` whose iterator yields {name: tensor}, with ``sample_index``. ``sampler``
+    yields lists of (stream position, index). Keeps torch's global generator unchanged."""
     return _Loader(
         KeyedDataset(dataset),  # type: ignore[arg-type]  # map-style by its keys, not by range(len)
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=flat_batch,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # worker seeds come from here: torch's global state stays what resuming restores
+        generator=torch.Generator(),  # worker seeds must not advance the global state that a resume restores
         worker_init_fn=OutliveExitSignals(),
     )

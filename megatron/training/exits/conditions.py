@@ -1,8 +1,8 @@
-"""When to log, evaluate, save and stop.
+"""Decisions when to log, evaluate, save and stop.
 
-The first part is pure functions of the flags and the iteration, so that a resumed run decides as an uninterrupted one.
-The second part adds what differs between ranks, a signal or a clock, and agrees on it: one small all-reduce between the
-hosts per iteration, unless --no-save-on-signal is given.
+The first part consists of pure functions of flags and iteration, so that a resumed run decides like an uninterrupted
+one. The second part adds inputs that differ between ranks, a signal or a clock, and agrees on them: one small
+all-reduce between the hosts per iteration, unless --no-save-on-signal is passed.
 """
 
 import atexit
@@ -26,14 +26,14 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Batch systems send the first two before the time is up; the third is Ctrl-C."""
+"""Batch systems send the first two before the time limit; the third is Ctrl-C."""
 DOUBLE_DELIVERY_SECONDS = 0.5
-"""A terminal and a launcher may both deliver one Ctrl-C."""
+"""Interval in which a terminal and a launcher may both deliver one Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """Why training stops, and the exit code of the process."""
+    """Reason to stop training, and the exit code of the process."""
 
     kind: Literal["train_iters", "train_samples", "signal", "duration", "interval", "unsaved"]
     message: str
@@ -41,7 +41,7 @@ class ExitReason:
 
     @property
     def finished(self) -> bool:
-        """The run is complete: the final evaluation follows. Otherwise the process saves and leaves at once."""
+        """Whether the run is complete and the final evaluation follows. Otherwise the process saves and exits."""
         return self.kind in ("train_iters", "train_samples")
 
 
@@ -51,34 +51,30 @@ def every(interval: int | None, iteration: int) -> bool:
 
 
 def is_log_iteration(log_interval: int, iteration: int, first_iteration: int) -> bool:
-    """Multiples of --log-interval, and the first iteration of the process (1, or the one after a resume)."""
+    """Whether ``iteration`` is a multiple of --log-interval or the first iteration of the process."""
     return iteration == first_iteration or every(log_interval, iteration)
 
 
 def is_eval_iteration(eval_interval: int | None, iteration: int, start_eval_at_iter: int | None = None) -> bool:
-    """Multiples of --eval-interval from --start-eval-at-iter on; None means no periodic evaluation."""
+    """Whether ``iteration`` is a multiple of --eval-interval, not before --start-eval-at-iter; False for None."""
     return every(eval_interval, iteration) and iteration >= (start_eval_at_iter or 0)
 
 
 def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitReason | None) -> bool:
-    """Multiples of --save-interval, and wherever training stops. (Without --save nothing is saved: not decided here.)
-
-    A run that is resumed when already complete makes no iteration, so it saves nothing a second time.
-    """
+    """Whether ``iteration`` is a multiple of --save-interval or training stops. Ignores whether --save is set. A
+    complete run that is resumed makes no iteration, so it does not save again."""
     return every(save_interval, iteration) or reason is not None
 
 
 def decide(
     cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
-    """Whether training stops after ``state.iteration``, which no rank may answer differently.
-
-    ``elapsed``: seconds since the process started, the largest over ranks. ``received``: by any rank.
-    ``first_iteration``: of this process; before it --exit-interval has no say, or no job got past a multiple of it.
-    A signal or a full time slice comes first, as what follows the last iteration (evaluation) would not fit any more.
-    """
+    """Return the reason to stop after ``state.iteration``, or None. All ranks must pass the same arguments. ``elapsed``
+    is in seconds since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is
+    ignored before ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time
+    limit takes precedence, because the final evaluation would exceed the time slice."""
     if received is not None:
-        # saved, or as a script of --exit-signal-handler expects; else as if the signal had ended the process
+        # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
         code = 0 if cfg.save is not None or cfg.exit_signal_handler else 128 + received
         return ExitReason("signal", f"exiting program after receiving {received.name}.", code)
     if cfg.exit_duration_in_mins is not None and elapsed > 60 * cfg.exit_duration_in_mins:
@@ -93,10 +89,8 @@ def decide(
 
 
 def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) -> ExitReason | None:
-    """The reason to stop once ``limit`` saves in a row have failed: what cannot be saved is work that will be lost.
-
-    The program's exit code is then that of every end whose last save failed.
-    """
+    """Return the reason to stop once ``limit`` consecutive saves have failed, else None: further work would be lost.
+    ``exit_code`` stays 0 here; the program sets the code of every run whose last save failed."""
     if failures < limit:
         return None
     return ExitReason(
@@ -108,7 +102,7 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
 
 
 def as_signal(value: signal.Signals | str | int) -> signal.Signals:
-    """A signal from its name ("SIGTERM", "TERM") or number; ``ValueError`` names --exit-signal."""
+    """Return the signal for a name ("SIGTERM", "TERM") or number. Raises UserError that names --exit-signal."""
     try:
         if isinstance(value, str):
             return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
@@ -118,21 +112,19 @@ def as_signal(value: signal.Signals | str | int) -> signal.Signals:
 
 
 class ExitConditions:
-    """Asks :func:`decide` once per iteration with what all ranks agree on.
-
-    A signal only sets a flag, however often it comes: a second one while the checkpoint is written, or while the
-    process ends, changes nothing. Only a second Ctrl-C ends the process, at once and without a traceback; checkpoints
-    are complete or not there, whenever that is.
-    """
+    """Calls :func:`decide` once per iteration with inputs that all ranks agree on. Installs signal handlers until
+    :meth:`close`. A signal only sets a flag; repeated signals change nothing, even while a checkpoint is written. Only
+    a second Ctrl-C ends the process, immediately and without a traceback; checkpoints are complete or absent at any
+    time."""
 
     def __init__(self, cfg: PretrainConfig, *, start_time: float | None = None):
-        """``start_time``: ``time.monotonic()`` when the process started; a clock that is set back does not matter."""
+        """``start_time``: ``time.monotonic()`` at process start, which is immune to changes of the system clock."""
         self.cfg = cfg
         self.start_time = time.monotonic() if start_time is None else start_time
         self.received: signal.Signals | None = None
-        """The first signal that this rank got; other ranks may not know yet."""
+        """First signal that this rank received; other ranks may not know it yet."""
         self.agreed: signal.Signals | None = None
-        """The same of any rank, as of the last :meth:`check`."""
+        """Signal received by any rank, as of the last :meth:`check`."""
         self._received_at = 0.0
         self._first_iteration: int | None = None
         self._previous = {number: signal.getsignal(number) for number in self._to_catch()}
@@ -143,7 +135,7 @@ class ExitConditions:
             _stop_catching_in_children()
 
     def _to_catch(self) -> set[signal.Signals]:
-        """The signals to catch: none that the program handles or ignores (nohup), unless --exit-signal names it."""
+        """Return the signals to catch: none that the program handles or ignores (nohup), plus --exit-signal."""
         if threading.current_thread() is not threading.main_thread():
             return set()
         free = {number for number in EXIT_SIGNALS if self.cfg.save_on_signal and _is_free(number)}
@@ -156,7 +148,7 @@ class ExitConditions:
                 _write(self._announcement())
         elif number == signal.SIGINT and time.monotonic() - self._received_at > DOUBLE_DELIVERY_SECONDS:
             _write("ended by a second Ctrl-C")
-            for child in multiprocessing.active_children():  # of a data loader
+            for child in multiprocessing.active_children():  # data-loader workers
                 child.kill()
             os._exit(128 + number)
 
@@ -167,25 +159,23 @@ class ExitConditions:
 
     @property
     def signalled(self) -> bool:
-        """This rank got the signal; other ranks may not know yet."""
+        """Whether this rank received a signal; other ranks may not know it yet."""
         return self.received is not None
 
     def check(self, state: TrainState) -> ExitReason | None:
-        """The decision after ``state.iteration``, the same on every rank. Collective if a signal or a clock counts.
-
-        The first call comes before the first iteration: a complete run makes none.
-        """
+        """Return the decision after ``state.iteration``, the same on every rank. Collective if signals or a time limit
+        are enabled. The first call must precede the first iteration, because a complete run makes none."""
         if self._first_iteration is None:
             self._first_iteration = state.iteration + 1
         return decide(self.cfg, state, self._agree(), self.agreed, self._first_iteration)
 
     def interrupted(self) -> bool:
-        """Whether any rank got a signal; the same on every rank. Collective like :meth:`check`."""
+        """Whether any rank received a signal; the same on every rank. Collective like :meth:`check`."""
         self._agree()
         return self.agreed is not None
 
     def _agree(self) -> float:
-        """Learn of the signals of other ranks; the longest time since the start of any."""
+        """Agree on the signal with all ranks; return the maximum seconds since start."""
         elapsed, number = time.monotonic() - self.start_time, self.received or 0
         if self.cfg.save_on_signal or self.cfg.exit_signal_handler or self.cfg.exit_duration_in_mins is not None:
             elapsed, number = agree(elapsed, number)
@@ -193,7 +183,7 @@ class ExitConditions:
         return elapsed
 
     def close(self) -> None:
-        """Put the previous handlers back; once signalled, the process is ending and ignores all but Ctrl-C."""
+        """Restore the previous handlers; after a signal, ignore all signals but Ctrl-C: the process is exiting."""
         for number, handler in self._previous.items():
             ignored = self.signalled and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ignored else handler)
@@ -209,26 +199,26 @@ class ExitConditions:
 
 
 def _write(line: str) -> None:
-    """From a signal handler, which may interrupt a write to ``sys.stderr`` in its middle."""
+    """Write to stderr from a signal handler, which may have interrupted a write to ``sys.stderr``."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 _CAUGHT: set[signal.Signals] = set()
-"""Signals that this process's trainer catches."""
+"""Signals that this process's trainer catches now."""
 _IGNORED: set[signal.Signals] = set()
-"""Signals that an interrupted run left ignored; a later run of the same process catches them again."""
+"""Signals that an interrupted run left ignored; a later run in the same process catches them again."""
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether no other code has decided what this signal does."""
+    """Whether no other code has set a handler for this signal."""
     handler = signal.getsignal(number)
     return handler in (signal.SIG_DFL, signal.default_int_handler) or handler == signal.SIG_IGN and number in _IGNORED
 
 
 @functools.cache
 def _stop_catching_in_children() -> None:
-    """These signals end forked children again, such as those that a program starts."""
+    """Restore default signal actions in forked children, such as programs that a script starts."""
     os.register_at_fork(after_in_child=_restore_defaults)
 
 
@@ -238,12 +228,10 @@ def _restore_defaults() -> None:
 
 
 class OutliveExitSignals:
-    """``worker_init_fn`` of a DataLoader: lets forked workers live through the signals that their trainer catches.
-
-    Terminals, torchrun and batch systems signal whole process groups, and these signals would end the workers: the
-    trainer would then die of its loader before it reaches the checkpoint. But when the trainer itself leaves, Python
-    ends workers that are still there by SIGTERM and waits for them, for ever if they ignored it.
-    """
+    """DataLoader ``worker_init_fn``: keep workers alive on the signals that the trainer catches. Terminals, torchrun
+    and batch systems signal full process groups. If the signal ended the workers, the trainer would fail in its loader
+    before it reaches the checkpoint. When the trainer exits, however, Python sends SIGTERM to remaining workers and
+    waits for them; they then exit, since ignoring it would block forever."""
 
     def __init__(self) -> None:
         self._trainer_leaves = _leaving_flag()
@@ -259,20 +247,16 @@ class OutliveExitSignals:
 
 @functools.cache
 def _leaving_flag() -> Any:
-    """Memory shared with data loaders' workers, 1 once this process ends.
-
-    ``multiprocessing`` ends its children at exit too; it was imported, and so registered, earlier: its turn is later.
-    """
+    """Return shared memory (one byte) that DataLoader workers read; it becomes 1 when this process exits. Handlers of
+    ``atexit`` run in reverse order, so this one runs before the handler of ``multiprocessing``, which ends workers."""
     flag = multiprocessing.RawValue("b", 0)
     atexit.register(setattr, flag, "value", 1)
     return flag
 
 
 def agree(elapsed: float, received: int) -> tuple[float, int]:
-    """The largest ``elapsed`` and the largest signal number (0: none) over all ranks.
-
-    Through the hosts, so that nobody waits for a device.
-    """
+    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. Collective all-reduce on
+    the host group, without a device sync."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return elapsed, received
     over_hosts = dist.get_backend() == "gloo"

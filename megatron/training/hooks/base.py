@@ -1,10 +1,12 @@
-"""Base class of observers of the training loop. Hooks never change the run; without any, training is the same."""
+"""Base class of training loop hooks. Hooks only observe: training without hooks gives the same results."""
 
+import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
 from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
@@ -14,70 +16,90 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The run and this process, as hooks see them."""
+    """Description of the run and this process for hooks."""
 
     state: TrainState
-    """The live counters; at the start, those of the checkpoint that was loaded."""
+    """Live counters; at the start, the counters of the loaded checkpoint."""
     train_iters: int
     rank: int = 0
     world_size: int = 1
     data_parallel_rank: int = 0
     device: str = "cpu"
-    """Type of the device that trains, "cpu" or "cuda"."""
+    """Device type of the training, "cpu" or "cuda"."""
     device_name: str = "CPU"
-    """As ``torch.cuda.get_device_name()`` says; the key of the table of peaks."""
+    """Value of ``torch.cuda.get_device_name()``, the key of the table of peaks."""
 
     @property
     def is_log_rank(self) -> bool:
-        """The last rank logs: it is the one that holds the loss under pipeline parallelism."""
+        """Whether this rank logs: the last one, because it holds the loss under pipeline parallelism."""
         return self.rank == self.world_size - 1
 
 
 class Hook:
-    """The calls of the loop, in their order. Each does nothing unless a hook says otherwise."""
+    """Callbacks of the training loop, in calling order. By default they do nothing."""
 
     only_for: str = ""
-    """The flag that asked for a hook whose failure never ends a run, such as that of a writer whose disk is full: it is
-    left alone from then on, with one warning. Empty: errors are errors."""
+    """Flag that requested this hook, if its failure must not end the run (such as a writer on a full disk): the hook is
+    then removed with one warning. Empty: exceptions propagate."""
+    failure: str = ""
+    """Description of a requested result that failed. Training continues; the run then ends with exit code 1."""
 
     def on_train_start(self, run: RunInfo) -> None:
-        """Once, after a checkpoint was loaded and before the first iteration."""
+        """Called once, after a checkpoint was loaded and before the first iteration."""
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        """After each iteration; ``state`` already counts it."""
+        """Called after each iteration; ``state`` already includes it."""
 
     def on_steps(self, steps: Sequence[Step]) -> None:
-        """Iterations with their values read, each once and in order: at log points, and before the calls below."""
+        """Called with materialized iterations, each once and in order: at log points, and before the calls below."""
 
     def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
-        """At each log point, behind :meth:`on_steps`: all iterations since the last one."""
+        """Called at each log point after :meth:`on_steps`, with all iterations since the last log point."""
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        """After each evaluation, all of its data sets at once."""
+        """Called after each evaluation, with the results of all its data sets."""
 
     def on_save(self, state: TrainState) -> None:
-        """Just *before* the checkpoint of ``state.iteration`` is written, so that what was logged outlives it."""
+        """Called just *before* the checkpoint of ``state.iteration`` is written, to store log data first."""
 
     def on_saved(self, state: TrainState) -> None:
-        """After that checkpoint is complete; ``state`` as it holds it, iterations later where it was written in the
-        background."""
+        """Called once that checkpoint is complete, with its ``state``; for a background save, iterations later."""
 
     def on_save_wait(self, iteration: int) -> None:
-        """Before training waits for the checkpoint of ``iteration``, which is written in the background."""
+        """Called before training waits for the background save of ``iteration``."""
 
     def on_save_timed(self, record: Mapping[str, Any]) -> None:
-        """After :meth:`on_saved`: the record of ``timing.jsonl``."""
+        """Called after :meth:`on_saved` with the record for ``timing.jsonl``."""
 
     def on_train_end(self, state: TrainState) -> None:
-        """Last call, also when training ends by an error: flush and close."""
+        """Called last, also if training ends by an error: flush and close."""
+
+
+def check_methods(hooks: Sequence[Hook]) -> None:
+    """Reject ``on_…`` methods that the loop never calls, such as a misspelled one.
+
+    Raises:
+        UserError: lists them, each with the most similar method.
+    """
+    known = [name for name in vars(Hook) if name.startswith("on_")]
+    problems = []
+    for hook in hooks:
+        for name in dir(hook):
+            if name.startswith("on_") and name not in known and callable(getattr(hook, name, None)):
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                meant = f"did you mean {close[0]}? " if close else ""
+                names = ", ".join(known)
+                problems.append(f"{type(hook).__name__}.{name}: is never called; {meant}Hooks have {names}")
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 class Hooks(Hook):
-    """All hooks of a rank as one, and the log interval that they share."""
+    """All hooks of a rank as one hook, with their common log interval."""
 
     def __init__(self, log_interval: int, hooks: Sequence[Hook]) -> None:
         self.hooks, self.interval = list(hooks), Interval(log_interval)
-        # where no hook looks at values, none is read from the device
+        # if no hook reads values, avoid the device sync
         self._reads = any(
             type(hook).on_steps is not Hook.on_steps or type(hook).on_log is not Hook.on_log for hook in hooks
         )
@@ -115,7 +137,7 @@ class Hooks(Hook):
 
     def on_train_end(self, state: TrainState) -> None:
         try:
-            self._show_steps()  # reads the device, which an error may have left unreadable
+            self._show_steps()  # may raise: it reads the device
         finally:
             self._tell_all("on_train_end", state)
 
@@ -132,7 +154,7 @@ class Hooks(Hook):
             return
         try:
             getattr(hook, event)(*arguments)
-        except Exception as error:  # whatever a third-party writer raises: training does not depend on it
+        except Exception as error:  # training must not depend on third-party writers
             if not hook.only_for:
                 raise
             self.hooks.remove(hook)

@@ -1,4 +1,4 @@
-"""Which hooks a configuration asks for, in the order in which they see each event."""
+"""Create the hooks that a configuration requests, in calling order."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]:
-    """The hooks of this rank: truth first (``metrics.jsonl``), then the console, then what is gathered over ranks,
-    then the sinks, which may fail without ending the run.
-
-    ``ValueError`` names a flag whose package is missing or that lacks another flag.
-    """
+    """Return the hooks of this rank: ``metrics.jsonl`` first, then console, values gathered over ranks, and sinks,
+    which may fail without ending the run. Raises UserError for a flag whose package or companion flag is missing."""
     clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
     directory = metrics_directory(cfg.save, cfg.tensorboard_dir)
     files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
@@ -53,18 +50,18 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     if cfg.save and cfg.save_hf_interval and run.rank == 0:
         from megatron.training.hooks.hugging_face import HuggingFaceHook
 
-        hooks.append(HuggingFaceHook(cfg.save, cfg.save_hf_interval))
+        hooks.append(HuggingFaceHook(cfg.save, cfg.save_hf_interval, cfg.load_hf))
     return hooks + profilers(cfg, run)
 
 
 def only_for(flag: str, hook: Hook) -> Hook:
-    """``hook``, whose failure costs what ``flag`` asked for and never the training."""
+    """Return ``hook``, marked so that its failure disables only the feature of ``flag``, not the training."""
     hook.only_for = flag
     return hook
 
 
 def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
-    """TensorBoard and wandb. Their packages are imported only if asked for."""
+    """Return the TensorBoard and wandb hooks; their packages are imported only if requested."""
     hooks: list[Hook] = []
     tags = Tags(
         loss_scale=cfg.log_loss_scale_to_tensorboard,
@@ -96,7 +93,7 @@ def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFi
 
 
 def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
-    """Arguments of ``wandb.init``; files go to --wandb-save-dir, else <save>/wandb, else here."""
+    """Return the arguments of ``wandb.init``; files go to --wandb-save-dir, else <save>/wandb, else ./wandb."""
     default_dir = Path(cfg.save) / "wandb" if cfg.save else Path("wandb")
     return {
         "project": cfg.wandb_project,
@@ -108,7 +105,7 @@ def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it."""
+    """Return ``value`` converted to JSON types."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -117,12 +114,12 @@ def plain(value: Any) -> Any:
 
 
 def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
-    """--profile and --record-memory-history, on --profile-ranks (by default rank 0)."""
+    """Return the hooks of --profile and --record-memory-history on --profile-ranks (default: rank 0)."""
     hooks: list[Hook] = []
     if run.rank not in (cfg.profile_ranks or [0]):
         return hooks
     if cfg.profile:
-        # an outer profiler has no range to capture on a CPU, so torch's is the one that can show something there
+        # on a CPU, an external profiler has no CUDA range to capture: use torch's profiler
         with_torch = cfg.use_pytorch_profiler or run.device == "cpu"
         directory = trace_directory(cfg.tensorboard_dir, cfg.save) if with_torch else None
         hooks.append(only_for("--profile", ProfilerHook(cfg.profile_step_start, cfg.profile_step_end, directory)))

@@ -1,8 +1,7 @@
-"""The lines that people watch and scripts parse, on the standard output of the last rank.
+"""Console output: log lines for people and scripts, on the standard output of the last rank.
 
-Their grammar is fixed (docs/reference/logging.md): fields, formats and order are those of Megatron-LM, so that parsers
-keep working. What Megatron-LM does not print (tokens per second, MFU, the time remaining) has a line of its own,
-never a new field.
+The grammar is fixed (docs/reference/logging.md): fields, formats and order match Megatron-LM, so that parsers keep
+working. Additional values (tokens per second, MFU, remaining time) get separate lines, never a new field.
 """
 
 import logging
@@ -21,11 +20,11 @@ from megatron.training.observe.throughput import Throughput, cuda_memory_megabyt
 from megatron.training.train_state import TrainState
 
 REMAINING_SECONDS = 30.0
-"""At most one line about the time remaining in so many seconds."""
+"""Minimum time between two lines about the remaining time."""
 
 
 class StdoutHandler(logging.StreamHandler):
-    """Writes to whatever ``sys.stdout`` is now. A full disk or a closed pipe gives one warning and no traceback."""
+    """Handler that writes to the current ``sys.stdout``. A full disk or closed pipe gives one warning, no traceback."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
@@ -38,7 +37,7 @@ class StdoutHandler(logging.StreamHandler):
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        """Follows ``sys.stdout`` only."""
+        """Ignore assignments; the stream is always the current ``sys.stdout``."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
@@ -47,7 +46,7 @@ class StdoutHandler(logging.StreamHandler):
 
 
 def stdout_logger() -> logging.Logger:
-    """The logger of all hooks that print; its lines go to standard output and nowhere else."""
+    """Return the logger of all printing hooks; its lines go to standard output only."""
     lines = logging.getLogger("megatron.training.hooks.stdout")
     if not any(isinstance(handler, StdoutHandler) for handler in lines.handlers):
         lines.addHandler(StdoutHandler())
@@ -57,7 +56,7 @@ def stdout_logger() -> logging.Logger:
 
 
 def training_line(summary: IntervalSummary, train_iters: int, tflops: float | None, now: datetime) -> str:
-    """The iteration line. ``tflops`` per device, None leaves the field out."""
+    """Return the iteration line. ``tflops`` is per device; None omits the field."""
     last = summary.last
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {summary.iteration:8d}/{train_iters:8d}",
@@ -84,7 +83,7 @@ def training_line(summary: IntervalSummary, train_iters: int, tflops: float | No
 
 
 def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
-    """The evaluation line between two rules of dashes."""
+    """Return the evaluation line between two lines of dashes."""
     suffix = f"-{result.dataset}" if result.dataset else ""
     place = f"iteration {iteration}" + (f" on {result.name} set" if result.final or result.name == "test" else "")
     line = f" validation{suffix} loss at {place} | "
@@ -95,13 +94,13 @@ def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss cut at 20 as in Megatron-LM: an untrained model prints a number of bounded width."""
+    """Return exp(loss), with the loss clamped at 20 as in Megatron-LM, which bounds the width of the number."""
     return math.exp(min(20.0, loss))
 
 
 class RemainingTime:
-    """When training will be complete, by the pace since the first log point: evaluations and checkpoints count, the
-    first iteration, which compiles and allocates, does not."""
+    """Estimate of the remaining training time from the pace since the first log point. Evaluations and checkpoints are
+    included; the first iteration, which compiles and allocates, is not."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
@@ -109,7 +108,7 @@ class RemainingTime:
         self.said = 0.0
 
     def line(self, iteration: int, train_iters: int, now: datetime) -> str | None:
-        """The line for this log point; None where it is too early, or too soon after the last one."""
+        """Return the line for this log point; None if it is too early or too soon after the last line."""
         seconds = self.clock()
         if self.first is None:
             self.first, self.said = (iteration, seconds), seconds
@@ -124,7 +123,7 @@ class RemainingTime:
 
 
 class ConsoleHook(Hook):
-    """Prints the iteration line at log points and the evaluation lines. Belongs on the last rank."""
+    """Prints the iteration line at log points and the evaluation lines. Use on the last rank."""
 
     def __init__(self, throughput: Throughput | None = None, clock: Callable[[], float] = time.monotonic):
         self.throughput = throughput
@@ -153,10 +152,8 @@ class ConsoleHook(Hook):
 
 
 class MemoryHook(Hook):
-    """A line with the CUDA allocator's state after the first iteration of the process, and every ``interval`` after.
-
-    Belongs on one data-parallel replica: each tensor and pipeline rank reports itself.
-    """
+    """Prints the CUDA allocator's state after the first iteration of the process and every ``interval`` iterations. Use
+    on one data-parallel replica: each tensor- and pipeline-parallel rank reports itself."""
 
     def __init__(self, interval: int | None = None):
         self.interval = interval
@@ -175,6 +172,6 @@ class MemoryHook(Hook):
 
 
 def memory_line(rank: int, iteration: int, megabytes: dict[str, float]) -> str:
-    """The memory line; ``megabytes`` by "allocated", "max allocated", "reserved", "max reserved"."""
+    """Return the memory line; keys of ``megabytes``: "allocated", "max allocated", "reserved", "max reserved"."""
     sizes = " | ".join(f"{name}: {size:.1f}" for name, size in megabytes.items())
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {sizes}"

@@ -1,20 +1,25 @@
-"""Notices data files that change under a run.
+"""Detect data files that change during a run.
 
-Token files are mapped. Where one is cut, reads beyond its new end kill the process, and reads in the rest of its last
-page give zeros, which are tokens like any other. So sizes are compared at log points and before every save: no
-checkpoint is written of weights that may have learned from such zeros.
+Token files are memory-mapped. If one is truncated, reads in the rest of its last page return zeros, which are valid
+tokens, and reads beyond that page raise SIGBUS. Sizes are therefore compared at log points and before every save, so
+that no checkpoint holds weights that were trained on such zeros. SIGBUS, and the death of a DataLoader worker, end the
+run with a message that names the truncated file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.training.config.launcher import local_rank
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
+from megatron.training.config.launcher import launched_rank, local_rank
 from megatron.training.exits.conditions import every
+from megatron.training.exits.endings import say, tell_launcher
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.train_state import TrainState
@@ -22,11 +27,13 @@ from megatron.training.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 SHARE_OF_TIME = 0.01
-"""Thousands of files on a busy network file system: log points are passed over so that looking costs no more."""
+"""Maximum fraction of the run time for checks: with many files on a slow network file system, log points
+are skipped.
+"""
 
 
 def opened_files(datasets: Iterable[Any]) -> Iterator[IndexedDataset]:
-    """The token files below blends, splits and lists of data sets; those of other kinds are their owner's business."""
+    """Yield the token files inside nested blends, splits and lists of data sets; ignore other types of data sets."""
     for dataset in datasets:
         if isinstance(dataset, IndexedDataset):
             yield dataset
@@ -38,10 +45,10 @@ def opened_files(datasets: Iterable[Any]) -> Iterator[IndexedDataset]:
 
 
 class DataFilesHook(Hook):
-    """Compares the files of ``datasets`` with what they were when they were opened.
+    """Hook that compares the files of ``datasets`` with their state when they were opened.
 
     Raises:
-        IndexedDatasetError: one is shorter than it was.
+        IndexedDatasetError: a file was truncated.
     """
 
     def __init__(self, datasets: Iterable[Any], log_interval: int) -> None:
@@ -58,7 +65,7 @@ class DataFilesHook(Hook):
         self.check()
 
     def check(self) -> None:
-        """Raise for a file that was cut; warn once of any other change, which does no harm to what is mapped."""
+        """Raise for a truncated file; warn once about any other change, which does not affect the mapped data."""
         start = time.monotonic()
         for data in self.files:
             for change in data.changes():
@@ -69,7 +76,50 @@ class DataFilesHook(Hook):
         self._not_before = end + (end - start) / SHARE_OF_TIME
 
 
+def truncated_file(datasets: Iterable[Any]) -> IndexedDatasetError | None:
+    """Return the error that names a truncated file of ``datasets``, or None if there is no such file."""
+    try:
+        for data in opened_files(datasets):
+            list(data.changes())
+    except IndexedDatasetError as error:
+        return error
+    return None
+
+
+class BusErrorGuard(Hook):
+    """End the process with a message on SIGBUS if a data file was truncated.
+
+    Python's own signal handlers run between bytecodes, but the read that faults never completes. So the handler is set
+    through the C library and runs inside the faulting read. If no file was truncated it restores the previous handler
+    (the stacks of ``faulthandler``), which the same read then reaches.
+    """
+
+    def __init__(self, datasets: Iterable[Any]) -> None:
+        self.datasets = list(datasets)
+        self._library = ctypes.CDLL(None)
+        self._library.signal.argtypes, self._library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._report)  # must outlive its registration
+        self._previous: int | None = None
+
+    def on_train_start(self, info: Any) -> None:
+        self._previous = self._library.signal(signal.SIGBUS, ctypes.cast(self._callback, ctypes.c_void_p))
+
+    def on_train_end(self, state: TrainState) -> None:
+        self._library.signal(signal.SIGBUS, self._previous)
+
+    def _report(self, number: int) -> None:
+        error = truncated_file(self.datasets)
+        if error is None:
+            self._library.signal(signal.SIGBUS, self._previous)
+            return
+        say(str(error), launched_rank())
+        tell_launcher(str(error))
+        os._exit(error.exit_code)
+
+
 def data_file_hooks(datasets: Iterable[Any], log_interval: int) -> list[Hook]:
-    """The hook, on one rank of each host: the others see the same files."""
+    """Return the hooks for token files: the comparison on one rank of each host, whose ranks see the same files."""
     hook = DataFilesHook(datasets, log_interval)
-    return [hook] if hook.files and local_rank() == 0 else []
+    if not hook.files:
+        return []
+    return [BusErrorGuard(hook.files), hook] if local_rank() == 0 else [BusErrorGuard(hook.files)]

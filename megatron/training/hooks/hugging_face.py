@@ -1,4 +1,4 @@
-"""``--save-hf-interval``: checkpoints as Hugging Face folders, beside the run's own."""
+"""--save-hf-interval: convert checkpoints to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import threading
 from pathlib import Path
 
 from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.export.hf import save_hf
+from megatron.core.export.hf.side_files import CONFIG
 from megatron.core.export.native import load_native
 from megatron.training.hooks.base import Hook
 from megatron.training.train_state import TrainState
@@ -18,12 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class HuggingFaceHook(Hook):
-    """Converts every checkpoint whose iteration is a multiple of ``interval`` to ``<save>/hf/iter_…``, once it is
-    complete. One rank does, behind training: the others would wait in a collective, which has a timeout. A conversion
-    that fails is reported and costs nothing else."""
+    """Converts each complete checkpoint whose iteration is a multiple of ``interval`` to ``<save>/hf/iter_…``. One rank
+    does so in a background thread: other ranks would wait in a collective until its time-out. If a conversion fails,
+    training continues and the run ends with a non-zero exit code. ``source``: folder of --load-hf, whose model_type is
+    used if several types fit the model."""
 
-    def __init__(self, save: str, interval: int) -> None:
+    def __init__(self, save: str, interval: int, source: str | None = None) -> None:
         self.save, self.interval = save, interval
+        self.model_type = None if source is None else read_json(Path(source) / CONFIG).get("model_type")
         self._thread: threading.Thread | None = None
 
     def on_saved(self, state: TrainState) -> None:
@@ -42,18 +46,23 @@ class HuggingFaceHook(Hook):
 
     def _convert(self, name: str) -> None:
         try:
-            convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name)
-        except (UserError, OSError) as error:
-            logger.error("--save-hf-interval: %s was not converted: %s", name, error)
+            convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name, self.model_type)
+        except Exception as error:  # an exception that ends a thread would go unnoticed
+            known = isinstance(error, UserError | OSError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            message = f"--save-hf-interval: {name} was not converted: {reason}"
+            logger.error(message, exc_info=not known)
+            self.failure = f"{self.failure}; {message}" if self.failure else message
 
 
-def convert_to_hf(checkpoint: str | os.PathLike, folder: str | os.PathLike) -> None:
-    """The weights of a native checkpoint as a Hugging Face folder, of which the name appears when it is complete."""
+def convert_to_hf(checkpoint: str | os.PathLike, folder: str | os.PathLike, model_type: str | None = None) -> None:
+    """Write the weights of a native checkpoint as a Hugging Face folder, which appears only when complete; an existing
+    one is renamed. ``model_type`` selects among types that fit the model."""
     interchange = load_native(checkpoint)
     weights = {name: tensor for name, tensor in interchange.tensors.items() if name.startswith("model.")}
     interchange.tensors, interchange.objects = weights, {}
-    if os.path.isdir(folder):  # of a history that this run has left
+    if os.path.isdir(folder):  # from a history that was abandoned
         numbers = (f"{folder}-set-aside-{number:03d}" for number in itertools.count(1))
         os.rename(folder, next(name for name in numbers if not os.path.lexists(name)))
-    save_hf(interchange, folder)
+    save_hf(interchange, folder, preferred=model_type)
     logger.info("  wrote %s in Hugging Face's format", folder)

@@ -1,4 +1,4 @@
-"""Sums over a log interval: when to log, what the losses were since, how long it took."""
+"""Log interval: collect iterations between log points and summarize losses and time."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from megatron.training.train_state import TrainState
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration and the counters right after it."""
+    """One iteration, with the counters after it."""
 
     iteration: int
     consumed_samples: int
@@ -18,25 +18,25 @@ class Step:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Its record in ``metrics.jsonl``; the values must have been read."""
+        """Record for ``metrics.jsonl``; the values must have been materialized."""
         return train_record(self.iteration, self.consumed_samples, self.metrics)
 
 
 @dataclass(frozen=True)
 class IntervalSummary:
-    """The iterations since the last log point, all values read."""
+    """Iterations since the last log point, with materialized values."""
 
     steps: list[Step]
     losses: dict[str, float]
-    """Means over the iterations that were not skipped; empty if all were."""
+    """Means over iterations that were not skipped; empty if all were."""
     num_skipped: int
     num_nan: int
     elapsed: float
-    """Seconds of all of them."""
+    """Total seconds of all iterations."""
     flops: float
-    """Model FLOPs of all of them, over all ranks."""
+    """Model FLOPs of all iterations, summed over ranks."""
     skipped_samples: int
-    """Skipped samples of the whole run."""
+    """Skipped samples since the start of the run."""
 
     @property
     def last(self) -> StepMetrics:
@@ -70,25 +70,25 @@ class Interval:
     _flops: float = 0.0
 
     def start(self, state: TrainState) -> None:
-        """Begin at the counters of ``state``."""
+        """Start a new interval at the counters of ``state``."""
         self.steps, self._num_shown = [], 0
         self._first_iteration = state.iteration + 1
         self._flops = state.floating_point_operations
 
     def add(self, state: TrainState, metrics: StepMetrics) -> bool:
-        """Take one iteration; whether it is a log point."""
+        """Add one iteration; return whether it is a log point."""
         self.steps.append(Step(state.iteration, state.consumed_train_samples, metrics))
         return is_log_iteration(self.log_interval, state.iteration, self._first_iteration)
 
     def unseen(self) -> list[Step]:
-        """The iterations that this method has not returned before, values read."""
+        """Return iterations not returned before, materialized (waits for the device) and without invalid ones."""
         steps = self.steps[self._num_shown :]
         self._num_shown = len(self.steps)
         materialize(step.metrics for step in steps)
         return [step for step in steps if not step.metrics.invalid]
 
     def close(self, state: TrainState) -> IntervalSummary | None:
-        """The summary of what was collected and seen, None if that is nothing; the next interval begins."""
+        """Return the summary of the materialized iterations, or None without any; start the next interval."""
         steps = [step for step in self.steps if not step.metrics.invalid]
         self.steps, self._num_shown = [], 0
         if not steps:
@@ -107,7 +107,7 @@ class Interval:
 
 
 def mean_losses(steps: list[Step]) -> dict[str, float]:
-    """Mean of each loss over the iterations that report it and were not skipped."""
+    """Return the mean of each loss over the iterations that report it and were not skipped."""
     values: dict[str, list] = {}
     for step in steps:
         if not step.metrics.skipped:

@@ -1,6 +1,7 @@
-"""--profile: the iterations after --profile-step-start up to --profile-step-end, for torch's profiler or an outer one.
+"""--profile: profile the iterations after --profile-step-start up to --profile-step-end, by torch or an external
+profiler.
 
---record-memory-history keeps the CUDA allocator's events and writes them for https://pytorch.org/memory_viz.
+--record-memory-history records CUDA allocator events for https://pytorch.org/memory_viz.
 """
 
 import logging
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import UserError
+from megatron.core.safe_files import create_file, make_folder
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.observe.metrics import StepMetrics
@@ -19,19 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 def trace_directory(tensorboard_dir: str | None, save: str | None) -> Path:
-    """Where traces go: beside the TensorBoard directory, else inside the save directory, else here."""
+    """Return the folder for traces: next to the TensorBoard directory, else in the save directory, else in "."."""
     if tensorboard_dir:
         return Path(tensorboard_dir).resolve().parent / "torch_profile"
     return Path(save or ".") / "torch_profile"
 
 
 class ProfilerHook(Hook):
-    """Starts after iteration ``start``, stops after ``end``; a resume in between starts at once.
-
-    With ``directory`` torch's profiler writes ``rank-<rank>.json.gz`` there, for a browser's trace viewer. Without, the
-    range is only marked for an outer profiler: ``nsys profile --capture-range=cudaProfilerApi``. Both show each
-    iteration as a range of the name ``iteration N``.
-    """
+    """Profiles after iteration ``start`` until after ``end``; a resume in between starts at once. With ``directory``,
+    torch's profiler writes ``rank-<rank>.json.gz`` there, for a browser's trace viewer. Otherwise the range is only
+    marked for an external profiler: ``nsys profile --capture-range=cudaProfilerApi``. Both show each iteration as a
+    range named ``iteration N``. Raises UserError for an empty range."""
 
     def __init__(self, start: int, end: int, directory: Path | None):
         if not 0 <= start < end:
@@ -73,15 +73,20 @@ class ProfilerHook(Hook):
         self._close_range()
         self.running.stop()
         if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / f"rank-{self.rank}.json.gz"
-            self.running.export_chrome_trace(str(path))
-            logger.info("wrote the trace of iterations %d to %d to %s", self.start + 1, self.end, path)
+            try:
+                self.directory.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self.directory)
+                create_file(path).close()  # else torch would follow a link with that name
+                self.running.export_chrome_trace(str(path))
+                logger.info("wrote the trace of iterations %d to %d to %s", self.start + 1, self.end, path)
+            except OSError as error:
+                logger.warning("cannot write the trace %s (%s): training continues", path, error.strerror)
         self.running = None
 
 
 def torch_profiler() -> Any:
-    """torch's profiler over all activities of this machine."""
+    """Return a torch profiler for CPU and, if available, CUDA activities."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -89,7 +94,7 @@ def torch_profiler() -> Any:
 
 
 class CudaRange:
-    """The range an outer profiler captures, with NVTX ranges for every operator."""
+    """Range that an external profiler captures, with NVTX ranges for every operator."""
 
     def __init__(self) -> None:
         self.markers = torch.autograd.profiler.emit_nvtx(record_shapes=True) if torch.cuda.is_available() else None
@@ -106,7 +111,7 @@ class CudaRange:
 
 
 class MemoryHistoryHook(Hook):
-    """Dumps the allocator's history to ``path`` at every log interval and at the end, also after an out-of-memory."""
+    """Dumps the allocator history to ``path`` at every log interval and at the end, also after out-of-memory errors."""
 
     def __init__(self, path: str, log_interval: int):
         self.path, self.log_interval = path, log_interval

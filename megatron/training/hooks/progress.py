@@ -1,18 +1,25 @@
-"""--log-progress: one line in ``<save>/progress.txt`` when a job starts and for every checkpoint, on rank 0."""
+"""--log-progress: append a line to ``<save>/progress.txt`` at job start and for every checkpoint, on rank 0."""
 
+import logging
 import os
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from megatron.core.safe_files import open_to_append, read_file
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.train_state import TrainState
 
+logger = logging.getLogger(__name__)
+
+MAX_PROGRESS_BYTES = 1 << 28
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressHook(Hook):
-    """Throughput of this job, and of all jobs with as many GPUs since the first of them, waiting times included."""
+    """Logs the throughput of this job, and of all consecutive jobs with this number of GPUs, including waiting
+    times."""
 
     def __init__(self, save_dir: str, seq_length: int):
         self.path = Path(save_dir) / "progress.txt"
@@ -44,19 +51,27 @@ class ProgressHook(Hook):
         return flops / max(seconds, 1e-9) / self.world_size / 1e12
 
     def _append(self, text: str) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         job = os.environ.get("SLURM_JOB_ID", "")
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{datetime.now():{TIME_FORMAT}}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n")
+        line = f"{datetime.now():{TIME_FORMAT}}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open_to_append(self.path) as file:
+                file.write(line.encode())
+        except OSError as error:
+            logger.warning("cannot write %s (%s): training continues without this line", self.path, error.strerror)
 
     def _first_job(self) -> tuple[datetime, float]:
-        """Start of the first of the last jobs in a row with this many GPUs, and the FLOPs done before it."""
+        """Return the start of the first of the last consecutive jobs with this number of GPUs, and the FLOPs before."""
         start, flops_before, flops, gpus = datetime.now(), 0.0, 0.0, None
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        text = b""
+        with suppress(OSError):
+            text = read_file(self.path, MAX_PROGRESS_BYTES)
+        for line in text.decode("utf-8", errors="replace").splitlines():
             fields = line.split("\t")
-            if "Starting job" in fields and fields[2] != gpus:
-                start, flops_before, gpus = datetime.strptime(fields[0], TIME_FORMAT), flops, fields[2]
-            for field in fields:
-                if field.startswith("Floating-point operations: "):
-                    flops = float(field.split(": ")[1])
+            with suppress(ValueError, IndexError):  # skip torn or edited lines
+                if "Starting job" in fields and fields[2] != gpus:
+                    start, flops_before, gpus = datetime.strptime(fields[0], TIME_FORMAT), flops, fields[2]
+                for field in fields:
+                    if field.startswith("Floating-point operations: "):
+                        flops = float(field.split(": ")[1])
         return start, flops_before

@@ -1,4 +1,4 @@
-"""Writes ``metrics.jsonl`` and ``timing.jsonl``. Comes before every other sink, so that the truth is there first."""
+"""Write ``metrics.jsonl`` and ``timing.jsonl``. The metrics recorder runs before all other sinks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from megatron.training.train_state import TrainState
 
 
 class MetricsRecorder(Hook):
-    """One record per iteration and per evaluated data set."""
+    """Writes one record per iteration and per evaluated data set."""
 
     def __init__(self, file: MetricsFile, trains: bool = True):
-        """``trains``: False under --skip-train, which adds its evaluation and cuts nothing."""
+        """``trains``: False with --skip-train, which appends its evaluation and removes no records."""
         self.file, self.trains = file, trains
 
     def on_train_start(self, run: RunInfo) -> None:
@@ -41,7 +41,7 @@ class MetricsRecorder(Hook):
 
 
 class TimingRecorder(Hook):
-    """One record per log point with what the clock and the memory say; comes after :class:`TimersHook`."""
+    """Writes one record of time and memory per log point; must run after :class:`TimersHook`."""
 
     def __init__(self, file: MetricsFile, clock: Clock, trains: bool = True):
         self.file, self.clock, self.trains = file, clock, trains

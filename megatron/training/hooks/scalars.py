@@ -1,4 +1,4 @@
-"""The tags of TensorBoard and wandb, the names that dashboards of Megatron-LM runs are built on."""
+"""Tags of TensorBoard and wandb; dashboards of Megatron-LM runs depend on these names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron.training.observe.metrics import losses_of
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """Which optional tags a run writes."""
+    """Selection of the optional tags."""
 
     loss_scale: bool = True
     validation_perplexity: bool = False
@@ -18,10 +18,10 @@ class Tags:
     timers: bool = False
     memory: bool = False
     world_size: int | None = None
-    """None leaves the tag out."""
+    """None omits the tag."""
 
     def of(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Values of one record of ``metrics.jsonl`` or ``timing.jsonl``."""
+        """Return tag -> value for one record of ``metrics.jsonl`` or ``timing.jsonl``."""
         kinds = {"train": self._of_step, "timing": self._of_timing, "save": self._of_save}
         return kinds.get(record["kind"], self._of_evaluation)(record)
 
@@ -41,7 +41,7 @@ class Tags:
         return {tag: float(value) for tag, value in values.items() if value is not None}
 
     def _of_evaluation(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Test sets have tags of their own, so that no validation point is lost."""
+        """Return the evaluation tags; test sets use separate tags, so that they do not overwrite validation points."""
         suffix = f"-{record['dataset']}" if "dataset" in record else ""
         values = {}
         for name, value in losses_of(record).items():
@@ -56,6 +56,8 @@ class Tags:
         return {f"save-checkpoint-{tag}": float(record[name]) for tag, name in names.items()}
 
     def _of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return ``iteration-time`` (s) and, if selected, tokens-per-second, throughput (TFLOP/s per device), mfu,
+        memory (bytes) and NAME-time (s) per timer."""
         values = {"iteration-time": record["seconds_per_iteration"]}
         if self.throughput:
             values["tokens-per-second"] = record["tokens_per_second"]

@@ -1,4 +1,4 @@
-"""TensorBoard, with the tags of Megatron-LM. Every value is there once, also when a run rolls back and goes on."""
+"""TensorBoard with the tags of Megatron-LM. Each value is written once, even if a run rolls back and continues."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 class TensorBoardHook(Hook):
-    """Points of each iteration (every ``point_interval``), written at log points: no device sync per step."""
+    """Writes points every ``point_interval`` iterations, but only at log points, without a device sync per step."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class TensorBoardHook(Hook):
         point_interval: int = 1,
         history: Sequence[MetricsFile] = (),
     ):
-        """``writer_options``: ``log_dir`` and ``max_queue`` of torch's SummaryWriter. ``history``: the run's metrics
-        and timing files, cut back by then, from which a run that rolled back restores its points by samples."""
+        """``writer_options``: ``log_dir`` and ``max_queue`` of torch's SummaryWriter. ``history``: metrics and timing
+        files of the run, already cut, from which a run that rolled back restores its points by samples."""
         self.writer_options = dict(writer_options)
         self.tags, self.clock, self.history = tags, clock, history
         self.point_interval = point_interval
@@ -73,7 +73,7 @@ class TensorBoardHook(Hook):
             self.writer.close()
 
     def _add(self, record: Mapping[str, Any], again: bool = False) -> None:
-        """The points of a record; ``again``: those by samples only."""
+        """Add the points of a record; ``again``: only the points by samples."""
         if self.writer is not None:
             for tag, value in self.tags.of(record).items():
                 if not again:
@@ -85,7 +85,7 @@ class TensorBoardHook(Hook):
             self.writer.flush()
 
     def _restore_points_by_samples(self, path: Path, purge_step: int) -> None:
-        """TensorBoard drops all points at or beyond ``purge_step``, also those that count samples: write them again."""
+        """Rewrite points by samples: TensorBoard drops all points from ``purge_step`` on, whatever their unit."""
         for record in read_metrics(path) if path.exists() else ():
             shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
             if shown and record["consumed_samples"] >= purge_step:

@@ -1,4 +1,4 @@
-"""Wall-clock values of a log interval: one record that the console's sinks share, and the hook that gathers timers."""
+"""Wall-clock values of a log interval: a record for all sinks, and the hook that gathers timers."""
 
 import time
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from megatron.training.train_state import TrainState
 
 @dataclass(frozen=True)
 class Clock:
-    """Where wall-clock values come from."""
+    """Source of wall-clock values."""
 
     throughput: Throughput
     timers: Timers
     device: str = "cpu"
 
     def record(self, summary: IntervalSummary) -> dict[str, Any]:
-        """The ``timing.jsonl`` record of one log interval."""
+        """Return the ``timing.jsonl`` record of one log interval."""
         rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
         record: dict[str, Any] = {
             "kind": "timing",
@@ -43,10 +43,8 @@ class Clock:
 
 
 class TimersHook(Hook):
-    """At each log point: time per iteration of every timer that ran, printed by the last rank.
-
-    Belongs on every rank, before the sinks: the gathering is collective.
-    """
+    """At each log point, gathers the time per iteration of every timer and prints it on the last rank. Use on every
+    rank, before the sinks: the gathering is collective."""
 
     def __init__(self, timers: Timers):
         self.timers = timers

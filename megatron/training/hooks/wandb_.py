@@ -1,6 +1,6 @@
-"""Weights & Biases. One row per iteration, steps never going back, so that no validation point is dropped.
+"""Weights & Biases sink: one row per iteration. Steps never decrease, because wandb would drop such rows.
 
-Offline with ``WANDB_MODE=offline``; a run is continued with wandb's own ``WANDB_RUN_ID`` and ``WANDB_RESUME``.
+Offline with ``WANDB_MODE=offline``; to continue a run, set wandb's ``WANDB_RUN_ID`` and ``WANDB_RESUME``.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbHook(Hook):
-    """Rows of each iteration (every ``point_interval``), written at log points; evaluations at their iteration."""
+    """Writes rows every ``point_interval`` iterations, at log points only; evaluations at their iteration."""
 
     def __init__(self, init_options: dict[str, Any], tags: Tags, clock: Clock, *, point_interval: int = 1):
         """``init_options``: arguments of ``wandb.init`` (project, name, entity, dir, config)."""

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import Group
-from megatron.core.pipeline_parallel.schedules import MicroBatchResult
+from megatron.core.pipeline_parallel.results import MicroBatchResult
 
 
 class LossSums:
-    """``name -> [sum, count]`` and the number of valid tokens; means are taken only at the end, over everything."""
+    """Sums by loss name (``name -> [sum, count]``, fp64 [2] on ``device``) and the number of valid tokens. Means are
+    computed only after all sums."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,7 +23,7 @@ class LossSums:
         self.pairs: dict[str, Tensor] = {}
 
     def add(self, results: Iterable[MicroBatchResult]) -> LossSums:
-        """Adds the micro-batches of one forward-backward pass."""
+        """Add the results of one forward-backward pass to the sums; return self."""
         for result in results:
             self.num_tokens = self.num_tokens + result.num_tokens.to(self.device, torch.float64)
             for name, pair in result.logged.items():
@@ -31,7 +32,7 @@ class LossSums:
         return self
 
     def all_reduce(self, group: Group) -> LossSums:
-        """Sums over the ranks of ``group``; every rank must have logged the same names."""
+        """All-reduce the sums over ``group`` in place; return self. Every rank must have logged the same names."""
         if group.size > 1:
             flat = torch.cat([self.num_tokens.reshape(1), *self.pairs.values()])
             dist.all_reduce(flat, group=group.handle)
@@ -40,10 +41,8 @@ class LossSums:
         return self
 
     def share(self, group: Group, names: list[str] | None = None) -> LossSums:
-        """From the last rank of the pipeline ``group``, which has the losses, to all of its ranks.
-
-        ``names``: of the losses, where they are known from an earlier call; otherwise the host waits for them.
-        """
+        """Broadcast the sums from the last rank of the pipeline ``group``, which computes the losses; return self.
+        ``names``: loss names from an earlier call; without them the names are broadcast too (the host waits)."""
         if group.size > 1:
             source = group.ranks[-1]
             names = self._agreed_names(group, names)
@@ -67,6 +66,10 @@ class LossSums:
             )
         return known
 
+    def count(self) -> Tensor:
+        """Return the number of valid tokens plus the counts of all losses, fp64 scalar: 0 if nothing was counted."""
+        return self.num_tokens + sum(pair[1] for pair in self.pairs.values())
+
     def means(self) -> dict[str, Tensor]:
-        """``name -> sum / count`` (0-d tensors); NaN where nothing counted."""
+        """Return ``name -> sum / count`` as 0-d tensors; NaN if the count is 0."""
         return {name: pair[0] / pair[1] for name, pair in self.pairs.items()}

@@ -1,10 +1,10 @@
-"""Measurements of an iteration and of an evaluation, and the append-only files that keep them.
+"""Measurements per iteration and per evaluation, and the append-only files that store them.
 
 ``metrics.jsonl`` is the source of truth of a run: one record per iteration and per evaluated data set, holding only
-values that are functions of the configuration and the data, so that training 2N steps writes the same bytes as N steps,
-a resume, and N more. Wall-clock values go to ``timing.jsonl`` beside it. TensorBoard, wandb and the console are sinks.
+values that are functions of configuration and data. Training 2N steps therefore writes the same bytes as N steps, a
+resume, and N more. Wall-clock values go to ``timing.jsonl`` next to it. TensorBoard, wandb and the console are sinks.
 
-Values stay tensors until the log interval: reading a loss every step would stall the device every step.
+Values stay tensors until the log interval, because reading a loss would sync with the device in every step.
 """
 
 import json
@@ -20,38 +20,41 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 if TYPE_CHECKING:
     from torch import Tensor
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import EXIT_FAILED, UserError
+from megatron.core.safe_files import create_file, open_regular, open_to_append, parse_json
 
 logger = logging.getLogger(__name__)
 
 Scalar = Union[float, int, "Tensor"]
-"""A number, or a 0-d tensor not read yet."""
+"""Number, or a 0-d tensor that has not been read yet."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-"""JSON has no NaN: non-finite values are written as these strings."""
+"""Strings for non-finite values, because JSON has no NaN."""
 
 OF_ANOTHER_RANK = " (of another rank)"
-"""Ends the name of a value that is checked here but was computed elsewhere."""
+"""Suffix of the name of a value that is checked here but was computed on another rank."""
 
 METRICS_FILE, TIMING_FILE = "metrics.jsonl", "timing.jsonl"
 
 
 class NonFiniteError(UserError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite."""
+    """A loss or gradient is NaN or infinite."""
+
+    exit_code = EXIT_FAILED
 
 
 @dataclass(kw_only=True)
 class StepMetrics:
-    """One iteration. Losses are means per valid token over the global batch, equal on all ranks."""
+    """Measurements of one iteration. Losses are means per valid token over the global batch, equal on all ranks."""
 
     losses: dict[str, Any]
     """:data:`Scalar` by name."""
     num_tokens: Scalar
-    """Valid tokens of the global batch (those the loss counts)."""
+    """Valid tokens of the global batch, which contribute to the loss."""
     learning_rate: float
     global_batch_size: int
     statistics: dict[str, Any] = field(default_factory=dict)
-    """:data:`Scalar` by ``module/name``: what modules tell of themselves, such as the load of experts."""
+    """:data:`Scalar` by ``module/name``: statistics of modules, such as expert load."""
     loss_scale: Scalar = 1.0
     grad_norm: Scalar | None = None
     num_zeros: Scalar | None = None
@@ -59,35 +62,36 @@ class StepMetrics:
     params_norm: Scalar | None = None
     weight_decay: float | None = None
     skipped: bool = False
-    """The weights were not updated (overflow, or --iterations-to-skip)."""
+    """Whether the weights were not updated (overflow, or --iterations-to-skip)."""
     invalid: Scalar = False
-    """A loss or gradient was not finite and the run stops here: no sink shows this iteration."""
+    """Whether a loss or gradient was not finite and the run stops; no sink shows this iteration."""
     nan: bool = False
-    """A loss is NaN. Set by :func:`materialize` too, so that the step itself need not read the loss."""
+    """Whether a loss is NaN. Also set by :func:`materialize`, so that the step need not read the loss."""
     elapsed: float = 0.0
-    """Host seconds from the end of the previous iteration to the end of this one, evaluation and saving excluded.
-    On an accelerator only sums over a log interval mean something: the host runs ahead of the device."""
+    """Host seconds from the end of the previous iteration to the end of this one, without evaluation and saving. On an
+    accelerator only sums over a log interval are meaningful, because the host runs ahead of the device."""
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Losses of one evaluated data set, means per valid token."""
+    """Losses of one evaluated data set, as means per valid token."""
 
     name: Literal["validation", "test"]
     dataset: str | None
-    """Its name where several validation sets are evaluated apart."""
+    """Name of the set if several validation sets are evaluated separately, else None."""
     losses: dict[str, float]
     final: bool = False
-    """Evaluated after training rather than at --eval-interval."""
+    """Whether it was evaluated after training, not at --eval-interval."""
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether ``value`` still has to be read from its device (told without importing torch)."""
+    """Whether ``value`` must still be read from its device (decided without importing torch)."""
     return hasattr(value, "device") and hasattr(value, "tolist")
 
 
 def materialize(steps: Iterable[StepMetrics]) -> None:
-    """Replace the tensors in ``steps`` by numbers: one copy to the host per device and dtype, whatever their count."""
+    """Replace the tensors in ``steps`` by numbers in place, and set ``nan``. Waits for the device: one copy to the host
+    per device and dtype, for any number of tensors."""
     slots: dict[tuple, list[tuple[Any, str]]] = {}
     waiting: dict[tuple, list] = {}
     steps = list(steps)
@@ -100,7 +104,7 @@ def materialize(steps: Iterable[StepMetrics]) -> None:
                     slots.setdefault(group, []).append((holder, key))
                     waiting.setdefault(group, []).append(value.detach().reshape(()))
     for group, places in slots.items():
-        import torch  # reading a finished run needs no torch
+        import torch  # imported late: reading metrics needs no torch
 
         for (holder, key), number in zip(places, torch.stack(waiting[group]).tolist()):
             holder[key] = number
@@ -111,10 +115,8 @@ def materialize(steps: Iterable[StepMetrics]) -> None:
 def check_finite(
     values: Mapping[str, Scalar], *, iteration: int, rank: int, consumed_samples: int | None = None
 ) -> None:
-    """Raise :class:`NonFiniteError` that names the rank, the iteration and the first value that is NaN or infinite.
-
-    ``values`` are losses or gradients of any shape by name. Reads one flag per tensor from the device.
-    """
+    """Raise :class:`NonFiniteError` for the first value that is NaN or infinite; names rank and iteration. ``values``:
+    losses or gradients of any shape by name. Reads one flag per tensor from the device."""
     for name, value in values.items():
         if isinstance(value, (int, float)):
             if math.isfinite(value):
@@ -138,7 +140,7 @@ def check_finite(
 
 
 def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> dict[str, Any]:
-    """The ``metrics.jsonl`` record of one iteration; ``metrics`` must have been materialized."""
+    """Return the ``metrics.jsonl`` record of one iteration; ``metrics`` must have been materialized."""
     record: dict[str, Any] = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
     optional = {
@@ -160,7 +162,7 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
 
 
 def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> dict[str, Any]:
-    """The ``metrics.jsonl`` record of one evaluated data set."""
+    """Return the ``metrics.jsonl`` record of one evaluated data set."""
     record: dict[str, Any] = {
         "kind": "valid" if result.name == "validation" else "test",
         "iteration": iteration,
@@ -177,7 +179,7 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> di
 def save_record(
     iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
 ) -> dict[str, Any]:
-    """The ``timing.jsonl`` record of one complete checkpoint: how long it took, and how long training stood still."""
+    """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training) and bytes."""
     return {
         "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
         "background": background, "seconds": seconds, "stall_seconds": stall, "bytes": num_bytes,
@@ -186,13 +188,13 @@ def save_record(
 
 
 def losses_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The losses in a record of either kind: whatever no other field is called."""
+    """Return the losses in a train or evaluation record: all keys that are not other fields."""
     others = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
     return {key: value for key, value in record.items() if key not in others}
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """One line. Floats are written by repr, which reads back to the same bits; non-finite ones as strings."""
+    """Encode a record as one line. Floats use repr, which restores the same bits; non-finite ones become strings."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -203,16 +205,18 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The record of one whole line, or None for a torn or foreign one."""
+    """Return the record of one complete line, or None for a torn or foreign one."""
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
         return None
-    for holder in (record, record.get("statistics", {})):
+    if not isinstance(statistics := record.get("statistics", {}), dict):
+        return None
+    for holder in (record, statistics):
         for key, value in holder.items():
             if key not in ("kind", "dataset") and isinstance(value, str) and value in NON_FINITE:
                 holder[key] = NON_FINITE[value]
@@ -220,8 +224,8 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The records of a ``metrics.jsonl`` or ``timing.jsonl``, of a running run too; a torn line is left out."""
-    with open(path, "rb") as lines:
+    """Yield the records of a ``metrics.jsonl`` or ``timing.jsonl``, possibly of a running job; skip torn lines."""
+    with open_regular(path) as lines:
         for line in lines:
             record = decode(line)
             if record is not None:
@@ -229,17 +233,15 @@ def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def metrics_directory(save: str | None, tensorboard_dir: str | None) -> Path | None:
-    """Where a run keeps its metrics files: --save, else --tensorboard-dir, else nowhere."""
+    """Return the folder of a run's metrics files: --save, else --tensorboard-dir, else None."""
     directory = save or tensorboard_dir
     return Path(directory) if directory else None
 
 
 class MetricsFile:
-    """An append-only file of JSON lines, written by one rank.
-
-    Nothing here stops training: a disk that is full or cannot be written gives one warning, the file is cut back to its
-    last whole record, and the records wait in memory (``MAX_WAITING`` of them) for the next flush.
-    """
+    """Append-only file of JSON lines, written by one rank. Its errors never stop training: if the disk is full or not
+    writable, warn once, truncate the file to its last complete record, and buffer the records in memory (at most
+    ``MAX_WAITING``) until the next flush."""
 
     MAX_WAITING = 100_000
 
@@ -247,17 +249,15 @@ class MetricsFile:
         self.path = Path(path)
         self.waiting: list[bytes] = []
         self.num_cut = 0
-        """Records that :meth:`resume` took out: above 0, the sinks hold points that training will repeat."""
+        """Records that :meth:`resume` removed; if above 0, sinks hold points that training will repeat."""
         self._size: int | None = None
         self._warned = self._unsynced = False
 
     def resume(self, iteration: int) -> int:
-        """Take out what training from ``iteration`` on will write again; returns the number of records taken out.
-
-        These are the records of later iterations, final evaluations (they follow the last iteration of a run that now
-        goes on) and a torn last line. They move to ``<name>.cut-<iteration>``, which only ever grows, so that a
-        rollback loses nothing; the file itself is replaced atomically.
-        """
+        """Remove records that training after ``iteration`` will write again; return their number. These are records of
+        later iterations, final evaluations (written after the last iteration of a run that now continues) and a torn
+        last line. They move to the append-only ``<name>.cut-<iteration>``, so that a rollback loses nothing. The file
+        is replaced atomically."""
         self.num_cut = 0
         try:
             if self.path.exists():
@@ -272,11 +272,8 @@ class MetricsFile:
             self.waiting.append(encode(record))
 
     def flush(self, durable: bool = False) -> None:
-        """Write the queue, which then outlives this process; with ``durable`` also fsync, to outlive the machine.
-
-        An fsync takes milliseconds in which a GPU waits: evaluations, checkpoints and the end have one, log points
-        do not.
-        """
+        """Write the queue, so that it survives this process; with ``durable`` also fsync, so that it survives the
+        machine. An fsync blocks training for milliseconds: use it for evaluations, checkpoints and the end only."""
         if not self.waiting and not (durable and self._unsynced):
             return
         try:
@@ -291,11 +288,11 @@ class MetricsFile:
 
     def _write(self, data: bytes, durable: bool) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab", buffering=0) as file:
+        with open_to_append(self.path, buffering=0) as file:
             size = file.tell() if self._size is None else self._size
             try:
                 if file.tell() != size:
-                    file.truncate(size)  # the torn rest of a write that failed
+                    file.truncate(size)  # remove the remainder of a failed write
                 written = 0
                 while written < len(data):
                     written += file.write(data[written:])
@@ -308,17 +305,18 @@ class MetricsFile:
         self._size, self._unsynced = size + len(data), not durable
 
     def _cut(self, iteration: int) -> None:
+        """Move the records that :meth:`resume` removes to the ``.cut`` file, then replace the file; fsync both."""
         def stays(line: bytes) -> bool:
             record = decode(line)
             return record is not None and record["iteration"] <= iteration and not record.get("final", False)
 
-        with open(self.path, "rb") as lines:
+        with open_regular(self.path) as lines:
             self.num_cut = sum(not stays(line) for line in lines)
         if not self.num_cut:
             return
         cut_path = self.path.with_name(f"{self.path.name}.cut-{iteration}")
         new_path = self.path.with_name(f"{self.path.name}.new")
-        with open(self.path, "rb") as lines, open(new_path, "wb") as new, open(cut_path, "ab") as cut:
+        with open_regular(self.path) as lines, create_file(new_path) as new, open_to_append(cut_path) as cut:
             for line in lines:
                 if stays(line):
                     new.write(line)
@@ -327,7 +325,7 @@ class MetricsFile:
             for file in (cut, new):
                 file.flush()
                 os.fsync(file.fileno())
-        from megatron.data.indexed_writer import sync_folder  # numpy's: reading a finished run needs none
+        from megatron.data.indexed_writer import sync_folder  # imported late: reading metrics needs no numpy
 
         os.replace(new_path, self.path)
         sync_folder(self.path.parent)

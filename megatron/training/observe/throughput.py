@@ -1,8 +1,8 @@
-"""Speed of training, against the peak of the device: tokens and model FLOPs per second, MFU, memory.
+"""Training throughput relative to the device's peak: tokens and model FLOPs per second, MFU, memory.
 
-Conventions: model FLOPs only (the Task's formula: causal attention, no recomputation, no embedding look-up); peaks are
-*dense*, as the vendors state them without sparsity. A device that is not in the table gets tokens per second and
-"MFU n/a" rather than a guess. More than 100 % means that the count of FLOPs or of seconds is wrong: an error.
+Model FLOPs only (formula of the Task: causal attention, no recomputation, no embedding lookup). Peaks are *dense*
+vendor figures, without sparsity. Devices that are not in the table report tokens per second and "MFU n/a". An MFU above
+100 % means that the FLOP count or the time is wrong; it is an error.
 """
 
 import logging
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import EXIT_FAILED, UserError
 
 logger = logging.getLogger(__name__)
 
-# Dense bf16 and fp8 TFLOP/s by a pattern of the device's name; the first match counts, so the special cases lead.
+# (device name pattern, dense bf16, dense fp8 TFLOP/s). The first match applies, so special cases come first.
 PEAKS: list[tuple[str, float, float | None]] = [
     (r"\bGB300\b", 2500.0, 5000.0),
     (r"\bGB200\b", 2500.0, 5000.0),
@@ -50,11 +50,13 @@ PEAKS: list[tuple[str, float, float | None]] = [
 
 
 class ThroughputError(UserError, ArithmeticError):
-    """A measured rate above what the device can do."""
+    """A measured rate above the device's peak."""
+
+    exit_code = EXIT_FAILED
 
 
 def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
-    """Dense peak in TFLOP/s; ``precision`` "bf16" (fp16 is the same) or "fp8". None for a device not in the table."""
+    """Return the dense peak in TFLOP/s for ``precision`` "bf16" (same for fp16) or "fp8"; None for unknown devices."""
     for pattern, bf16, fp8 in PEAKS:
         if re.search(pattern, device_name, re.IGNORECASE):
             return fp8 if precision == "fp8" else bf16
@@ -62,10 +64,8 @@ def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
 
 
 def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | None:
-    """Model FLOPs utilisation, 0 to 1, of ``tflops`` per device; None for an unknown device.
-
-    Raises :class:`ThroughputError` above 1.
-    """
+    """Return the model FLOPs utilization (0 to 1) of ``tflops`` per device; None for an unknown device. Raises
+    :class:`ThroughputError` above 1."""
     peak = peak_tflops(device_name, precision)
     if peak is None:
         return None
@@ -80,17 +80,17 @@ def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | Non
 
 @dataclass(frozen=True)
 class Rate:
-    """Rates per device, and of the whole run."""
+    """Throughput per device and of all devices."""
 
     tflops: float | None
-    """Model TFLOP/s per device; None for a task that does not count its FLOPs."""
+    """Model TFLOP/s per device; None for a task that does not count FLOPs."""
     tokens_per_second: float
-    """Tokens per second of all devices."""
+    """Tokens per second, summed over all devices."""
     tokens_per_second_per_device: float
     mfu: float | None
 
     def line(self) -> str:
-        """For the console, below the iteration line."""
+        """Return the console line that follows the iteration line."""
         share = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
         return (
             f"     tokens/s: {self.tokens_per_second:.1f} | tokens/s/GPU: {self.tokens_per_second_per_device:.1f}"
@@ -99,14 +99,14 @@ class Rate:
 
 
 class Throughput:
-    """Turns counts and seconds into rates for one kind of device. An impossible MFU is logged as an error, once."""
+    """Converts counts and seconds to rates for one kind of device. An MFU above 1 is logged as an error, once."""
 
     def __init__(self, world_size: int, device_name: str, precision: str = "bf16"):
         self.world_size, self.device_name, self.precision = world_size, device_name, precision
         self._reported = False
 
     def rate(self, flops: float, num_tokens: float, elapsed: float) -> Rate:
-        """``flops`` (0: not counted) and ``num_tokens`` of all devices in ``elapsed`` seconds."""
+        """Return the rates for ``flops`` (0: not counted) and ``num_tokens`` of all devices in ``elapsed`` seconds."""
         if elapsed <= 0:
             return Rate(None, 0.0, 0.0, None)
         tokens = num_tokens / elapsed
@@ -124,12 +124,12 @@ class Throughput:
 
 
 def device_name() -> str:
-    """Name of the current CUDA device, "CPU" without one."""
+    """Return the name of the current CUDA device, or "CPU"."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def cuda_memory_megabytes() -> dict[str, float]:
-    """Megabytes (2**20) of this process by the names of the memory line."""
+    """Return this process's CUDA memory in MiB, by the names of the memory line."""
     sizes = {
         "allocated": torch.cuda.memory_allocated(),
         "max allocated": torch.cuda.max_memory_allocated(),
@@ -140,7 +140,7 @@ def cuda_memory_megabytes() -> dict[str, float]:
 
 
 def memory_bytes(device: str) -> dict[str, int]:
-    """Memory for TensorBoard and ``timing.jsonl``: the allocator's sizes on CUDA, the resident set on a CPU."""
+    """Return memory values for TensorBoard and ``timing.jsonl``: CUDA allocator sizes, or resident set on a CPU."""
     if device == "cuda":
         stats = torch.cuda.memory_stats()
         return {
@@ -153,7 +153,7 @@ def memory_bytes(device: str) -> dict[str, int]:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; its peak where the system does not tell the current value."""
+    """Return the resident memory of this process, or its peak if the system does not report the current value."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -162,7 +162,7 @@ def resident_bytes() -> int:
 
 
 def max_resident_bytes() -> int:
-    """Peak resident memory of this process."""
+    """Return the peak resident memory of this process."""
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,20 +1,22 @@
-"""The report of --dry-run: layout, parameters, memory, batches and schedule, computed from the settings alone.
+"""Report of --dry-run: layout, parameters, memory, batches and schedule, computed from the settings only.
 
-Torch-free. Parameter counts are exact; memory: ``memory.py``.
+Torch-free. Parameter counts are exact; for memory see ``memory.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from megatron.core.config.cli import ConfigError
+from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import ModelDescription
+from megatron.core.safe_files import parse_json, read_text
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.schedules import learning_rate as schedules
 from megatron.training.arguments import validate_args
@@ -22,16 +24,20 @@ from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
 from megatron.training.model_description import describe_run
+from megatron.training.report.advice import fit_rows
 from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
+from megatron.training.report.rates import cost_rows
+from megatron.training.rules.checkpoints import folders_to_start_from_exist, save_folder_is_unused_without_load
+from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
 
 Rows = Iterator[tuple[str, Any]]
 
 
 def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
-    """Vocabulary size and where it is from, without building the tokenizer; None where that would be needed."""
+    """Return (vocabulary size, its source) without building the tokenizer, or (None, "unknown") if that is required."""
     if cfg.vocab_size is not None:
         return cfg.vocab_size, "--vocab-size"
     if cfg.tokenizer_type == "ByteLevelTokenizer":
@@ -39,42 +45,50 @@ def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
     path = cfg.vocab_file
     if path is None or not os.path.isfile(path):
         return None, "unknown"
-    if path.endswith(".json"):
-        with open(path, encoding="utf-8") as file:
-            return len(json.load(file)), path
-    with open(path, encoding="utf-8") as file:
-        return sum(1 for line in file if line.strip()), path
+    try:
+        text = read_text(path)
+        if not path.endswith(".json"):
+            return sum(1 for line in text.splitlines() if line.strip()), path
+        return len(dict(parse_json(text))), path
+    except (OSError, TypeError, ValueError):  # building the tokenizer reports the error
+        return None, "unknown"
 
 
 def preflight(cfg: PretrainConfig) -> bool:
-    """Answer what needs no torch: contradictions, and the whole of --dry-run.
+    """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0.
 
     Args:
         cfg: parsed, not yet resolved settings.
 
     Returns:
-        whether the program is done.
+        whether the program is finished.
 
     Raises:
-        ConfigError: with every contradiction.
+        ConfigError: lists every contradiction.
     """
-    if cfg.use_checkpoint_args or cfg.load_hf:
-        return False  # the checkpoint's settings are not known yet
+    if cfg.use_checkpoint_args or cfg.load_hf:  # the checkpoint's settings are not known yet
+        if problems := [*folders_to_start_from_exist(cfg), *save_folder_is_unused_without_load(cfg)]:
+            raise ConfigError(problems)
+        return False
     resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)
+    if is_first_rank() and (problems := input_problems(resolved, [])):  # before torch is imported
+        raise ConfigError(problems)
     if cfg.dry_run and is_first_rank():
         sys.stdout.write(dry_run_report(resolved))
     return cfg.dry_run
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:
-    """The report that ``--dry-run`` prints, for a resolved and checked configuration."""
+    """Return the report of ``--dry-run`` for a resolved and checked configuration."""
     vocab_size, source = vocab_size_of(cfg)
     model = describe_run(cfg, vocab_size or 0)
     sections = {
         "layout": _layout(cfg),
         "pipeline": pipeline_rows(cfg, vocab_size),
         "model": _model(cfg, model, vocab_size, source),
-        "memory": chain(memory_rows(cfg, vocab_size or 0), expert_hints(cfg, vocab_size or 0)),
+        "memory": chain(
+            memory_rows(cfg, vocab_size or 0), fit_rows(cfg, vocab_size or 0), expert_hints(cfg, vocab_size or 0)
+        ),
         "batches": _batches(cfg, model.flops_per_sample if vocab_size else None),
         "schedule": _schedule(cfg),
         "missing on this machine": _missing_here(cfg),
@@ -87,7 +101,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
 
 
 def _missing_here(cfg: PretrainConfig) -> Rows:
-    """Packages, GPUs and files that a run on this machine would be refused for."""
+    """Yield packages, GPUs and files whose absence would make a run on this machine fail."""
     for each in check(dataclasses.replace(cfg, dry_run=False)):
         flag, _, reason = str(each).partition(": ")
         yield flag, reason
@@ -146,15 +160,17 @@ def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
     for plateau in batch_sizes.batch_size_plateaus(cfg):
         steps = plateau.size // (micro * dp)
         text = (
-            f"{plateau.size} sequences = {micro} x {dp} ranks x {steps} micro-batches, {plateau.size * length:,} tokens"
+            f"{plateau.size} sequences = {micro} x {counted(dp, 'rank')} x {steps} micro-batch{'es' * (steps > 1)},"
+            f" {plateau.size * length:,} tokens"
         )
         yield f"from sample {plateau.first_sample:,}", text
     if flops is not None:
         per_rank = flops * batch_sizes.batch_size_plateaus(cfg)[-1].size / cfg.world_size
-        seconds = f"{per_rank / 500e12:.3g} s at 500 TFLOP/s"
-        yield "computation", f"{flops / length:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration: {seconds}"
+        yield "computation", f"{flops / length:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration"
     if cfg.train_iters:
         samples = cfg.train_samples or batch_sizes.samples_from_iters(cfg, cfg.train_iters, dp)
+        if flops is not None:
+            yield from cost_rows(cfg, flops * batch_sizes.batch_size_plateaus(cfg)[-1].size, samples)
         yield "training", f"{cfg.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
     if cfg.eval_iters:
         every = f"every {cfg.eval_interval:,} iterations" if cfg.eval_interval else "only after training"

@@ -1,6 +1,6 @@
-"""Hints of the dry run: another split of the experts over the same ranks that fits better, each with its reason.
+"""Hints of the dry run: an expert-parallel layout on the same ranks that fits better, with the reason.
 
-Only sizes are compared; whether a hint pays is for a measurement to say. Torch-free.
+The hints compare sizes only; measure before relying on them. Torch-free.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron.training.report.memory import estimate_memory
 
 GPUS_PER_HOST = 8
 DEVICE_GIB = 80e9 / 2**30
-"""Memory of an H100, of which an estimate leaves out what the allocator and libraries take."""
+"""Memory of an H100; allocator and library overhead, which estimates exclude, also need part of it."""
 
 
 def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """At most one row of advice; nothing for a model without experts."""
+    """Yield at most one row of advice; none for a model without experts."""
     experts, ep, etp = cfg.num_moe_experts, cfg.expert_model_parallel_size, expert_tensor_ranks(cfg)
     if experts is None:
         return
@@ -30,7 +30,7 @@ def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, st
             f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
         )
         return
-    fitting = ((size, _gib(cfg, vocab_size, size, etp)) for size in _sizes(cfg, etp))  # as far as it is asked for
+    fitting = ((size, _gib(cfg, vocab_size, size, etp)) for size in _sizes(cfg, etp))  # lazy: estimated on demand
     if now > DEVICE_GIB:
         found = next(((size, gib) for size, gib in fitting if size > ep and gib <= DEVICE_GIB), None)
         if found:
@@ -45,7 +45,7 @@ def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, st
 
 
 def _sizes(cfg: PretrainConfig, etp: int) -> list[int]:
-    """Sizes of expert parallelism that divide experts and ranks, in growing order."""
+    """Return the expert-parallel sizes that divide both experts and ranks, in increasing order."""
     experts, ranks = cfg.num_moe_experts or 1, cfg.world_size // (etp * cfg.pipeline_model_parallel_size)
     return [size for size in range(1, min(experts, ranks) + 1) if experts % size == 0 and ranks % size == 0]
 
@@ -55,6 +55,6 @@ def _flags(ep: int, etp: int) -> str:
 
 
 def _gib(cfg: PretrainConfig, vocab_size: int, ep: int, etp: int) -> float:
-    """Memory of the pipeline rank that needs most."""
+    """Return the memory of the pipeline rank that needs the most, in GiB."""
     changed = replace(cfg, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     return max(rank.total for rank in estimate_memory(changed, vocab_size)) / 2**30

@@ -1,17 +1,17 @@
-"""Bytes that each pipeline rank needs for a training step, from the settings alone. Torch-free.
+"""Memory estimate per pipeline rank for a training step, from the settings only. Torch-free.
 
-Weights, gradients and optimizer state are exact: the parameters of the model's description, stage by stage, cut into
-buckets and shards by the same functions as the buffers themselves. Activations are an estimate of what autograd keeps,
-as described, times the micro-batches that the schedule keeps alive, and what one layer's backward pass adds while it
-runs.
+Weights, gradients and optimizer state are exact: parameters of the model description per stage, cut into buckets and
+shards by the same functions as the real buffers. Activations are estimated: bytes that autograd saves according to the
+description, times the micro-batches in flight, plus the temporary memory of one layer's backward pass.
 
-Operations are those that GPUs run; plain torch on CPUs keeps up to a fifth more between attention's projections.
-Left out: what the allocator, kernels and the communication library take, and fragments (some GB on a GPU).
+Operations are those used on GPUs; plain torch on CPUs saves up to a fifth more between the attention projections. Not
+included: overhead of allocator, kernels and communication libraries, and fragmentation (some GB on a GPU).
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,16 +29,18 @@ from megatron.training.report.pipeline import enough_microbatches, layers_held, 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank; of its data- and tensor-parallel ranks, the one that needs most."""
+    """Bytes on one pipeline rank: maximum over its data- and tensor-parallel ranks."""
 
     contents: str
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    """Kept between forward and backward passes, at the fullest moment."""
+    """Saved between forward and backward passes, at the peak."""
     working: int
-    """Memory that comes and goes on top: gradients of one layer's activations, weights gathered for a layer."""
+    """Temporary memory on top: gradients of one layer's activations, weights gathered for a layer."""
+    kinds: dict[str, int]
+    """``activations`` by the name of the piece that saves them, largest first."""
 
     @property
     def total(self) -> int:
@@ -46,7 +48,7 @@ class RankMemory:
 
 
 def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
-    """One row per pipeline rank; ``vocab_size`` before padding (0: unknown, counted as nothing)."""
+    """Return the memory of each pipeline rank. ``vocab_size`` is unpadded; 0 means unknown and adds no bytes."""
     ranks, model = cfg.pipeline_model_parallel_size, describe_run(cfg, vocab_size)
     stages = stages_of(cfg, vocab_size or None)
     schedule = schedule_of(cfg, enough_microbatches(cfg))
@@ -60,14 +62,20 @@ def _rank_memory(
     states = [_chunk_state(cfg, model, chunk) for chunk in chunks]
     weights, gradients, optimizer, working = (sum(column) for column in zip(*states))
     working += max(_backward_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
-    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working)
+    by_kind: dict[str, float] = defaultdict(float)
+    for chunk in chunks:
+        for name, size in activations_by_kind(cfg, model, chunk).items():
+            by_kind[name] += size
+    share = kept / (sum(by_kind.values()) or 1.0)  # micro-batches in flight, averaged over the chunks
+    kinds = {name: round(by_kind[name] * share) for name in sorted(by_kind, key=by_kind.__getitem__, reverse=True)}
+    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working, kinds)
 
 
 # ---- parameters
 
 
 class Stored(NamedTuple):
-    """A parameter, or one of its parts, on this tensor-parallel rank."""
+    """Shape of a parameter, or a component of it, on this tensor-parallel rank."""
 
     param: Param
     shape: tuple[int, ...]
@@ -78,8 +86,7 @@ class Stored(NamedTuple):
 
 
 def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stored]:
-    """Those of the pieces of a stage, in the order in which they are built. What is tied to a parameter of the same
-    stage is that parameter."""
+    """Return the parameters of a stage's pieces in build order, without those tied to another one of the stage."""
     params = [each for piece in pieces for each in piece.params]
     sizes = {
         "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
@@ -93,13 +100,13 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
 
 
 def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
-    """(weights, gradients, optimizer state, weights gathered and gradients not yet summed for one unit) in bytes."""
+    """Return bytes of (weights, gradients, optimizer state, gathered weights plus unreduced gradients of one unit)."""
     parameters = stored_parameters(cfg, pieces_of(model, stage))
     if not parameters:
         return 0, 0, 0, 0
     if cfg.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
         return _fully_sharded_state(cfg, parameters, layers_held(model, stage))
-    # parameters that other ranks sum have buffers of their own
+    # parameters that are reduced over other ranks (experts) have separate buffers
     ranks = _sum_ranks(cfg), _expert_sum_ranks(cfg)
     if ranks[0] == ranks[1] and cfg.expert_model_parallel_size == 1:
         return _buffer_state(cfg, model, parameters, ranks[0])
@@ -111,11 +118,11 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
 def _buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, int, int]:
-    """The same for parameters whose gradients ``num_ranks`` ranks sum."""
+    """Return :func:`_chunk_state` of parameters in one buffer, whose gradients ``num_ranks`` ranks reduce."""
     parameters.reverse()
     sizes = [each.elements for each in parameters]
     shards = num_ranks // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
-    # what the first and the last stage may both hold has buckets of its own, so that its shards are cut alike
+    # parameters tied between first and last stage get separate buckets, so that both stages cut equal shards
     tied = cfg.pipeline_model_parallel_size > 1 and cfg.use_distributed_optimizer
     held_twice = model.embedding.params if model.predictions else model.embedding.params[:1]
     alone = [tied and (each.param.tied_to is not None or each.param in held_twice) for each in parameters]
@@ -134,12 +141,12 @@ def _buffer_state(
 def _fully_sharded_state(
     cfg: PretrainConfig, parameters: Sequence[Stored], layers: Sequence[Sequence[Piece]]
 ) -> tuple[int, int, int, int]:
-    """Rows of every parameter in full precision; beside them one layer's, and all that is in no layer, as gathered."""
+    """Return :func:`_chunk_state` with FSDP: full-precision row shards, plus gathered and non-layer parameters."""
     shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances
     rows = sum(-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters)
     units = [sum(each.elements for each in stored_parameters(cfg, layer)) for layer in layers]
     outside = sum(each.elements for each in parameters) - sum(units)
-    # the next layer is gathered while one computes
+    # the next layer is gathered while the current one computes
     together = 2 if cfg.torch_fsdp2_reshard_after_forward else len(units)
     gathered = outside + sum(sorted(units)[-together:])
     unsummed = max([outside, *units])
@@ -149,12 +156,12 @@ def _fully_sharded_state(
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:
-    """Ranks over which gradients are summed."""
+    """Return the number of ranks that reduce gradients of dense parameters."""
     return cfg.data_parallel_size * cfg.context_parallel_size
 
 
 def _expert_sum_ranks(cfg: PretrainConfig) -> int:
-    """The same of experts' gradients."""
+    """Return the number of ranks that reduce gradients of experts."""
     held = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg) * cfg.pipeline_model_parallel_size
     return max(cfg.world_size // held, 1)
 
@@ -164,22 +171,22 @@ def _is_half(cfg: PretrainConfig) -> bool:
 
 
 def state_bytes(cfg: PretrainConfig) -> int:
-    """Bytes of an element of a moment in full precision."""
+    """Return the bytes per element of full-precision moments."""
     return 8 if cfg.fp64 else 4
 
 
 def gradient_bytes(cfg: PretrainConfig) -> int:
-    """Bytes of an element of an accumulated gradient."""
+    """Return the bytes per element of accumulated gradients."""
     return 4 if _is_half(cfg) and cfg.accumulate_allreduce_grads_in_fp32 else activation_bytes(cfg)
 
 
 def master_bytes(cfg: PretrainConfig) -> int:
-    """Bytes beside a half-precision weight for its exact value: for bf16 the 16 bits that it lacks, for fp16 a copy."""
+    """Return the extra bytes per half-precision weight for its master: 2 for bf16 remainders, 4 for an fp32 copy."""
     return 2 if cfg.bf16 and cfg.store_param_remainders else 4 if _is_half(cfg) else 0
 
 
 def moment_bytes(cfg: PretrainConfig) -> int:
-    """Bytes of all moments of an element of a parameter."""
+    """Return the bytes of all moments per parameter element."""
     if cfg.optimizer == "sgd":
         return state_bytes(cfg) if cfg.sgd_momentum else 0
     return sum(2 if kind == "bf16" and not cfg.fp64 else state_bytes(cfg)
@@ -190,36 +197,50 @@ def moment_bytes(cfg: PretrainConfig) -> int:
 
 
 def _tokens(cfg: PretrainConfig) -> int:
-    """Tokens of one micro-batch on this context-parallel rank."""
+    """Return the tokens of one micro-batch on this context-parallel rank."""
     return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size
 
 
 def _recomputed(cfg: PretrainConfig) -> frozenset[str]:
-    """Modules that selective recomputation computes again."""
+    """Return the modules that selective recomputation recomputes."""
     selective = cfg.recompute_granularity == "selective"
     return frozenset(cfg.recompute_modules or ("core_attn",)) if selective else frozenset()
 
 
 def stage_activations(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
-    """Bytes that one micro-batch leaves on a stage between its forward and its backward pass."""
-    layers = layers_held(model, stage)
-    ends = [model.embedding] * stage.embedding + [model.head] * stage.loss
-    again = cfg.recompute_granularity == "full"
-    later = [each for each in model.predictions if stage.num_mtp and not (again and each.is_branch)]
-    total = kept_bytes(ends) + kept_bytes(later, _recomputed(cfg))
-    if again:
+    """Return the bytes that one micro-batch keeps on a stage between its forward and its backward pass."""
+    return int(sum(activations_by_kind(cfg, model, stage).values()))
+
+
+LAYER_INPUTS = "inputs of recomputed layers"
+
+
+def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> dict[str, float]:
+    """Return the bytes of :func:`stage_activations` by the name of the piece that saves them (``attention``,
+    ``feed-forward`` …), including :data:`LAYER_INPUTS`."""
+    layers, recomputed = layers_held(model, stage), _recomputed(cfg)
+    full = cfg.recompute_granularity == "full"
+    found: dict[str, float] = defaultdict(float)
+    for end in [model.embedding] * stage.embedding + [model.head] * stage.loss:
+        found[end.name] += kept_bytes([end])
+    for each in model.predictions:
+        if stage.num_mtp and not (full and each.is_branch):
+            found[each.name] += kept_bytes([each], recomputed)
+    if full:
         assert cfg.recompute_num_layers is not None
         given = min(cfg.recompute_num_layers, len(layers))
         inputs = -(-len(layers) // given) if layers and cfg.recompute_method == "uniform" else given
         share = cfg.tensor_model_parallel_size if cfg.distribute_saved_activations else 1
-        total += inputs * stream_elements(cfg) * activation_bytes(cfg) / share
+        found[LAYER_INPUTS] += inputs * stream_elements(cfg) * activation_bytes(cfg) / share
         layers = [] if cfg.recompute_method == "uniform" else layers[given:]
-    total += sum(kept_bytes(layer, _recomputed(cfg)) for layer in layers)
-    return int(total * _tokens(cfg))
+    for layer in layers:
+        for branch in layer:
+            found[branch.name] += kept_bytes([branch], recomputed)
+    return {name: size * _tokens(cfg) for name, size in found.items() if size}
 
 
 def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
-    """While one layer runs backward: its activations once more where they are recomputed, and their gradients."""
+    """Return the temporary bytes of one layer's backward pass: its gradients, and its recomputed activations."""
     if not layers:
         return 0
     again = _recomputed(cfg)
@@ -235,7 +256,7 @@ def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> i
 
 
 def _branch_gradients(branch: Piece, again: frozenset[str]) -> float:
-    """Gradients of what operations put out; what selective recomputation brings back makes room for them in turn."""
+    """Return bytes per token in backward: sum over ops of max(output gradient, recomputed activations)."""
     found = 0.0
     for op in branch.ops:
         back = sum(saved.bytes for saved in op.saved if again.intersection(saved.modules))
@@ -247,7 +268,7 @@ def _branch_gradients(branch: Piece, again: frozenset[str]) -> float:
 
 
 def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """A table, GiB per rank, one line per pipeline rank; the largest marked where there are several."""
+    """Yield table rows: GiB per pipeline rank, with a mark at the maximum, and micro-batches in flight."""
     ranks = estimate_memory(cfg, vocab_size)
     precision = "fp16" if cfg.fp16 else "bf16" if cfg.bf16 else "fp32"
     columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
@@ -262,5 +283,5 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
 
 
 def microbatches_alive(cfg: PretrainConfig) -> list[float]:
-    """Per pipeline rank, the most (chunk, micro-batch) pairs between their forward and backward passes."""
+    """Return the maximum number of (chunk, micro-batch) pairs between forward and backward, per pipeline rank."""
     return peak_activations(schedule_of(cfg, enough_microbatches(cfg)))

@@ -1,4 +1,4 @@
-"""The pipeline of a configuration: contents of its stages, bubble, activations, timeline. Torch-free."""
+"""Pipeline report: contents of the stages, bubble fraction, activations in flight and timeline. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.training.model_description import describe_run
 
 
 def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
-    """The stages of a run; with an unknown vocabulary layers count alike and stay whole."""
+    """Return the stages of a run. With unknown ``vocab_size`` all layers have equal cost and are not split."""
     costs = describe_run(cfg, vocab_size or 0).costs
     return pipeline_stages(cfg, costs._replace(layers=None) if vocab_size is None else costs)
 
 
 def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piece]]:
-    """The branches that a stage holds, layer by layer."""
+    """Return the residual branches of a stage, grouped by layer."""
     return [[model.layers[part.layer][branch] for branch in part.branches] for part in stage.parts]
 
 
 def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
-    """Contents of a stage, in order."""
+    """Return the contents of a stage in order, including its copy of the embedding for multi-token prediction."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     first = [model.embedding] * stage.embedding
     if stage.num_mtp and not stage.embedding:
@@ -37,18 +37,19 @@ def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
 
 
 def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
-    """The schedule that trains ``num_microbatches`` micro-batches."""
+    """Return the pipeline schedule of ``num_microbatches`` micro-batches."""
     return choose.schedule_of(cfg, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches)
 
 
 def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
-    """In forward passes of one layer: F costs a stage's layers and output layer, B and W as much each."""
+    """Return the cost function of actions, in forward passes of one layer: F costs the stage's layers and output layer;
+    B and W cost the same each, or B twice as much if the schedule does not split the backward pass."""
     costs = describe_run(cfg, vocab_size or 0).costs
     before = [0.0, *accumulate(costs.branches)]
     stages = stages_of(cfg, vocab_size)
     forward = [before[stage.branches.stop] - before[stage.branches.start] for stage in stages]
     forward[-1] += costs.head
-    whole = 1 if schedule.splits_backward else 2  # asked once: it looks through every action
+    whole = 1 if schedule.splits_backward else 2  # evaluated once: the property scans all actions
 
     def cost(stage: int, action: Action) -> float:
         return forward[stage] * (whole if action.kind == "B" else 1)
@@ -57,28 +58,28 @@ def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) ->
 
 
 def timeline_of(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | None) -> Timeline:
-    """A simulated iteration, without any time for messages.
+    """Return a simulated iteration with free communication.
 
     Raises:
-        DeadlockError: if the schedule does not end.
+        DeadlockError: the schedule does not terminate.
     """
     schedule = schedule_of(cfg, num_microbatches)
     return simulate(schedule, costs_of(cfg, schedule, vocab_size))
 
 
 def microbatches_of(cfg: PretrainConfig) -> int:
-    """Micro-batches of a full global batch on one pipeline."""
+    """Return the number of micro-batches per pipeline in a full global batch."""
     return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
 
 
 def _round_of(cfg: PretrainConfig) -> int:
-    """Micro-batches after which the middle of a schedule repeats itself."""
+    """Return the number of micro-batches after which the steady state of a schedule repeats."""
     return cfg.microbatch_group_size_per_virtual_pipeline_stage or cfg.pipeline_model_parallel_size
 
 
 def enough_microbatches(cfg: PretrainConfig) -> int:
-    """At most as many micro-batches as a global batch has, with the same peaks: a longer schedule only repeats its
-    middle, and a simulation of a batch of millions would take minutes."""
+    """Return at most the global batch's number of micro-batches, with the same peaks. A longer schedule only repeats
+    its steady state, and simulating millions of micro-batches would take minutes."""
     number, ranks = microbatches_of(cfg), cfg.pipeline_model_parallel_size
     if ranks == 1:
         return 1
@@ -87,7 +88,7 @@ def enough_microbatches(cfg: PretrainConfig) -> int:
 
 
 def bubble_of(cfg: PretrainConfig, vocab_size: int | None) -> float:
-    """Share of the ranks' time in which they wait; of long schedules from one round's time in the middle."""
+    """Return the bubble fraction, the share of time that ranks wait; for long schedules extrapolated from one round."""
     number, few = microbatches_of(cfg), enough_microbatches(cfg)
     timeline = timeline_of(cfg, few, vocab_size)
     if few == number:
@@ -100,13 +101,13 @@ def bubble_of(cfg: PretrainConfig, vocab_size: int | None) -> float:
 
 
 def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:
-    """Per rank, the most (layer, micro-batch) activations alive at once."""
+    """Return the maximum number of (layer, micro-batch) activations in flight, per rank."""
     stages = stages_of(cfg, vocab_size)
     return peak_activations(schedule, weight=lambda stage: stages[stage].num_layers)
 
 
 def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:
-    """(name, value) rows for a report; none without a pipeline."""
+    """Yield (name, value) rows of the report; none without a pipeline."""
     ranks = cfg.pipeline_model_parallel_size
     if ranks == 1:
         return

@@ -8,6 +8,7 @@ from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
 from megatron.core.extensions.flash_attn import INSTALL as INSTALL_FLASH
 from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
+from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import gpu_present
 from megatron.training.rules.common import Problems, problem
@@ -29,6 +30,13 @@ def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
 
 def _impl(cfg: PretrainConfig) -> str:
     return f"--transformer-impl {cfg.transformer_impl}"
+
+
+def nccl_has_gpus(cfg: PretrainConfig) -> Problems:
+    """A process without a launcher builds no process group; a dry run does not depend on the machine it runs on."""
+    launched = launched_world_size() is not None and not cfg.dry_run
+    if cfg.distributed_backend == "nccl" and launched and not gpu_present():
+        yield problem(cfg, "distributed_backend", "requires NVIDIA GPUs, and this machine shows none", "use gloo")
 
 
 def flash_attention_can_run(cfg: PretrainConfig) -> Problems:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import glob
 import os
 
+from megatron.core.config.errors import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import describe_run
 from megatron.training.rules.common import Problems, problem
+from megatron.training.rules.inputs import Line
 
 PATHS = (
     "save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir",
@@ -24,6 +29,32 @@ def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
         paths = value if isinstance(value, list) else [value]
         if any(isinstance(path, str) and not path.strip() for path in paths):
             yield problem(cfg, field, "is an empty path", "is a variable unset? leave the flag out to do without it")
+
+
+def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
+    """A mistyped folder; whether it holds a usable checkpoint is seen when it is opened."""
+    if cfg.dry_run:
+        return
+    resumes = cfg.load is not None and os.path.isdir(cfg.load)
+    if cfg.load_hf is not None and not os.path.isdir(cfg.load_hf):
+        yield problem(cfg, "load_hf", "there is no such folder", "check the path")
+    if cfg.pretrained_checkpoint is not None and not resumes and not os.path.isdir(cfg.pretrained_checkpoint):
+        yield problem(cfg, "pretrained_checkpoint", "there is no such folder", "check the path")
+    elif cfg.exit_on_missing_checkpoint and cfg.load is not None and not resumes and cfg.pretrained_checkpoint is None:
+        fix = "check the path, or remove --exit-on-missing-checkpoint"
+        yield problem(cfg, "load", "there is no such folder", fix)
+
+
+def save_folder_is_unused_without_load(cfg: PretrainConfig) -> Problems:
+    """The most common case of ``checkpoint/history.py``, which compares the histories of two folders."""
+    if cfg.save is None or cfg.load is not None or cfg.skip_train or cfg.start_over or cfg.dry_run:
+        return
+    found = glob.glob(os.path.join(glob.escape(cfg.save), "iter_" + "[0-9]" * 7))
+    if found:
+        newest = max(int(path[-7:]) for path in found)
+        reason = f"holds checkpoints up to iteration {newest}, from which this run would not continue"
+        fix = f"to continue: --load {cfg.save}; to start again and keep them in a subfolder: --start-over"
+        yield problem(cfg, "save", reason, fix)
 
 
 def fast_folder_is_another_one(cfg: PretrainConfig) -> Problems:
@@ -62,3 +93,28 @@ def exports_follow_saves(cfg: PretrainConfig) -> Problems:
         return
     if cfg.save_interval is None or cfg.save_hf_interval % cfg.save_interval:
         yield problem(cfg, "save_hf_interval", "is not a multiple of --save-interval", "it converts checkpoints")
+
+
+def exported_models_have_a_family(cfg: PretrainConfig) -> Problems:
+    """A model that no family can hold would train, and fail at its first export."""
+    if cfg.save_hf_interval is None or not cfg.save:
+        return
+    from megatron.core.export.hf.family import complete, described  # imports torch, which a command line does without
+    from megatron.core.export.hf.registry import family_for
+    from megatron.core.models.describe import weight_shapes
+
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    try:
+        settings = complete({**values, "vocab_size": cfg.vocab_size or 1})
+        model = describe_run(cfg, settings["vocab_size"])
+    except UserError:  # told by the rules about sizes and --spec
+        return
+    names = weight_shapes(model, expert_bias=cfg.moe_router_enable_expert_bias).keys()
+    if model.unknown or names != described(settings)[0].keys():
+        yield problem(cfg, "save_hf_interval", "is not supported with the layers of --spec", "remove it")
+        return
+    try:
+        list(family_for(settings).layouts(settings))
+    except UserError as error:
+        name = "--save-hf-interval"
+        yield Line(name, f"{name} {cfg.save_hf_interval}: {error}. Change these flags or remove {name}")

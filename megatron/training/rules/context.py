@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megatron.core.config.errors import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import specs_of_layers
 from megatron.training.rules.common import Problems, missing, problem, sequence_lengths
 from megatron.training.rules.layout import nearest_multiples
 
@@ -15,6 +17,20 @@ def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
         if cp > 1 and length % (2 * cp):
             reason = f"is not a multiple of 2 x --context-parallel-size {cp}: each rank holds an early and a late chunk"
             yield problem(cfg, field, reason, nearest_multiples(length, 2 * cp))
+
+
+def layers_support_context_parallelism(cfg: PretrainConfig) -> Problems:
+    """Unreadable --spec values are reported by another rule."""
+    if cfg.context_parallel_size == 1 or cfg.spec in (None, ["local"]) or not cfg.num_layers:
+        return
+    from megatron.core.transformer.context_parallel_support import FIX, undeclared, undeclared_classes
+
+    try:
+        specs = specs_of_layers(cfg)
+    except UserError:
+        return
+    for kind in undeclared_classes(specs):
+        yield problem(cfg, "context_parallel_size", undeclared(kind), FIX)
 
 
 def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:

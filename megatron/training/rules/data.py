@@ -7,6 +7,7 @@ import os
 from megatron.core.config.tokenizer import TOKENIZER_FILES
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.validation import eval_samples, num_evaluations
 from megatron.training.rules.common import Problems, missing, names_of, problem
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
@@ -49,7 +50,7 @@ MOST_SAMPLES = 2**35
 def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
     """``resolve`` has filled in --train-iters where --train-samples was given."""
     train = cfg.train_samples or (cfg.train_iters or 0) * (cfg.global_batch_size or 0)
-    evaluated = 0 if cfg.full_validation else cfg.eval_iters * (cfg.eval_global_batch_size or 0)
+    evaluated = 0 if cfg.full_validation else num_evaluations(cfg) * eval_samples(cfg)
     for field, count in (("train_samples" if cfg.train_samples else "train_iters", train), ("eval_iters", evaluated)):
         if count > MOST_SAMPLES and cfg.dataloader_type != "external":
             yield problem(cfg, field, f"takes {count:,} samples, whose order alone fills {count * 8 / 2**30:,.0f} GiB")
@@ -92,6 +93,12 @@ def named_files_exist(cfg: PretrainConfig) -> Problems:
 def lengths_agree(cfg: PretrainConfig) -> Problems:
     if cfg.seq_length is not None and cfg.encoder_seq_length not in (None, cfg.seq_length):
         yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
+
+
+def mock_data_needs_two_tokens(cfg: PretrainConfig) -> Problems:
+    """Mock documents count upwards from id 1."""
+    if cfg.mock_data and cfg.model_family == "gpt" and cfg.tokenizer_type == "NullTokenizer" and cfg.vocab_size == 1:
+        yield problem(cfg, "vocab_size", "is too small for --mock-data, whose token ids start at 1", "use at least 2")
 
 
 def mock_data_comes_from_the_loader(cfg: PretrainConfig) -> Problems:

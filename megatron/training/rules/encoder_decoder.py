@@ -39,6 +39,7 @@ REFUSED = {
     "use_parallel_residual": "leave it out",
     "embed_layernorm": "leave it out",
     "window_attn_skip_freq": "leave it out",
+    "no_rope_freq": "leave it out",
     "num_layers_per_virtual_pipeline_stage": "--num-virtual-stages-per-pipeline-rank",
 }
 """What says nothing clear about two stacks, and what to give instead."""

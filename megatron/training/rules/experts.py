@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from megatron.core.config.moe import expert_tensor_ranks
+from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
-from megatron.training.rules.layout import common_divisors, nearest_multiples
+from megatron.training.rules.layout import common_divisors, how_to_start, nearest_multiples
 
 NO_LOSS = ("sinkhorn", "quantile_balancing", "none")
 """Kinds of balance that are no loss."""
@@ -50,7 +51,10 @@ def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
     if cfg.world_size % (ep * etp * pp):
         reason = f"x expert-tensor-parallel {etp} x pipeline {pp} does not divide the world size {cfg.world_size}"
         fitting = common_divisors(max(cfg.world_size // math.gcd(cfg.world_size, etp * pp), 1), cfg.num_moe_experts)
-        yield problem(cfg, "expert_model_parallel_size", reason, f"sizes that do: {fitting}")
+        fix = f"sizes that do: {fitting}"
+        if launched_world_size() is None and cfg.world_size == 1:
+            fix = how_to_start(cfg)
+        yield problem(cfg, "expert_model_parallel_size", reason, fix)
     elif (cfg.world_size // (ep * etp * pp)) % cfg.num_distributed_optimizer_instances:
         reason = f"do not divide the {cfg.world_size // (ep * etp * pp)} data-parallel ranks of experts"
         yield problem(cfg, "num_distributed_optimizer_instances", reason)
@@ -109,11 +113,23 @@ def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
     if experts % groups:
         reason = f"does not divide --num-experts {experts}"
         yield problem(cfg, "moe_router_num_groups", reason, f"divisors: {common_divisors(experts)}")
+    size, by_default = experts // groups, cfg.moe_router_group_score_topk is None
     if chosen > groups:
         yield problem(cfg, "moe_router_group_topk", f"is more than --moe-router-num-groups {groups}")
-    elif cfg.moe_router_topk % chosen or cfg.moe_router_topk // chosen > experts // groups:
-        reason = f"does not share --moe-router-topk {cfg.moe_router_topk} among groups of {experts // groups} experts"
+    elif (by_default and cfg.moe_router_topk % chosen) or cfg.moe_router_topk > chosen * size:
+        reason = f"does not share --moe-router-topk {cfg.moe_router_topk} among groups of {size} experts"
         yield problem(cfg, "moe_router_group_topk", reason)
+
+
+def group_scores_have_groups(cfg: PretrainConfig) -> Problems:
+    experts, groups, scored = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_score_topk
+    if experts is None or scored is None:
+        return
+    if groups is None:
+        yield problem(cfg, "moe_router_group_score_topk", "requires --moe-router-num-groups", "remove it")
+    elif scored > experts // groups:
+        reason = f"must be at most {experts // groups}, the experts of a group"
+        yield problem(cfg, "moe_router_group_score_topk", reason)
 
 
 def _uses(cfg: PretrainConfig, kind: str) -> bool:

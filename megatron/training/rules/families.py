@@ -17,13 +17,18 @@ NOT_FOR_ENCODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "reset_position_ids": ("samples hold one document each", "leave it out"),
         "reset_attention_mask": ("samples hold one document each", "leave it out"),
         "eod_mask_loss": ("the loss is of masked words", "leave it out"),
+        "embedding_multiplier": ("is a factor of pretrain_gpt.py", "leave it out"),
+        "residual_multiplier": ("is a factor of pretrain_gpt.py", "leave it out"),
+        "logits_scaling": ("is a divisor of pretrain_gpt.py", "leave it out"),
         "spec": ("layers of your own train in pretrain_gpt.py", "leave it out, or --spec local"),
         "use_rope_scaling": ("is of pretrain_gpt.py", "--position-embedding-type yarn stretches rotary positions too"),
     }
 )
 """Fields that only GPT has, why, and what to do."""
 
-ALLOWED: Mapping[str, object] = MappingProxyType({"spec": ["local"]})
+ALLOWED: Mapping[str, object] = MappingProxyType(
+    {"spec": ["local"], "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+)
 
 
 def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:

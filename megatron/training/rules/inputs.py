@@ -7,8 +7,10 @@ is written, where they do not. No index is built for it.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.core.config.cli import Problem, flags_of
@@ -63,6 +65,7 @@ def check_inputs(
     """
     # here: --help does without numpy and the libraries of tokenizers
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.export.hf.side_files import TOKENIZER, side_files
     from megatron.core.tokenizers import build_tokenizer
     from megatron.training.data.datasets import data_set_of, sources_without_record
 
@@ -71,6 +74,8 @@ def check_inputs(
 
     def build() -> None:
         built.append(build_tokenizer(cfg))
+        if cfg.save and cfg.tokenizer_model and os.path.isdir(cfg.tokenizer_model):  # checkpoints hold copies
+            side_files(Path(cfg.tokenizer_model), TOKENIZER)
 
     def check_samples() -> None:
         if built and own_data:

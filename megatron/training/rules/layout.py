@@ -7,8 +7,14 @@ import os
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
+from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import smallest_world_size
+from megatron.training.model_description import PROGRAMS
 from megatron.training.rules.common import Problems, missing, problem, sequence_lengths
+
+MOST_LOCAL_RANKS = 16
+"""More ranks are usually on several machines, which need another command."""
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
@@ -28,8 +34,18 @@ def common_divisors(*values: int) -> str:
 def ranks_fill_whole_replicas(cfg: PretrainConfig) -> Problems:
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
-        reason = f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} ranks per replica do not divide the world size"
-        yield Problem("world size", reason, cfg.world_size, "start a multiple of that many ranks")
+        ranks = tp * pp * cp
+        reason = f"TP {tp} x PP {pp} x CP {cp} = {ranks} ranks per replica do not divide the world size"
+        yield Problem("world size", reason, cfg.world_size, how_to_start(cfg))
+
+
+def how_to_start(cfg: PretrainConfig) -> str:
+    """Fix for a world size that the layout cannot use: without a launcher, the command that starts enough ranks."""
+    ranks = smallest_world_size(cfg)
+    if launched_world_size() is not None or ranks > MOST_LOCAL_RANKS:
+        return f"start a multiple of {ranks} ranks"
+    program = next(name for name, family in PROGRAMS.items() if family == cfg.model_family)
+    return f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ..."
 
 
 def tensor_parallel_ranks_get_whole_heads(cfg: PretrainConfig) -> Problems:

@@ -107,6 +107,7 @@ def latent_attention_stands_alone(cfg: PretrainConfig) -> Problems:
         "qk_l2_norm": "scales whole heads; norms of latents are --qk-layernorm",
         "qk_layernorm_across_heads": "is of whole heads; norms of latents are --qk-layernorm",
         "rotary_base_local": "does not reach multi-latent attention, which has one rotation",
+        "no_rope_freq": "does not reach multi-latent attention, which rotates in every layer",
         "softmax_scale": "does not reach multi-latent attention, which has its own",
         "add_qkv_bias": "is of a projection that multi-latent attention does not have",
         "rotary_interleaved": "is what multi-latent attention does in any case",
@@ -183,6 +184,16 @@ def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "rotary_base_local", "is for layers with a window", "add --window-size LEFT,0")
     if cfg.position_embedding_type not in ("rope", "yarn"):
         yield problem(cfg, "rotary_base_local", "needs rotary positions", "--position-embedding-type rope")
+
+
+def layers_without_rotation_have_others_with_it(cfg: PretrainConfig) -> Problems:
+    pattern = cfg.no_rope_freq
+    if pattern is None or cfg.multi_latent_attention:
+        return
+    if cfg.position_embedding_type not in ("rope", "yarn"):
+        yield problem(cfg, "no_rope_freq", "needs rotary positions", "add --position-embedding-type rope")
+    if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
+        yield problem(cfg, "no_rope_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 
 
 def one_precision_is_chosen(cfg: PretrainConfig) -> Problems:

@@ -215,4 +215,4 @@ def profile_range_is_a_range(cfg: PretrainConfig) -> Problems:
     if cfg.profile and cfg.profile_step_end <= cfg.profile_step_start:
         yield problem(cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profile_step_start}")
     if cfg.profile and max(cfg.profile_ranks) >= cfg.world_size:
-        yield problem(cfg, "profile_ranks", f"there are {cfg.world_size} ranks, counted from 0")
+        yield problem(cfg, "profile_ranks", f"must be below the number of ranks, {cfg.world_size}")

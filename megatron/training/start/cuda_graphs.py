@@ -1,21 +1,19 @@
-"""--cuda-graph-impl local: the forward and backward pass of one micro-batch, recorded once and replayed for all others.
+"""CUDA graph of one micro-batch (--cuda-graph-impl local): capture forward and backward once, replay for all others.
 
-A replay launches everything with one call, so that the GPU never waits for the host: what small models and small
-micro-batches lose most of their time with. A recording repeats the same kernels on the same addresses, so
+A replay launches all kernels with one call, so that the GPU never waits for the host; launch overhead dominates small
+models and micro-batches. A graph repeats the same kernels on the same addresses. Therefore:
 
-* what differs between micro-batches is copied into the recording's own input tensors: the batch, in which the samples'
-  numbers stand that dropout masks depend on (there is no generator state to keep in step), and the constant that the
-  loss is multiplied with, which ramp-ups and loss scales change;
-* batches come to forward steps on the device, also before the recording, so that no step or kernel is chosen by their
-  values: bounds of padding are numbers that kernels read (``host_may_read`` in ``attention/packed_seq_params.py``);
-* gradients are added to ``main_grad`` by the hooks' kernels, which are recorded like all others; what hooks do on the
-  host happens once, while recording. The sums over data-parallel ranks start after the last replay;
-* weights, ``main_grad`` and the recording's own memory stay where they are.
+* Inputs that change are copied into static tensors: the batch, whose sample numbers seed the dropout masks (there is no
+  generator state to keep in step), and the loss factor, which changes with batch-size ramp-up and loss scale.
+* Batches reach forward steps on the device, also during warm-up, so that no kernel choice depends on their values;
+  padding bounds are tensors that kernels read (``host_may_read`` in ``attention/packed_seq_params.py``).
+* Captured hook kernels accumulate into ``main_grad``. Host code of the hooks runs once, during capture. Data-parallel
+  reductions start after the last replay.
+* Weights, ``main_grad`` and the graph's memory keep their addresses.
 
-The first iterations run without a recording, on the stream that records later (the nodes that accumulate gradients
-belong to the stream that made them), and load and tune the kernels. The numbers are those of plain execution, bit for
-bit where the same kernels serve without padding and with it. What has no fixed shape, or waits for other ranks inside
-a micro-batch, is refused (``rules/backends.py``).
+The first iterations run eagerly on the capture stream (AccumulateGrad nodes belong to the stream that created them) to
+load and tune kernels. Results are bit-identical to eager execution if the same kernels run with and without padding.
+Dynamic shapes and waits for other ranks inside a micro-batch are rejected (``rules/backends.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.microbatches import choose_runner
 from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import to_device
@@ -39,13 +37,14 @@ logger = logging.getLogger(__name__)
 Outputs = tuple[Tensor, dict[str, Tensor]]
 """Number of tokens and logged values of a micro-batch."""
 Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
-"""From a function and a stream to what repeats the function; recording computes nothing."""
+"""Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
 
 
 def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-    """A function that replays ``run`` as a CUDA graph; the outputs are the same tensors every time, with new values."""
+    """Capture ``run`` as a CUDA graph; return a function that replays it and returns the same output tensors,
+    overwritten by each replay."""
     graph = torch.cuda.CUDAGraph()
-    # other threads (loaders that pin memory, watchdogs) may call CUDA meanwhile
+    # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = run()
 
@@ -59,16 +58,17 @@ def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], O
 class _Recording(NamedTuple):
     inputs: dict[str, Tensor]
     gradient: Tensor
-    """Gradient of the transformed loss with respect to the loss."""
+    """Gradient of the transformed loss with respect to the loss (static input of the graph)."""
     replay: Callable[[], Outputs]
 
 
 class GraphedForwardBackward:
-    """A forward-backward function (as of ``pipeline_parallel.schedules``) for a model that is whole on this rank.
+    """Forward-backward function (see ``pipeline_parallel.microbatches``) with CUDA graphs, for a full model on each
+    rank.
 
     Args:
-        plain: the function that runs the first ``warmup_steps`` calls.
-        stream: where everything runs; None (CPU): the only one there is.
+        plain: eager function for the first ``warmup_steps`` calls.
+        stream: stream of all work; None on a CPU.
         record: turns a function into its replay.
     """
 
@@ -84,7 +84,8 @@ class GraphedForwardBackward:
         self, *, forward_step_func: Callable, data_iterator: Iterator[dict[str, Tensor]], model: Sequence[nn.Module],
         num_microbatches: int, loss_transform: Callable[[Tensor], Tensor] | None = None, **shapes: Any,
     ) -> list[MicroBatchResult]:  # fmt: skip
-        """All micro-batches of one iteration; gradients are in ``main_grad``."""
+        """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
+        over data-parallel ranks. Returns the results as clones, since replays overwrite their outputs."""
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1
@@ -104,7 +105,7 @@ class GraphedForwardBackward:
             return results
 
     def _factor(self, chunk: nn.Module, loss_transform: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """The factor of a linear ``loss_transform``, in the dtype of losses."""
+        """Return the factor of the linear ``loss_transform`` as a 0-d tensor in the dtype of losses."""
         wide = any(parameter.dtype == torch.float64 for parameter in chunk.parameters())
         one = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=self.device)
         return one if loss_transform is None else loss_transform(one)
@@ -112,6 +113,8 @@ class GraphedForwardBackward:
     def _record(
         self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, factor: Tensor
     ) -> _Recording:
+        """Capture forward and backward of one micro-batch with static copies of ``batch`` and ``factor``. Computes
+        nothing."""
         inputs = {name: value.clone() for name, value in batch.items()}
         gradient = factor.clone()
 
@@ -126,6 +129,8 @@ class GraphedForwardBackward:
         return _Recording(inputs, gradient, self.record(run, self.stream))
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor], factor: Tensor) -> MicroBatchResult:
+        """Copy inputs into the static tensors and replay. Raises UserError if names, shapes or dtypes of the batch
+        changed."""
         if (found := _form(batch)) != (recorded := _form(recording.inputs)):
             raise UserError(
                 f"--cuda-graph-impl local: a micro-batch holds {found}, the recorded one {recorded}; leave the flag "
@@ -135,7 +140,7 @@ class GraphedForwardBackward:
             recording.inputs[name].copy_(value)
         recording.gradient.copy_(factor)
         num_tokens, logged = recording.replay()
-        # the next replay overwrites them
+        # clone: the next replay overwrites the outputs
         return MicroBatchResult(num_tokens.clone(), {name: value.clone() for name, value in logged.items()})
 
 
@@ -145,7 +150,7 @@ def _form(batch: dict[str, Tensor]) -> str:
 
 @contextmanager
 def _on(stream: Any) -> Iterator[None]:
-    """Work inside runs on ``stream``, after what was before and before what comes after."""
+    """Run the body on ``stream``, ordered after earlier and before later work of the current stream."""
     outer = torch.cuda.current_stream()
     stream.wait_stream(outer)
     with torch.cuda.stream(stream):
@@ -154,8 +159,8 @@ def _on(stream: Any) -> Iterator[None]:
 
 
 def make_forward_backward(cfg: PretrainConfig, device: torch.device) -> Callable[..., list[MicroBatchResult]]:
-    """The function that runs the micro-batches of an iteration, as --cuda-graph-impl says."""
-    plain = get_forward_backward_func()
+    """Return the function that runs the micro-batches of an iteration, as selected by --cuda-graph-impl."""
+    plain = choose_runner()
     if cfg.cuda_graph_impl == "none":
         return plain
     stream = torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""From a task's model to what the loop trains: one ordered list of wrappings, data parallelism last."""
+"""Build and wrap the model chunks of a task for training; data parallelism is the outermost wrapper."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
-    """The task's model chunks on ``device``: one, or with virtual pipeline stages several.
-
-    UserError where ranks split sequences and a module's parameter does not say whether its gradient must be added up.
-    """
+    """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages. Raises UserError if
+    sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
     pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
@@ -55,7 +53,7 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
 
 @contextmanager
 def building_chunk(chunk: int | None) -> Iterator[None]:
-    """While a provider runs, ``parallel_state`` says which chunk of the rank it builds."""
+    """Set the virtual pipeline rank in ``parallel_state`` while a model provider builds this chunk; None: no effect."""
     if chunk is None:
         yield
         return
@@ -69,11 +67,9 @@ def building_chunk(chunk: int | None) -> Iterator[None]:
 def parallelize(
     model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups
 ) -> list[DataParallel]:
-    """Wraps every chunk for data parallelism, which sums gradients over the ranks of ``dp_cp``.
-
-    ``fully_shard`` where --use-torch-fsdp2 asks for it and there is more than one such rank, else gradient buffers with
-    whole weights (and with --use-distributed-optimizer a sharded update).
-    """
+    """Wrap every chunk for data parallelism over ``dp_cp``, whose ranks reduce gradients. Uses ``fully_shard`` with
+    --use-torch-fsdp2 and more than one such rank, else gradient buffers with full weights (with
+    --use-distributed-optimizer, sharded optimizer state)."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=cfg.overlap_grad_reduce,
@@ -96,25 +92,26 @@ def parallelize(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Every transformer layer of a chunk: the units that are gathered one after another."""
+    """Return all transformer layers of a chunk, the units that FSDP gathers one by one."""
     return [layer for stack in model.modules() if isinstance(stack, LayerList) for layer in stack]
 
 
 def report_choices(model_chunks: Sequence[nn.Module]) -> None:
-    """Log what was built: implementations of layers, attention kernels and the reasons for them."""
+    """Log the selected layer implementations and attention kernels with reasons."""
     for line in describe_choices(model_chunks):
         logger.info("%s", line)
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """The parameter count of every model-parallel rank, in the form that users' scripts look for."""
+    """Log the parameter count of each model-parallel rank, in the form that users' scripts match. Collective over
+    ``tp_pp`` (all-gather); waits for the device."""
     count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
     counts = torch.tensor([count], device=training_device())
     if groups.tp_pp.size > 1:
         gathered = [torch.empty_like(counts) for _ in groups.tp_pp.ranks]
         dist.all_gather(gathered, counts, group=groups.tp_pp.handle)
         counts = torch.cat(gathered)
-    for index, each in enumerate(counts.tolist()):  # tensor-parallel ranks come first in every rank order
+    for index, each in enumerate(counts.tolist()):  # every rank order varies the tensor rank fastest
         logger.info(
             " > number of parameters on (tensor, pipeline) model parallel rank (%d, %d): %d",
             index % groups.tp.size, index // groups.tp.size, each,

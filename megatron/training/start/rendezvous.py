@@ -1,8 +1,8 @@
-"""Where the ranks of a run meet: a TCP store, and a roll call that names who is missing.
+"""Rendezvous of a run's ranks: a TCP store, and a roll call that names missing ranks.
 
-The launcher gives RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun's agent holds the store itself; otherwise
-rank 0 does. Every rank signs in with its host and process id before any process group is built, so that a rank that
-never arrives is named instead of ending in a collective's time-out.
+The launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun's agent hosts the store; otherwise rank 0
+does. Every rank registers its host and process ID before any process group is created, so that a missing rank is named
+instead of causing a collective time-out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.core.config.errors import UserError, listed
+from megatron.core.config.errors import EXIT_FAILED, UserError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +33,14 @@ REMIND_SECONDS = 10.0
 
 
 class RendezvousError(UserError, OSError):
-    """The ranks do not find each other; the message says who is missing and what to do."""
+    """Failed rendezvous; the message names the missing ranks and the fix."""
+
+    exit_code = EXIT_FAILED
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in the run, as the launcher says it."""
+    """Rank, world size and store address of this process, as set by the launcher."""
 
     rank: int
     world_size: int
@@ -53,7 +55,8 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place | None:
-        """None without a launcher, or for a run of one rank. ``ValueError`` names a variable that makes no sense."""
+        """Read the launcher's variables; None without a launcher or for one rank. Raises RendezvousError or
+        ``ValueError`` for invalid values."""
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
             return None
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -69,7 +72,8 @@ class Place:
 
 
 def _is_listening(place: Place, timeout: float) -> bool:
-    """Whether a program accepts connections there; torch's own attempts end in pages of C++ frames."""
+    """Whether a program accepts connections at the store's address within ``timeout`` seconds. Checked first because
+    torch's connection errors contain pages of C++ frames."""
     limit = time.monotonic() + timeout
     while (left := limit - time.monotonic()) > 0:
         try:
@@ -82,23 +86,23 @@ def _is_listening(place: Place, timeout: float) -> bool:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A rank's entry in the roll call."""
+    """Entry of a rank in the roll call."""
 
     host: str
     pid: int
-    """For messages alone: any program that reaches the store may have written it."""
+    """For messages only: any program that reaches the store may have written it."""
     world_size: int
     machine: str
-    """Equal where process ids mean the same processes: hosts may share a name, and containers a host."""
+    """Equal if process IDs refer to the same processes: host names may be shared, a host may run containers."""
 
     @classmethod
     def of_this_process(cls, world_size: int) -> Arrival:
-        """This process's entry."""
+        """Return the entry of this process."""
         return cls(socket.gethostname(), os.getpid(), world_size, machine_identity())
 
 
 def machine_identity() -> str:
-    """The running kernel and the process namespace; the host's name where the system does not tell."""
+    """Return an ID of the running kernel and process namespace; the host name if the system provides neither."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -107,11 +111,11 @@ def machine_identity() -> str:
 
 
 def open_store(place: Place, timeout: float, *, holds: bool = False) -> dist.Store:
-    """A connection of its own to the run's store. With ``holds`` this process holds the store, for as long as the
-    result lives.
+    """Open a separate connection to the run's store. With ``holds``, this process hosts the store while the result
+    lives.
 
     Raises:
-        RendezvousError: nobody answers, or the port is in use; the message says who and what to do.
+        RendezvousError: no answer within ``timeout`` seconds, or the port is in use; names the cause and the fix.
     """
     where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
     if not holds and not _is_listening(place, timeout):
@@ -139,8 +143,8 @@ def open_store(place: Place, timeout: float, *, holds: bool = False) -> dist.Sto
 
 
 def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | None:
-    """Return or raise as ``connect`` does; None after ``timeout`` seconds. torch waits without a limit for the first
-    answer of whatever accepted its connection, so that a thread of its own has to wait."""
+    """Return or raise like ``connect``; None after ``timeout`` seconds. Uses a separate thread, because torch waits
+    without limit for the first answer of the program that accepted its connection."""
     future: Future[dist.Store] = Future()
 
     def attempt() -> None:
@@ -157,11 +161,9 @@ def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | N
 
 
 def _listening_socket(place: Place) -> int | None:
-    """The descriptor of a socket on MASTER_ADDR alone, so that other networks of this host do not reach the store.
-
-    None, for all addresses, where the others may reach this host by another address than the one that the name means
-    here: a host's own name often means a loopback address, and a service's name one of no host.
-    """
+    """Return the descriptor of a socket on MASTER_ADDR only, so that other networks of this host cannot reach the
+    store. None (listen on all addresses) if other hosts may resolve MASTER_ADDR to another address: a host name often
+    resolves locally to a loopback address, and a service name to an address of no host."""
     with contextlib.suppress(socket.gaierror):
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
@@ -181,7 +183,7 @@ def _listening_socket(place: Place) -> int | None:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether the user has written a loopback address, rather than a name that happens to mean one here."""
+    """Whether the user wrote a loopback address, not a name that resolves to one here."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -189,13 +191,13 @@ def _means_loopback(host: str) -> bool:
 
 
 def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
-    """Signs in and waits until every rank has; everyone's sign-in by rank.
+    """Register this rank, wait for all ranks, and return all entries, indexed by rank.
 
     Raises:
-        RendezvousError: after ``timeout`` seconds, naming the ranks that are missing; or a rank was started with
-            another WORLD_SIZE.
+        RendezvousError: ranks are missing after ``timeout`` seconds (named); another process has registered as this
+            rank; or a rank was started with another WORLD_SIZE.
     """
-    store.set(f"arrival/{place.rank}", json.dumps(asdict(Arrival.of_this_process(place.world_size))))
+    _sign_in(store, place)
     keys = [f"arrival/{rank}" for rank in range(place.world_size)]
     begin = reminded = time.monotonic()
     while not store.check(keys):
@@ -218,7 +220,20 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
     return arrivals
 
 
+def _sign_in(store: dist.Store, place: Place) -> None:
+    """Register this process. Raises RendezvousError if another process registered as this rank: a second one would
+    enter the collectives of a running job."""
+    own = Arrival.of_this_process(place.world_size)
+    written = Arrival(**json.loads(store.compare_set(f"arrival/{place.rank}", "", json.dumps(asdict(own)))))
+    if written != own:
+        raise RendezvousError(
+            f"RANK {place.rank}: process {written.pid} on {written.host} already has this rank at MASTER_ADDR "
+            f"{place.host}, MASTER_PORT {place.port}; choose another MASTER_PORT for another job, or start each rank "
+            "once"
+        )
+
+
 def _missing(store: dist.Store, keys: list[str]) -> tuple[int, str]:
-    """How many ranks have not signed in, and the first of them."""
+    """Return the number of missing ranks, and a list of the first ones as text."""
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     return len(missing), listed(missing, most=16)

@@ -1,4 +1,4 @@
-"""Masked tokens and the order of two pieces of text, with an encoder."""
+"""BERT pretraining: masked language modeling and sentence order prediction."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron.training.tasks.language_model import LanguageModelTask, mock_data,
 
 
 class BertTask(LanguageModelTask):
-    """BERT on sentences that ``tools/preprocess_data.py --split-sentences`` wrote."""
+    """BERT on data that ``tools/preprocess_data.py --split-sentences`` wrote."""
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """A :class:`BertModel` of the flags' shape; initial weights depend on the seed and the names alone."""
+        """Build a :class:`BertModel` from the flags; initial weights depend only on the seed and parameter names."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)
         return BertModel(
@@ -47,15 +47,16 @@ class BertTask(LanguageModelTask):
         )
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
-        """BERT's data sets (blended, split) from the data flags; with --mock-data random tokens."""
+        """Return BERT data sets (blended, split) from the data flags; random tokens with --mock-data."""
         cfg = self.cfg
         if cfg.mock_data:
             return mock_data(self, num_samples)
         return self.datasets(*data_set_of(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """The same micro-batches with ``pair_weight``, of a pair of texts beside a masked token: masked tokens per pair
-        in the global batch, so that the mean over pairs and the mean over masked tokens weigh the same."""
+        """Add ``pair_weight`` to the micro-batches: masked tokens per text pair in the global batch, so that the mean
+        over pairs and the mean over masked tokens contribute equally. Collective all-reduce over data-parallel
+        ranks."""
         if not self.cfg.bert_binary_head or data_iterator is None:
             return data_iterator
         batches = list(islice(data_iterator, num_microbatches))
@@ -64,14 +65,15 @@ class BertTask(LanguageModelTask):
         dp = parallel_state.get_process_groups().dp
         if dp.size > 1:
             dist.all_reduce(tokens_and_pairs, group=dp.handle)
-        weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # at least 1: as ``mean_factor``
-        # a part of the batch, not of the task: a CUDA graph reads the tensors that it was recorded with
+        weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # minimum 1, like ``mean_factor``
+        # stored in the batch, not in the task: a CUDA graph reads its static batch tensors only
         return iter([{**batch, "pair_weight": weight} for batch in batches])
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
-        """With the length of each row of --use-packed-sequence where stages exchange them: all stages read all rows."""
+        """Extend :meth:`Task.micro_batches` by the row lengths of --use-packed-sequence, which pipeline stages need for
+        p2p; each stage reads all batches. Raises UserError if a row has too many masked tokens."""
         if predicted_per_rank(self.cfg) is not None:
-            # here, since a CUDA graph's batches are on the device when they come to get_batch
+            # checked here: in get_batch the batches of a CUDA graph are already on the device
             data_iterator = map(self._within_bound, data_iterator)
         arguments = super().micro_batches(data_iterator, number, size)
         if self.cfg.use_packed_sequence and self.cfg.pipeline_model_parallel_size > 1:
@@ -82,7 +84,7 @@ class BertTask(LanguageModelTask):
         return arguments
 
     def _within_bound(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``batch``, after a check that the head predicts all of its masked tokens."""
+        """Return ``batch``. Raises UserError if a row has more masked tokens than the head predicts."""
         cfg, found = self.cfg, int(batch["loss_mask"].count_nonzero(1).max())
         if found > (most := most_masked(cfg)):
             raise UserError(
@@ -93,15 +95,16 @@ class BertTask(LanguageModelTask):
 
     @property
     def _row_multiple(self) -> int:
-        """What divides the length of a row that ranks share."""
+        """Divisor of the packed row length, required by context and sequence parallelism."""
         cfg, cp = self.cfg, self.cfg.context_parallel_size
         return cp * math.lcm(2 if cp > 1 else 1, cfg.tensor_model_parallel_size if cfg.sequence_parallel else 1)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, counts (of which pairs the
-        loss is added here), sample_index [b]; bounds of tokens and padding (``documents``), None without padding;
-        ``pair_weight``, 0 in evaluation. Under context parallelism this rank's tokens. Otherwise as
-        :meth:`_predicted_only` says, and :meth:`_packed` with --use-packed-sequence."""
+        """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b],
+        ``documents`` (bounds of tokens and padding; None without padding) and ``pair_weight`` (0 in evaluation), on the
+        device. ``counts`` marks pairs whose order loss this rank adds. Rows are sorted by length. With context
+        parallelism, this rank's tokens. See :meth:`_predicted_only` for fewer labels and :meth:`_packed` for
+        --use-packed-sequence."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
         weight = batch.pop("pair_weight", 0.0)
         batch, lengths = longest_first(batch, batch.pop("padding_mask").sum(1))
@@ -115,11 +118,11 @@ class BertTask(LanguageModelTask):
         return {**on_device(batch, documents), "pair_weight": weight}
 
     def _predicted_only(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Where the head predicts at k places of each row (``predicted_per_rank``; of a packed row its masked tokens):
-        these, masked tokens first, as ``predicted`` [b, k], and labels and loss_mask [b, k] of them alone."""
+        """If the head predicts only k positions per row (``predicted_per_rank``; in a packed row its masked tokens),
+        add their indices ``predicted`` [b, k], masked tokens first, and gather labels and loss_mask to [b, k]."""
         if (most := predicted_per_rank(self.cfg)) is None:
             return batch
-        if self.cfg.use_packed_sequence:  # one row of another length each time
+        if self.cfg.use_packed_sequence:  # the length of the single row varies
             most = max(1, int(batch["loss_mask"].count_nonzero()))
         is_masked = batch["loss_mask"].ne(0).byte()  # weights may be negative
         predicted = is_masked.argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -127,8 +130,8 @@ class BertTask(LanguageModelTask):
         return {**batch, **kept, "predicted": predicted}
 
     def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
-        """One row: sample_index and position_ids [1, n] of every token, ``first_tokens``, where this rank's tokens
-        begin a sample, and is_random and counts of those samples."""
+        """Pack the rows into one: sample_index and position_ids [1, n] per token, ``first_tokens`` (indices at which
+        samples start on this rank), and is_random and counts of those samples."""
         whole, documents = laid_end_to_end(batch, lengths, self._row_multiple)
         row = get_batch_on_this_cp_rank(whole)
         document = row.pop("document")[0]
@@ -139,8 +142,8 @@ class BertTask(LanguageModelTask):
         return on_device(self._predicted_only(row), documents)
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum of the losses of masked tokens and, weighted by ``pair_weight``, of the order of pairs. ``output``:
-        losses as the labels [b, s] or [b, k], and logits [b, 2] or None."""
+        """Return the sum of masked-token losses plus ``pair_weight`` times the sum of sentence-order losses.
+        ``output``: token losses [b, s] or [b, k] like the labels, and order logits [b, 2] or None."""
         losses, binary_logits = output
         loss, num_tokens, report = super().loss_func(batch, losses)
         if binary_logits is not None:
@@ -150,14 +153,15 @@ class BertTask(LanguageModelTask):
         return loss, num_tokens, report
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over the pairs that count on this rank, and their number; what evens out a ragged evaluation is none."""
+        """Return the order loss summed over the pairs that this rank counts, and their number; excludes padding
+        samples."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         each = F.cross_entropy(logits, batch["is_random"], reduction="none")
         counts = batch["counts"].to(each.dtype)
         return (each * counts).sum(), counts.sum()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Token losses and logits of the order, of the next micro-batch."""
+        """Return the token losses and order logits of the next micro-batch, and its loss function."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text"],
@@ -171,7 +175,7 @@ class BertTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Its text may be a short one."""
+        """Return a random sample, possibly with padding."""
         length = self.cfg.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
         used = np.arange(length) < self.random_length(generator, length)

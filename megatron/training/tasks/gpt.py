@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,15 @@ from megatron.training.tasks.language_model import LanguageModelTask, on_device
 class GPTTask(LanguageModelTask):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
+    sequence_keys: Collection[str] = ()
+    """Names of additional batch tensors [b, s, ...], which context-parallel ranks split along dim 1."""
+    whole_keys: Collection[str] = ()
+    """Names of additional tensors with two or more dims that every context-parallel rank needs in full."""
+
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """A :class:`GPTModel` of the flags' shape; initial weights depend on the seed and the names alone."""
+        """Build a :class:`GPTModel` from the flags; initial weights depend only on the seed and parameter names."""
         cfg = self.cfg
         config, own = core_transformer_config_from_args(cfg), layers_of_spec(cfg)
         engine = cfg.transformer_impl == "transformer_engine"
@@ -41,21 +46,22 @@ class GPTTask(LanguageModelTask):
         )
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
-        """GPT data sets (blended, split) from the data flags."""
+        """Return GPT data sets (blended, split) from the data flags."""
         return self.datasets(*data_set_of(self.cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """tokens, labels, loss_mask, position_ids [b, s], sample_index [b]; ``documents`` where they stay apart.
-
-        Of sequences that context-parallel ranks share, this rank's tokens; positions and boundaries stay global.
-        """
-        batch = {**get_batch_on_this_cp_rank(next(data_iterator))}  # the other chunks of this rank get it, too
+        """Return tokens, labels, loss_mask, position_ids [b, s] and sample_index [b] on the device; ``documents``
+        (bounds) if attention is limited to documents. With context parallelism, this rank's tokens; positions and
+        bounds stay global."""
+        given = next(data_iterator)
+        # new dictionary: other chunks of this rank receive the original one
+        batch = {**get_batch_on_this_cp_rank(given, sequence_keys=self.sequence_keys, whole_keys=self.whole_keys)}
         bounds = batch.pop("cu_seqlens", None)
         documents = None if bounds is None else PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         return on_device(batch, documents)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
-        """Token losses of the next micro-batch."""
+        """Return the token losses of the next micro-batch, and its loss function."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["tokens"],
@@ -68,7 +74,7 @@ class GPTTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Documents in it have random lengths and do not see each other with --reset-attention-mask."""
+        """Return a random sample; with --reset-attention-mask, of documents of random lengths."""
         length = self.cfg.seq_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
         mask = (generator.random(length) < 0.7).astype(np.float32)

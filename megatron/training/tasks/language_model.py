@@ -1,4 +1,4 @@
-"""What the tasks of this package's language models have in common."""
+"""Common code of the language model tasks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megatron.training.tasks.base import Task
 
 
 class LanguageModelTask(Task):
-    """A model that ``model_description.py`` describes, on tokens."""
+    """Task for token models that ``model_description.py`` describes."""
 
     def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, Any]:
-        """What the constructors of all models take, but the configuration and the specs of layers."""
+        """Return the constructor arguments common to all models, without configuration and layer specs."""
         cfg = self.cfg
         return {
             "vocab_size": self.vocab_size,
@@ -47,52 +47,53 @@ class LanguageModelTask(Task):
         }
 
     def branches(self, vp_stage: int) -> range:
-        """Branches of this rank's model chunk; unlike the model, the task knows the length of training sequences."""
+        """Return the range of residual branches in this rank's model chunk. Unlike the model, the task knows the
+        training sequence length, on which the balance of stages depends."""
         cfg, pp = self.cfg, parallel_state.get_process_groups().pp
         stages = pipeline_stages(cfg, self.description().costs)
         return stages[pp.rank + vp_stage * pp.size].branches
 
     @property
     def vocab_size(self) -> int:
-        """The true size, the tokenizer's or a larger --vocab-size; padding is the model's own business."""
+        """Unpadded size: the tokenizer's or a larger --vocab-size. Raises UserError without a tokenizer."""
         if self.tokenizer is None:
             raise UserError("--tokenizer-type: is required; for token ids without text NullTokenizer with --vocab-size")
         return max(self.tokenizer.vocab_size, self.cfg.vocab_size or 0)
 
     def description(self) -> ModelDescription:
-        """The model of the flags."""
+        """Return the description of the model that the flags define."""
         return describe_run(self.cfg, self.vocab_size)
 
     def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
-        """Data sets of a ``kind``, blended and split, whose tokenizer is that of the data."""
+        """Return data sets of class ``kind``, blended and split; raises for data of another tokenizer."""
         check_tokenizer_of_data(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Masked sum of the token losses ``output`` fp32 [b, s]."""
+        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), the token count, and both for the log."""
         mask = batch["loss_mask"].to(output.dtype)
         loss, num_tokens = (output * mask).sum(), mask.sum()
         return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """A sample of random tokens in the form of the data set's, of which some count in the loss."""
+        """Return a sample of random tokens in the format of the data set; a random subset contributes to the loss."""
         raise NotImplementedError
 
     def random_length(self, generator: np.random.Generator, longest: int) -> int:
-        """Tokens of a text before its padding; as in the data sets, --short-seq-prob of them are shorter."""
+        """Return a random text length without padding; as in the data sets, a --short-seq-prob fraction is shorter."""
         if generator.random() >= self.cfg.short_seq_prob:
             return longest
         return int(generator.integers(longest // 4, longest + 1))
 
 
 def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> dict[str, Any]:
-    """A batch and the bounds of its ``documents`` on this rank's device."""
+    """Return the batch and the bounds of its ``documents`` on this rank's device (asynchronous copy)."""
     device = training_device()
     return {**to_device(batch, device), "documents": documents and documents.on(device)}
 
 
 class RandomSamples:
-    """``length`` random samples of a task, every one a function of ``first`` + its index alone."""
+    """Map-style data set of ``length`` random samples of a task; sample i depends only on ``first`` + i."""
 
     def __init__(self, task: LanguageModelTask, length: int, first: int = 1000) -> None:
         self.task, self.length, self.first = task, length, first
@@ -105,11 +106,11 @@ class RandomSamples:
 
 
 MOCK_SAMPLES = 1024
-"""Samples of --mock-data where nobody says how many: in a full validation."""
+"""Number of --mock-data samples if the count is undefined (full validation)."""
 
 
 def mock_data(task: LanguageModelTask, num_samples: Sequence[int | None]) -> tuple[RandomSamples, ...]:
-    """What --mock-data trains, validates and tests on."""
+    """Return the training, validation and test sets of --mock-data."""
     counts = [MOCK_SAMPLES if count is None else count for count in num_samples]
     return tuple(RandomSamples(task, count, split << 40) for split, count in enumerate(counts))
 
@@ -119,10 +120,10 @@ TASKS = {
     "bert": ("megatron.training.tasks.bert", "BertTask"),
     "t5": ("megatron.training.tasks.t5", "T5Task"),
 }
-"""By ``cfg.model_family``."""
+"""(Module, class) by ``cfg.model_family``."""
 
 
 def task_class(model_family: str) -> type[LanguageModelTask]:
-    """The task of one program."""
+    """Import and return the task class of a model family."""
     module, name = TASKS[model_family]
     return getattr(importlib.import_module(module), name)

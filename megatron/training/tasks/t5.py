@@ -1,4 +1,4 @@
-"""Text in which spans are replaced by sentinels, and the spans, with an encoder and a decoder."""
+"""T5 pretraining: predict the text spans that sentinels replace, with an encoder and a decoder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron.training.tasks.language_model import LanguageModelTask, mock_data,
 
 
 class T5Task(LanguageModelTask):
-    """T5 on sentences that ``tools/preprocess_data.py --split-sentences`` wrote, or on documents of one each."""
+    """T5 on data that ``tools/preprocess_data.py --split-sentences`` wrote, or on one-sentence documents."""
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """A :class:`T5Model` of the flags' shape; initial weights depend on the seed and the names alone."""
+        """Build a :class:`T5Model` from the flags; initial weights depend only on the seed and parameter names."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)
         encoder, decoder = get_t5_block_specs(
@@ -42,15 +42,16 @@ class T5Task(LanguageModelTask):
         )
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
-        """T5's data sets (blended, split) from the data flags; with --mock-data random tokens."""
+        """Return T5 data sets (blended, split) from the data flags; random tokens with --mock-data."""
         cfg = self.cfg
         if cfg.mock_data:
             return mock_data(self, num_samples)
         return self.datasets(*data_set_of(cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """text_enc [b, e], text_dec, labels (0 in the padding), loss_mask [b, s], sample_index [b]; ``lengths`` [b], on
-        the host: of the encoder before its padding. Under context parallelism this rank's tokens."""
+        """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,
+        and encoder ``lengths`` [b] on the host. Rows are sorted by length. With context parallelism, this rank's
+        tokens."""
         names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
         batch = next(data_iterator)
         own, lengths = longest_first({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
@@ -59,7 +60,7 @@ class T5Task(LanguageModelTask):
         return {**on_device(own), "lengths": lengths}
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Token losses of the next micro-batch."""
+        """Return the token losses of the next micro-batch, and its loss function."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text_enc"],
@@ -71,7 +72,7 @@ class T5Task(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Either of its texts may be a short one."""
+        """Return a random sample; both texts may have padding."""
         encoder, decoder = self.cfg.seq_length, self.cfg.decoder_seq_length
         used, written = (np.arange(length) < self.random_length(generator, length)
                          for length in (encoder, decoder))  # fmt: skip

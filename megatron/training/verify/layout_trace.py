@@ -1,12 +1,12 @@
-"""Proves a layout: the same few steps on many ranks and on one, compared number by number.
+"""Verify a parallel layout: run the same few steps on many ranks and on one, and compare all values.
 
-:func:`trace` runs the real program (``build_components``, ``Trainer.train_step``) on the ranks that are up and yields,
-for every step, the losses, the gradient norm, and the gradient and the new value of every parameter as rectangles of
-its global tensor. One rank's traces make a :class:`Reference`; each rank of a layout compares its own rectangles with
-it (:func:`compare`), and :func:`judge` puts the ranks' reports together: every element of every tensor there exactly
-once, copies bit for bit alike, everything within a relative tolerance.
+:func:`trace` runs the real program (``build_components``, ``Trainer.train_step``) on the current ranks and yields, for
+every step, the losses, the gradient norm, and gradient and new value of every parameter as rectangles of its global
+tensor. A single rank's traces form the :class:`Reference`. Each rank of a layout compares its rectangles with it
+(:func:`compare`), and :func:`judge` combines the ranks' reports: every element of every tensor must exist exactly once,
+replicas must be bit-identical, and all values must be within a relative tolerance.
 
-An error is the largest absolute difference within a tensor over the largest magnitude of the reference tensor.
+The error of a tensor is its largest absolute difference over the largest magnitude of the reference tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
 class SyntheticSamples(RandomSamples):
-    """Random samples of a task, of which some rows count nothing."""
+    """Random samples of a task; every third one is fully masked."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = super().__getitem__(index)
@@ -46,7 +46,7 @@ class SyntheticSamples(RandomSamples):
 
 
 def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) -> type[LanguageModelTask]:
-    """``task_class`` on :class:`SyntheticSamples`; no tokenizer and no file is needed."""
+    """Return a subclass of ``task_class`` that trains on :class:`SyntheticSamples`, without tokenizer and files."""
 
     class OnSyntheticData(task_class):  # type: ignore[misc, valid-type]
         @property
@@ -54,7 +54,7 @@ def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) ->
             return vocab_size
 
         def random_length(self, generator: np.random.Generator, longest: int) -> int:
-            return int(generator.integers(longest // 4, longest + 1))  # every batch has padding
+            return int(generator.integers(longest // 4, longest + 1))  # ensures padding in every batch
 
         def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
             return SyntheticSamples(self, 1 << 20), None, None
@@ -63,11 +63,11 @@ def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) ->
 
 
 class Trace(NamedTuple):
-    """One step on one rank; step 0 is the state before training and has weights only."""
+    """One step on one rank; step 0 is the state before training and has only weights."""
 
     step: int
     losses: dict[str, float]
-    """Statistics of modules, such as the load of experts, among them."""
+    """Losses and module statistics, such as expert load."""
     norm: float | None
     gradients: list[ShardedTensor]
     weights: list[ShardedTensor]
@@ -76,7 +76,8 @@ class Trace(NamedTuple):
 def trace(
     cfg: PretrainConfig, make_task: Callable[[PretrainConfig], Task], groups: ProcessGroups, steps: int
 ) -> Iterator[Trace]:
-    """Trains ``steps`` steps on the ranks of ``groups``. The weights are the live ones: read them before going on."""
+    """Train ``steps`` steps on the ranks of ``groups`` and yield a trace per step. Weights are live tensors, and the
+    list of gradients is reused: read both before the next step."""
     parts = build_components(cfg, make_task(cfg), groups)
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
@@ -104,7 +105,7 @@ def _copy(shard: ShardedTensor) -> ShardedTensor:
 
 
 def weight_shards(parts: Components) -> list[ShardedTensor]:
-    """This rank's weights as rectangles of global tensors."""
+    """Return this rank's weights as rectangles of global tensors (no copies)."""
     found: list[ShardedTensor] = []
     for chunk in parts.checkpointer.chunks:
         found += module_tensors(chunk, groups=parts.groups).values()
@@ -113,19 +114,19 @@ def weight_shards(parts: Components) -> list[ShardedTensor]:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """One rank's findings: whole tensors by global name."""
+    """One step of the single-rank run, with full tensors by global name."""
 
     losses: dict[str, float]
     norm: float | None
     tensors: dict[str, dict[str, Tensor]]
-    """kind (``gradient``, ``weight``) -> name -> tensor."""
+    """Kind (``gradient``, ``weight``) -> name -> tensor."""
 
 
 Reference = list[ReferenceStep]
 
 
 def make_reference(traces: Iterable[Trace]) -> Reference:
-    """The traces of a run on one rank, whole tensors kept."""
+    """Return the traces of a single-rank run with copies of all tensors."""
     steps = []
     for one in traces:
         kinds = {"gradient": one.gradients, "weight": one.weights}
@@ -135,7 +136,7 @@ def make_reference(traces: Iterable[Trace]) -> Reference:
 
 
 class Compared(NamedTuple):
-    """One rectangle of one tensor on one rank."""
+    """Comparison of one rectangle of one tensor on one rank."""
 
     kind: str
     name: str
@@ -153,7 +154,7 @@ class StepReport(NamedTuple):
 
 
 def compare(one: Trace, reference: ReferenceStep) -> StepReport:
-    """This rank's rectangles against the same rectangles of the reference."""
+    """Compare this rank's rectangles with the same rectangles of the reference; a missing tensor has infinite error."""
     cells = []
     for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
         for shard in shards:
@@ -166,7 +167,7 @@ def compare(one: Trace, reference: ReferenceStep) -> StepReport:
 
 
 def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
-    """Relative to the tensor's largest magnitude; to the gradient norm where the tensor is exactly zero."""
+    """Return the error relative to the tensor's largest magnitude, or to the gradient norm for an all-zero tensor."""
     local = shard.local.detach()
     if local.numel() == 0:
         return 0.0
@@ -176,13 +177,13 @@ def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
 
 
 class Difference(NamedTuple):
-    """Something that is not as on one rank."""
+    """One difference from the single-rank run."""
 
     step: int
     kind: str
     name: str
     error: float
-    """Relative; infinite where something is missing, of another shape or not a number."""
+    """Relative; infinite for missing tensors, other shapes and NaN."""
     detail: str = ""
 
     def __str__(self) -> str:
@@ -193,10 +194,10 @@ class Difference(NamedTuple):
 
 @dataclass
 class Verdict:
-    """How a layout compares."""
+    """Result of the comparison of a layout."""
 
     differences: list[Difference] = field(default_factory=list)
-    """Beyond the tolerance: by step, then loss, gradients, norm, weights, each in the model's order."""
+    """Differences beyond the tolerance: by step, then loss, gradients, norm, weights, each in model order."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Per step: loss, reference loss, norm, reference norm, worst gradient and weight as (error, name)."""
 
@@ -206,16 +207,16 @@ class Verdict:
 
     @property
     def first(self) -> Difference | None:
-        """The first difference."""
+        """First difference, or None."""
         return self.differences[0] if self.differences else None
 
 
 def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], tolerance: float) -> Verdict:
-    """All ranks' reports (``reports[rank][step]``) as one verdict."""
+    """Combine all ranks' reports (``reports[rank][step]``) into one verdict."""
     verdict = Verdict()
     for step, expected in enumerate(reference):
         ranks = [report[step] for report in reports]
-        limit = tolerance if step else 0.0  # initial weights are the same bits
+        limit = tolerance if step else 0.0  # initial weights must be bit-identical
         loss = _scalars(step, "loss", expected.losses, [each.losses for each in ranks], limit)
         norms = [{} if each.norm is None else {"gradient norm": each.norm} for each in ranks]
         norm = _scalars(step, "norm", {} if expected.norm is None else {"gradient norm": expected.norm}, norms, limit)
@@ -234,7 +235,7 @@ def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], toleran
 def _scalars(
     step: int, kind: str, expected: dict[str, float], found: Sequence[dict[str, float]], limit: float
 ) -> list[Difference]:
-    """Every rank must report every value."""
+    """Return differences of scalar values; every rank must report every value."""
     differences = []
     for rank, values in enumerate(found):
         if set(values) != set(expected):
@@ -252,7 +253,7 @@ def _scalars(
 def _tensors(
     step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Compared], limit: float
 ) -> tuple[list[Difference], tuple[float, str]]:
-    """Differences of the tensors of one kind, in the reference's order, and the largest error with its tensor."""
+    """Return the differences of the tensors of one kind, in reference order, and (largest error, tensor name)."""
     by_name: dict[str, list[Compared]] = {name: [] for name in expected}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)
@@ -276,7 +277,7 @@ def _tensors(
 
 
 def disagreement(cells: Iterable[Compared]) -> str:
-    """Describe what is wrong if copies of a rectangle differ in a bit; empty if they do not."""
+    """Return a message if replicas of a rectangle differ in any bit, else an empty string."""
     digests: dict[Rectangle, set[int]] = {}
     for cell in cells:
         digests.setdefault(cell.rectangle, set()).add(cell.digest)

@@ -1,7 +1,7 @@
-"""The health of all ranks of a run, as they tell it each other through the run's store.
+"""Health of all ranks of a run, exchanged through the run's store.
 
-Every call may block for as long as the store's host does not answer, and raises RuntimeError or OSError when the store
-is gone.
+Every call may block as long as the store's host does not answer, and raises RuntimeError or OSError if the store is
+lost.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron.training.watchdog.progress import Heartbeat
 
 @dataclass(frozen=True)
 class Failure:
-    """The first thing that went wrong in the run."""
+    """The first failure of the run."""
 
     rank: int | None
-    """None: no rank, but the store through which all of this goes."""
+    """Rank that failed; None: the store itself was lost."""
     reason: str
     detail: str = ""
-    """Its traceback or stack, if it could still say."""
+    """Traceback or stack of the failing rank, if it could still send one."""
     for_user: bool = False
-    """A ``UserError``: the reason says everything, and no stack is needed."""
+    """Whether it is a ``UserError``: the reason is sufficient and no stack is printed."""
     together: bool = False
-    """Every rank raised it: ``rank`` is only the one that speaks first."""
+    """Whether every rank raised it; ``rank`` is then only the reporting rank."""
 
     def __str__(self) -> str:
         if self.together:
@@ -38,26 +38,26 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """An error that a rank's main thread has raised."""
+    """Error that a rank's main thread raised."""
 
     what: str
-    """The message without the rank and the place: equal where ranks raise the same error."""
+    """Message without rank and phase, so that equal errors of several ranks compare equal."""
     failure: Failure
     elsewhere: bool
-    """Another rank has the cause."""
+    """Whether the cause is on another rank."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank's main thread is."""
+    """Answer of a rank to an inquiry: the state of its main thread."""
 
     waits: bool
-    """In a collective, or for the GPU: then another rank is the cause."""
+    """Whether the main thread is in a collective or waits for the GPU; another rank is then the cause."""
     stack: str
 
 
 class FailureStore:
-    """The store as seen by one rank."""
+    """Access of one rank to the shared failure state in the store."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store, self.rank, self.ranks = store, rank, range(world_size)
@@ -68,20 +68,19 @@ class FailureStore:
     # ---- heartbeats
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """This rank's heartbeat."""
         self._store.set(f"heartbeat/{self.rank}", json.dumps(asdict(heartbeat)))
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
-        """A rank's last heartbeat; None before its first one."""
+        """Return the last heartbeat of ``rank``; None before the first one."""
         found = self._read(f"heartbeat/{rank}")
         return None if found is None else Heartbeat(**found)
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The last heartbeat of every rank that has sent one."""
+        """Return the last heartbeat of every rank that has sent one, by rank."""
         return {rank: heartbeat for rank in self.ranks if (heartbeat := self.heartbeat(rank)) is not None}
 
     def finish(self) -> None:
-        """This rank has done its work: it may leave at any time."""
+        """Record that this rank completed its work and may exit at any time."""
         self._store.set(f"done/{self.rank}", "1")
 
     def finished(self, rank: int) -> bool:
@@ -90,14 +89,13 @@ class FailureStore:
     # ---- the first failure
 
     def report(self, report: Report) -> None:
-        """This rank's main thread has raised an error of its own."""
         self._store.set(f"raised/{self.rank}", json.dumps(asdict(report)))
 
     def all_reported(self) -> bool:
         return self._store.check([f"raised/{rank}" for rank in self.ranks])
 
     def reports(self) -> dict[int, Report]:
-        """Reports that have come so far."""
+        """Return the reports received so far, by rank."""
         found = {rank: self._read(f"raised/{rank}") for rank in self.ranks}
         return {
             rank: Report(each["what"], Failure(**each["failure"]), each["elsewhere"])
@@ -106,40 +104,39 @@ class FailureStore:
         }
 
     def declare(self, failure: Failure) -> None:
-        """Writes the failure down unless there is one already."""
+        """Store ``failure`` unless one is already stored (atomic compare-and-set)."""
         self._store.compare_set("failure", "", json.dumps(asdict(failure)))
 
     def failure(self) -> Failure | None:
-        """The first failure, if anything has failed."""
+        """Return the run's first failure, or None."""
         found = self._read("failure")
         return None if found is None else Failure(**found)
 
     def acknowledge(self) -> None:
-        """This rank has read the failure."""
+        """Record that this rank has read the failure."""
         self._store.set(f"told/{self.rank}", "1")
 
     def others_know(self) -> bool:
         """Whether every other rank has read the failure."""
         return self._store.check([f"told/{rank}" for rank in self.ranks if rank != self.rank])
 
-    # ---- where is everybody?
+    # ---- stack inquiries
 
     def inquire(self) -> None:
-        """Asks every rank where it is."""
+        """Ask every rank for the stack of its main thread."""
         self._store.set("inquiry", "1")
 
     def inquired(self) -> bool:
-        """Whether a rank has asked and this rank has not answered yet."""
+        """Whether an inquiry is open that this rank has not answered."""
         return self._store.check(["inquiry"]) and not self._store.check([f"answer/{self.rank}"])
 
     def answer(self, answer: Answer) -> None:
-        """This rank's answer."""
         self._store.set(f"answer/{self.rank}", json.dumps(asdict(answer)))
 
     def all_answered(self) -> bool:
         return self._store.check([f"answer/{rank}" for rank in self.ranks])
 
     def answers(self) -> dict[int, Answer]:
-        """Answers that have come so far."""
+        """Return the answers received so far, by rank."""
         found = {rank: self._read(f"answer/{rank}") for rank in self.ranks}
         return {rank: Answer(**each) for rank, each in found.items() if each is not None}

@@ -1,8 +1,8 @@
-"""The thread for what cannot wait for the monitor's next round, or cannot be seen by it.
+"""Listener thread: events that cannot wait for the monitor's next round, or that the monitor cannot see.
 
-A launcher ends the other ranks by SIGTERM as soon as one is gone: they say why before they follow. A local rank's
-death is worth a round at once: NCCL would otherwise be first to notice, and would abort the process with its own words.
-And a round never ends while the host of the store is out of reach, because a request to it is never answered.
+A launcher sends SIGTERM to the remaining ranks as soon as one has exited; they report the cause before they exit. The
+death of a local rank starts a round at once, before NCCL notices it and aborts the process with its own message. A
+round never ends while the store's host is unreachable, because requests then stay unanswered.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from megatron.training.watchdog.monitor import Monitor
 
 HURRY_SECONDS = 0.05
 ROUNDS_AFTER_SIGTERM = 5
-"""On a busy host, a number of seconds would say nothing about whether a failure can have been read."""
+"""Rounds after SIGTERM before the process exits. On a busy host, a time limit would not ensure that a
+failure was read.
+"""
 
 
 class Listener(threading.Thread):
-    """Wakes the monitor, or ends the process in its place."""
+    """Daemon thread that wakes the monitor early, or ends the process if the monitor is blocked."""
 
     def __init__(self, monitor: Monitor) -> None:
         super().__init__(name="watchdog-listener", daemon=True)
@@ -36,7 +38,7 @@ class Listener(threading.Thread):
         self._looked = time.monotonic()
 
     def catch_sigterm(self) -> None:
-        """In the main thread only; leaves a handler of the program's own alone."""
+        """Install a SIGTERM handler and wake-up descriptor; main thread only. Keeps an existing handler."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._catching = True
@@ -45,7 +47,7 @@ class Listener(threading.Thread):
             os.register_at_fork(before=self._be_deaf, after_in_parent=self._listen, after_in_child=self._forget)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Runs when the main thread comes back to Python; the wake-up descriptor does not wait for that."""
+        """Write the signal to the pipe too, in case the wake-up descriptor was changed. Python runs this later."""
         os.write(self._writer, bytes([number]))
 
     def _listen(self) -> None:
@@ -53,19 +55,19 @@ class Listener(threading.Thread):
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def _be_deaf(self) -> None:
-        """During a fork, so that a signal to the child is not read as one to this process."""
+        """Remove the wake-up descriptor during a fork: a signal to the child must not reach this process."""
         if self._catching and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
 
     def _forget(self) -> None:
-        """Let SIGTERM end the process again: a forked child (of a data loader) must die of it."""
+        """Restore the default SIGTERM action, so that forked children (data-loader workers) die of it."""
         if self._catching:
             self._be_deaf()
             self._catching = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def stop(self) -> None:
-        """Ends the thread; called by the main thread."""
+        """Stop the thread, join it for at most 5 s and restore SIGTERM; call from the main thread."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
         self.join(5.0)
@@ -89,16 +91,18 @@ class Listener(threading.Thread):
                 self._terminate(time.monotonic() - self._terminated)
 
     def _look_at_the_monitor(self) -> None:
+        """End the process if the monitor has waited too long for the store."""
         now = time.monotonic()
         if now - self._looked > self.monitor.limits.heartbeat / 2 and self.monitor.round_began is not None:
-            self.monitor.round_began = now  # this process itself stood still, in the middle of a round
+            self.monitor.round_began = now  # this process was suspended in the middle of a round
         self._looked = now
         blocked = self.monitor.blocked
         if blocked > self.monitor.limits.heartbeat and not self.monitor.finishing and not self.monitor.ending:
             self.monitor.end(self.monitor.store_is_silent(f"no answer for {blocked:.0f} s"))
 
     def _terminate(self, seconds: float) -> None:
-        """SIGTERM: either a rank failed and a launcher cleans up, or the run is to end."""
+        """Handle a SIGTERM received ``seconds`` ago. Returns until the grace time and ``ROUNDS_AFTER_SIGTERM`` rounds
+        have passed, in which a rank's failure can be read; then exits with code 143, or reports the lost store."""
         self.monitor.wake.set()
         heard = self.monitor.rounds >= self._rounds_until_leaving or self.monitor.blocked > self.monitor.limits.interval
         if seconds < self.monitor.limits.grace or not heard or self.monitor.ending:

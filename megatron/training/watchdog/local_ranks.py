@@ -1,7 +1,7 @@
-"""The processes of the other ranks on this host: whether they live, and how the last one of them is ended.
+"""Processes of the other ranks on this host: liveness checks and termination.
 
-Which processes these are is asked of the kernel. What stands in the store may have been written by anybody who reaches
-its port, and a process number from there could be any process of this user.
+The kernel identifies these processes. The store could be written by anyone who reaches its port, so that a process ID
+read from it could be any process of this user.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from pathlib import Path
 from megatron.training.start.rendezvous import Arrival, Place
 
 ABORT_SECONDS = 2.0
-"""For a process to write its stacks; a core dump may take longer than anybody wants to wait."""
+"""Seconds for a process to write its stacks after SIGABRT; a core dump would take too long to wait for."""
 CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of a socket's other end."""
+"""Layout of ``SO_PEERCRED``: process, user and group ID of a socket's peer."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process, never another that was given the same number later."""
+    """Handle of one process, safe against reuse of its process ID."""
 
     pid: int
     started: str
-    """When, in the kernel's words."""
+    """Start time as reported by the kernel (clock ticks since boot)."""
     handle: int | None
-    """Its file descriptor: readable the moment the process ends, also while nobody has collected it."""
+    """pidfd, readable as soon as the process ends, even as a zombie; None on kernels without pidfd."""
 
     @classmethod
     def open(cls, pid: int) -> Process:
-        """``OSError`` if there is none."""
+        """Return a handle of the running process ``pid``. Raises ``OSError`` if it does not exist."""
         started, handle = _stat(pid)[1], None
-        with contextlib.suppress(OSError, AttributeError):  # an old kernel: number and start tell which process it is
+        with contextlib.suppress(OSError, AttributeError):  # no pidfd: ID and start time identify it
             handle = os.pidfd_open(pid)
         return cls(pid, started, handle)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; one that has ended and waits for its parent does not."""
+        """Whether the process is running; False for zombies."""
         if self.handle is not None:
             poll = select.poll()
             poll.register(self.handle, select.POLLIN)
@@ -58,7 +58,7 @@ class Process:
         return started == self.started and state not in ("Z", "X")
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal, if the process still runs."""
+        """Send a signal if the process is still running; ignore missing permission."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.handle is not None:
                 signal.pidfd_send_signal(self.handle, number)
@@ -66,30 +66,27 @@ class Process:
                 os.kill(self.pid, number)
 
     def close(self) -> None:
-        """Gives the descriptor back."""
         if self.handle is not None:
             os.close(self.handle)
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start time."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 class Presence:
-    """Proof of which process this rank is, for the others of its host: the kernel tells a process that connects to this
-    socket the process and the user that listen. Its name is made of what the launcher has said, not of what is in the
-    store; it is in no folder and ends with the process."""
+    """Listening Unix socket that proves to other ranks on this host which process this rank is. The kernel reports the
+    process and user ID of the listener to each process that connects. The socket is abstract (in no folder) and ends
+    with the process. Its name derives from launcher settings, not from the store."""
 
     def __init__(self, place: Place) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(OSError):  # elsewhere than on Linux, ranks watch each other by heartbeats alone
+        with contextlib.suppress(OSError):  # outside Linux, ranks are watched by heartbeats only
             self._socket.bind(_presence_name(place, place.rank))
             self._socket.listen(4096)
 
     def close(self) -> None:
-        """The other ranks cannot find this one any more."""
         self._socket.close()
 
 
@@ -99,7 +96,7 @@ def _presence_name(place: Place, rank: int) -> str:
 
 
 def find_process(place: Place, rank: int) -> Process | None:
-    """The process of a rank on this host; None if no process of this user is that rank of this job."""
+    """Return the process of ``rank`` on this host; None unless a process of this user holds that rank in this job."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError, AttributeError):
         connection.settimeout(5.0)
         connection.connect(_presence_name(place, rank))
@@ -110,7 +107,7 @@ def find_process(place: Place, rank: int) -> Process | None:
 
 
 def find_local_ranks(arrivals: Sequence[Arrival], place: Place) -> LocalRanks:
-    """Every other rank that says that it is on this machine, and is."""
+    """Return the other ranks that claim to run on this machine and whose process is verified by the kernel."""
     here = arrivals[place.rank].machine
     candidates = [rank for rank, each in enumerate(arrivals) if rank != place.rank and each.machine == here]
     found = {rank: process for rank in candidates if (process := find_process(place, rank)) is not None}
@@ -118,28 +115,28 @@ def find_local_ranks(arrivals: Sequence[Arrival], place: Place) -> LocalRanks:
 
 
 class LocalRanks:
-    """The other ranks of this host."""
+    """The verified processes of the other ranks on this host, by rank."""
 
     def __init__(self, processes: Mapping[int, Process], rank: int) -> None:
         self.processes = dict(processes)
         self.is_first = rank < min(self.processes, default=rank + 1)
-        """Whether this rank speaks for its host."""
+        """Whether this rank is the lowest on its host, which reports common failures once per host."""
 
     def __contains__(self, rank: object) -> bool:
         return rank in self.processes
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable as soon as a process has ended."""
+        """File descriptors that become readable as soon as a process ends."""
         return [each.handle for each in self.processes.values() if each.handle is not None]
 
     def dead(self) -> list[int]:
-        """The ranks whose processes have ended."""
         return [rank for rank, process in self.processes.items() if not process.alive]
 
     def end(self, rank: int, patience: float) -> None:
-        """Ends a rank's process: it may go on if it is stopped and leave by itself within ``patience`` seconds; then
-        SIGABRT has C code write its stacks, which needs no interpreter, and SIGKILL leaves nothing."""
+        """End the process of ``rank``; blocks until it ended or SIGKILL was sent. First resume it with SIGCONT, so that
+        it can exit within ``patience`` seconds. Then send SIGABRT, on which C code writes its stacks without the
+        interpreter, and after ``ABORT_SECONDS`` SIGKILL."""
         process = self.processes[rank]
         process.send(signal.SIGCONT)
         for number in (signal.SIGABRT, signal.SIGKILL):
@@ -151,7 +148,6 @@ class LocalRanks:
             patience = ABORT_SECONDS
 
     def close(self) -> None:
-        """Gives the descriptors back."""
         for process in self.processes.values():
             process.close()
         self.processes.clear()

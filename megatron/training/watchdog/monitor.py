@@ -1,8 +1,8 @@
-"""The thread that publishes this rank's heartbeat, reads the failure store, judges the others and ends the process.
+"""Monitor thread: publish this rank's heartbeat, read the failure store, judge other ranks and end the process.
 
-A thread cannot watch a process whose interpreter is locked or which is stopped: then the heartbeat ends, the others
-declare the failure, and another rank of its host kills it. Where there is none, C code that the thread sets up in every
-round ends a locked process.
+A thread cannot watch a process that is stopped or whose interpreter is locked. The heartbeat then ends, the other ranks
+declare the failure, and another rank on the same host kills the process. If this host has no other rank, a C-level
+timer that the thread re-arms in every round ends a locked process.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODE = 1
 UNHEARD = Heartbeat(0, 0, 0, STARTING, silence=0.0, allowed=float("inf"))
-"""The state of a rank that has not sent a heartbeat yet: it is as dead as any other if none comes."""
+"""Default state of a rank without a heartbeat so far, so that a rank that never sends one is also declared dead."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, all from --watchdog-timeout-seconds: a rank without a heartbeat is gone everywhere by then."""
+    """Time limits in seconds, derived from --watchdog-timeout-seconds; every rank detects a lost rank in that time."""
 
     heartbeat: float
-    """Without a heartbeat, or without an answer of the store."""
+    """Maximum time without a heartbeat of a rank or an answer of the store."""
     interval: float
-    """Between rounds."""
+    """Time between two rounds."""
     grace: float
-    """For a rank that may be about to report the same problem itself, or to leave by itself."""
+    """Wait for a rank that may be about to report the same problem itself, or to exit without help."""
 
     @classmethod
     def of(cls, timeout: float) -> Limits:
@@ -50,12 +50,13 @@ class Limits:
 
     @property
     def spreading(self) -> float:
-        """Until every rank has read what was declared."""
+        """Time until every rank has read a declared failure."""
         return 2 * self.interval + self.grace
 
 
 class Monitor(threading.Thread):
-    """Rounds until the run ends or fails."""
+    """Daemon thread that runs one round per ``limits.interval`` until the run ends or fails. Each round publishes the
+    heartbeat, reads the failure, answers inquiries and judges other ranks."""
 
     def __init__(
         self, store: FailureStore, arrivals: Sequence[Arrival], progress: Progress, limits: Limits, *,
@@ -69,15 +70,15 @@ class Monitor(threading.Thread):
         self.stacks_path = None if folder is None else folder / f"rank-{store.rank}.txt"
         self.main_thread = threading.main_thread().ident
         self._guards_itself = len(arrivals) > 1 and not local_ranks.processes
-        """No rank of this host can end this process where its interpreter is locked. (Of a run of one process the timer
-        could not tell Ctrl-Z.)"""
+        """Whether this rank needs the C-level timer: no other rank on this host can end it if its interpreter is
+        locked. Off for single-process runs, where the timer could not distinguish a lock from Ctrl-Z."""
         self.wake = threading.Event()
-        """Set to have a round now."""
+        """Event that starts the next round immediately."""
         self.finishing = self.stopped = False
         self.own_error = ""
-        """The traceback by which the main thread is leaving."""
+        """Traceback of the error on which the main thread is exiting, or an empty string."""
         self.told = self.leaving = False
-        """The run's failure was heard; the main thread leaves by an error that needs no more words."""
+        """A failure of the run was received; the main thread is exiting on an error that is already reported."""
         self.round_began: float | None = None
         self.ending = False
         self._one_ends = threading.Lock()
@@ -87,18 +88,18 @@ class Monitor(threading.Thread):
 
     @property
     def blocked(self) -> float:
-        """Seconds that the present round has waited for the store."""
+        """Seconds that the current round has waited for the store; 0 between rounds."""
         began = self.round_began
         return 0.0 if began is None else time.monotonic() - began
 
     def finish(self) -> None:
-        """Nothing that happens to other ranks from now on is a failure."""
+        """Mark this rank as finished in the store; from now on no event on other ranks counts as a failure."""
         self.finishing = True
         with contextlib.suppress(RuntimeError, OSError):
             self.store.finish()
 
     def stop(self) -> None:
-        """Ends the thread; called by the main thread."""
+        """Stop the thread and join it for at most 5 s; call from the main thread."""
         self.stopped = True
         self.wake.set()
         self.join(5.0)
@@ -109,7 +110,7 @@ class Monitor(threading.Thread):
         last = time.monotonic()
         while not self.stopped:
             self.round_began = now = time.monotonic()
-            if now - last > self.limits.heartbeat / 2:  # this process itself stood still: judge nobody by old news
+            if now - last > self.limits.heartbeat / 2:  # was suspended: seen heartbeats are stale
                 self._heard.clear()
                 self.progress.forgive(now - last)
             last = now
@@ -130,9 +131,10 @@ class Monitor(threading.Thread):
             logger.exception("the watchdog made a mistake; training goes on")
 
     def _round(self) -> None:
+        """Publish, read the failure, answer and judge once. Raises RuntimeError or OSError if the store is lost."""
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
-        if self._guards_itself:  # later than the others' judgement, so that they name this rank and its reason
+        if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason
             stacks.leave_if_locked(self.limits.heartbeat + self.limits.spreading)
         failure = self.store.failure()
         if failure is not None:
@@ -148,7 +150,8 @@ class Monitor(threading.Thread):
     # ---- judging
 
     def _judge_everybody(self) -> Failure | None:
-        """LocalRanks by their processes, and over hosts rank 0 everybody, everybody rank 0."""
+        """Return the first failure found, or None. Checks local ranks by their processes. By heartbeats, rank 0 checks
+        all ranks, others check rank 0. Rank 0 also checks its local progress, unless it is at a debugger prompt."""
         for rank in self.local_ranks.dead():
             if not self.store.finished(rank):
                 return self._death(rank, self.store.heartbeat(rank))
@@ -165,7 +168,9 @@ class Monitor(threading.Thread):
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
     def _judge(self, rank: int) -> Failure | None:
-        """A failure if ``rank``'s heartbeat has stopped or its main thread is stuck."""
+        """Return a failure of ``rank`` if its heartbeat stopped, or None. If its main thread makes no progress, ask all
+        ranks for their stacks (blocks up to ``limits.spreading`` s); the returned failure may then name another
+        rank."""
         heartbeat = self.store.heartbeat(rank) or UNHEARD
         if self.store.finished(rank):
             return None
@@ -180,7 +185,9 @@ class Monitor(threading.Thread):
         return self._find_culprit() if heartbeat.silence > heartbeat.allowed else None
 
     def _find_culprit(self) -> Failure:
-        """A rank makes no progress: the one that got least far, and of these one that does not wait in a collective."""
+        """Return a failure that names the rank most likely to block all others. Asks every rank for its stack and waits
+        up to ``limits.spreading`` seconds for the answers. Prefers ranks without an answer, then the lowest iteration,
+        then ranks that wait for data, then ranks that wait neither in a collective nor for the GPU."""
         self.store.inquire()
         self.store.answer(self._answer())
         limit = time.monotonic() + self.limits.spreading
@@ -200,28 +207,34 @@ class Monitor(threading.Thread):
         return Failure(rank, f"{last.where}: no progress for {last.silence:.0f} s{silent}", stack)
 
     def _answer(self) -> Answer:
-        if self.own_error:  # the main thread has left the collective that failed
+        if self.own_error:  # the main thread has already left the failed collective
             return Answer(True, self.own_error)
         return stacks.where_is(self.main_thread)
 
-    # ---- the main thread is leaving by an error
+    # ---- the main thread exits on an error
 
     def main_thread_raised(self, own: Report, *, consequence: bool, speak: Callable[[Failure], None]) -> None:
-        """Called by the main thread. Tells the others and waits until they know, since this process may hold the store.
-
-        If the error may only say that another rank is gone (``consequence``), that rank gets the time to be found; if
-        none is, the one furthest behind is named. Where another rank failed first, the process ends in here; otherwise
-        ``speak`` is called before anybody else hears of the failure, as a launcher may end this process right after.
-        """
+        """Report the main thread's error and wait until other ranks know, since this process may host the store. Called
+        by the main thread; blocks. If the error may only be a ``consequence`` of another rank's failure, wait until
+        that rank is found, else declare the rank with the least progress. If another rank failed first, the process
+        ends in this call. Otherwise call ``speak`` before declaring: a launcher may end this process right after."""
         self.own_error = own.failure.detail
         self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
+            own = dataclasses.replace(own, elsewhere=True)
+            with contextlib.suppress(RuntimeError, OSError):
+                self.store.report(own)
             dies_meanwhile = 0.0 if stacks.has_timed_out(own.what) else self.limits.heartbeat
-            self._wait(dies_meanwhile + self.limits.spreading, lambda: self.store.failure() is not None)
+            self._wait(
+                dies_meanwhile + self.limits.spreading, lambda: self.store.failure() is not None or self._same_error()
+            )
         with contextlib.suppress(RuntimeError, OSError):
             if self.store.failure() is None:
-                found = self._find_culprit() if consequence else self._first_of_all(own)
+                if consequence and not self._same_error():
+                    found = self._find_culprit()
+                else:
+                    found = self._first_of_all(own)
                 if found.together or found.rank == self.rank:
                     speak(found)
                 self.store.declare(found)
@@ -232,18 +245,25 @@ class Monitor(threading.Thread):
         self._wait(self.limits.spreading, self.store.others_know)
 
     def _first_of_all(self, own: Report) -> Failure:
-        """Which of the errors that ranks raise at about the same time is the cause. Who is quickest says nothing: the
-        same error of all ranks is nobody's, and one that points to another rank waits for that rank's."""
+        """Return the failure that caused the errors raised by several ranks at about the same time. Publishes ``own``
+        and waits for other ranks' reports or a declared failure. The order of arrival is no evidence. An error raised
+        by all ranks is attributed to none (``together``); an error with its cause elsewhere ranks last."""
         self.store.report(own)
         patience = self.limits.heartbeat if own.elsewhere else self.limits.grace
         self._wait(patience, lambda: self.store.failure() is not None or self.store.all_reported())
         reports = self.store.reports()
-        if len(reports) == len(self.arrivals) and len({each.what for each in reports.values()}) == 1:
+        if self._same_error():
             return dataclasses.replace(own.failure, reason=own.what, together=True)
         return min(reports.values(), key=lambda each: (each.elsewhere, each.failure.rank)).failure
 
+    def _same_error(self) -> bool:
+        """Return whether every rank has raised an error with the same message, so that no rank is the cause."""
+        reports = self.store.reports()
+        return len(reports) == len(self.arrivals) and len({each.what for each in reports.values()}) == 1
+
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
-        """Until ``condition`` holds; where it asks a store that is gone, that is for the monitor to find out."""
+        """Poll until ``condition`` holds, ``seconds`` have passed or the process is exiting. Ignores errors of the
+        store; the monitor's round handles a lost store."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit and not self.leaving:
             with contextlib.suppress(RuntimeError, OSError):
@@ -254,17 +274,19 @@ class Monitor(threading.Thread):
     # ---- the end
 
     def store_is_silent(self, reason: str) -> Failure:
-        """Without the store nobody can be heard: its holder is gone, and with it the run."""
+        """Return the failure for a store that does not answer; without its host the run cannot continue. Names a dead
+        local rank if there is one, else the host of the store."""
         for rank in self.local_ranks.dead():
             return self._death(rank, None)
         if self.agent_holds_store:
             return Failure(None, f"the launcher holds it and is gone or out of reach ({reason})")
-        if 0 in self.local_ranks:  # not gone: it would stay where it is, with its memory and the lock of --save
+        if 0 in self.local_ranks:  # still exists: it would otherwise keep its memory and the lock of --save
             return Failure(0, f"its process holds the run's store and is stopped or locked ({reason})")
         return Failure(None, f"rank 0 on {self.arrivals[0].host} holds it and is gone or out of reach ({reason})")
 
     def _store_is_gone(self, error: Exception, seconds: float) -> None:
-        if self.told and self.own_error:  # the holder raised the same error and left first: no further failure
+        """Handle an error of the store that has lasted ``seconds``: end the process unless the run is finishing."""
+        if self.told and self.own_error:  # the store's host raised the same error and exited first: not a new failure
             self.leaving = True
             return
         holder_died = bool(self.local_ranks.dead())
@@ -272,7 +294,9 @@ class Monitor(threading.Thread):
             self.end(self.store_is_silent(str(error).splitlines()[0]))
 
     def end(self, failure: Failure) -> None:
-        """Says what happened and leaves; a rank that fails by itself says it in its own words. Called by any thread."""
+        """Report ``failure`` and end this process with exit code 1; callable from any thread. First waits
+        ``limits.grace`` seconds. Returns instead if the run has stopped, or if the main thread is exiting on the
+        failing error and reports it itself. Also kills the failed local rank and this process's child processes."""
         self.ending = True
         self._wait(self.limits.grace, lambda: self.stopped or bool(self.own_error))
         if self.stopped or self.own_error and (failure.together or failure.rank == self.rank):
@@ -283,15 +307,16 @@ class Monitor(threading.Thread):
             if not failure.for_user:
                 stacks.write_stacks(self._report(failure), self.stacks_path)
             elif failure.rank not in self.local_ranks and self.local_ranks.is_first:
-                stacks.write_line(f"watchdog: {failure}")  # the rank that failed has said it on its own host
+                stacks.write_line(f"watchdog: {failure}")  # the failing rank has already reported it on its host
             if failure.rank in self.local_ranks:
                 assert failure.rank is not None
                 self.local_ranks.end(failure.rank, self.limits.spreading)
-            for child in multiprocessing.active_children():  # of a data loader, which may hang itself
+            for child in multiprocessing.active_children():  # data-loader workers, which may hang as well
                 child.kill()
             os._exit(EXIT_CODE)
 
     def _report(self, failure: Failure) -> str:
+        """Return the text above the stacks: failure, its traceback (once per host) and the local error it caused."""
         own = failure.rank == self.rank
         head = f"watchdog: {failure}\n"
         if failure.detail and (own or self.local_ranks.is_first):

@@ -1,10 +1,10 @@
-"""The main thread of a rank: what it is doing, and how long it may be silent doing it.
+"""Progress of a rank's main thread: its phase, and the maximum silence allowed in it.
 
-Progress is a call of the task's ``get_batch`` or ``forward_step``, or an event of the training loop. A silence may last
---watchdog-timeout-seconds, or three times the longest silence of the run so far. Work of unknown length announces
-itself: before the first iteration nothing but death is looked for; the first iteration, the first micro-batch of an
-evaluation, checkpoints and the end of the run get nine tenths of --distributed-timeout-minutes, so that the watchdog,
-which knows the culprit, is always earlier than the time-out of the collective in which the others wait.
+Progress is a call of the task's ``get_batch`` or ``forward_step``, or an event of the training loop. The limit is
+--watchdog-timeout-seconds, or three times the longest silence of the run so far if that is longer. Before the first
+iteration only dead processes count as failures. The first iteration, the first micro-batch of an evaluation,
+checkpoints and the end of the run have an unknown duration; their limit is 0.9 x --distributed-timeout-minutes. The
+watchdog, which knows the culprit, thus acts before the collective time-out of the waiting ranks.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ SHARE_OF_COLLECTIVE_TIMEOUT = 0.9
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's progress at one moment, as it publishes it."""
+    """Snapshot of a rank's progress, published to the store."""
 
     count: int
-    """Heartbeats so far: what must keep changing."""
+    """Number of heartbeats so far; a value that stays constant means that the process is stopped or lost."""
     iteration: int
-    """Iterations done."""
+    """Number of completed iterations."""
     ticks: int
-    """Marks of progress so far."""
+    """Number of progress marks so far."""
     phase: str
     silence: float
-    """Seconds since the last mark."""
+    """Seconds since the last progress mark."""
     allowed: float
-    """Seconds that this silence may last."""
+    """Maximum silence in seconds."""
 
     @property
     def where(self) -> str:
-        """``iteration 7, waiting for data``."""
+        """Text such as ``iteration 7, waiting for data``."""
         if self.phase == STARTING:
             return "before the first iteration"
         return f"iteration {self.iteration + (self.phase in (DATA, COMPUTING, 'first iteration'))}, {self.phase}"
@@ -58,7 +58,7 @@ class Heartbeat:
 
 
 class Progress:
-    """Written by the main thread, read by the watchdog's."""
+    """Progress marks of this process. Written by the main thread, read by the watchdog threads."""
 
     def __init__(self, timeout: float, collective_timeout: float) -> None:
         self.timeout = timeout
@@ -70,7 +70,8 @@ class Progress:
         self.last = time.monotonic()
 
     def mark(self, phase: str, *, long: bool = False) -> None:
-        """The main thread got here; ``long`` work follows."""
+        """Record that the main thread reached ``phase``; ``long`` raises the limit for the work that follows. The
+        silence before the mark extends later limits, unless it followed a ``long`` mark."""
         now = time.monotonic()
         if self.ordinary:
             self.longest = max(self.longest, now - self.last)
@@ -80,16 +81,16 @@ class Progress:
         self.allowed = max(self.long_timeout if long else self.timeout, 3 * self.longest)
 
     def forgive(self, seconds: float) -> None:
-        """The whole process stood still that long: no fault of the main thread's."""
+        """Ignore ``seconds`` of silence during which the whole process was suspended."""
         self.last += seconds
 
     def heartbeat(self, count: int = 0) -> Heartbeat:
-        """This moment."""
+        """Return the current progress as a heartbeat with number ``count``."""
         return Heartbeat(count, self.iteration, self.ticks, self.phase, time.monotonic() - self.last, self.allowed)
 
 
 class ProgressHook(Hook):
-    """Marks the events of the training loop."""
+    """Hook that marks the events of the training loop as progress."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -115,16 +116,16 @@ class ProgressHook(Hook):
         self.progress.mark(f"waiting for the background save of iteration {iteration}", long=True)
 
     def on_train_end(self, state: TrainState) -> None:
-        self.progress.mark("closing files and logs", long=True)  # an upload may take its time
+        self.progress.mark("closing files and logs", long=True)  # an upload may be slow
 
 
 def mark_task(task: Task, progress: Progress) -> None:
-    """Lets the task's ``get_batch`` and ``forward_step`` mark progress, on this object only."""
+    """Replace ``get_batch`` and ``forward_step`` of this task object by wrappers that mark progress."""
     get_batch, forward_step = task.get_batch, task.forward_step
-    compiled = {"training": -1, "evaluation": -1}  # iteration that ran first: -1 none, later ones are ordinary
+    compiled = {"training": -1, "evaluation": -1}  # first iteration that ran; -1: none so far
 
     def unknown_length() -> bool:
-        """The first iteration, backward included, and the first forward pass without gradients may compile."""
+        """Whether this call may compile: in the first iteration, or in the first forward pass without gradients."""
         if torch.is_grad_enabled():
             return compiled["training"] in (-1, progress.iteration)
         return compiled["evaluation"] == -1

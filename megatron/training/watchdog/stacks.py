@@ -1,9 +1,10 @@
-"""The stacks that a rank writes when a run fails, and what they say about the cause."""
+"""Python stacks that a rank writes when a run fails, and what they reveal about the cause."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.safe_files import create_file, make_folder
 from megatron.training.watchdog.failure_store import Answer
 
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -22,25 +24,26 @@ CONSEQUENCES = ("gloo", "NCCL", "onnection closed by peer", "onnection reset by 
 
 
 def standard_error() -> Any:
-    """A stderr with a file descriptor, even where sys.stderr was replaced."""
+    """Return the original stderr, which has a file descriptor even if ``sys.stderr`` was replaced."""
     return sys.__stderr__ if sys.__stderr__ is not None else open(2, "w", closefd=False)
 
 
 def write_line(text: str) -> None:
-    """One line on stderr. Never raises."""
+    """Write one line to stderr. Never raises."""
     with contextlib.suppress(OSError, ValueError):
         standard_error().write(text + "\n")
         standard_error().flush()
 
 
 def write_stacks(head: str, path: Path | None, *, also_stderr: bool = True) -> None:
-    """``head`` and the Python stacks of all threads, to stderr and to ``path``. Never raises: this is the end."""
+    """Write ``head`` and the Python stacks of all threads to stderr and to ``path`` (made if missing). Never raises."""
     with contextlib.ExitStack() as opened:
         files = [standard_error()] if also_stderr else []
         if path is not None:
             with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.append(opened.enter_context(path.open("w", encoding="utf-8")))
+                path.parent.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
+                files.append(opened.enter_context(io.TextIOWrapper(create_file(path), encoding="utf-8")))
         for file in files:
             with contextlib.suppress(OSError, ValueError):
                 file.write(head)
@@ -50,23 +53,21 @@ def write_stacks(head: str, path: Path | None, *, also_stderr: bool = True) -> N
 
 
 def leave_if_locked(seconds: float) -> None:
-    """Unless called again within ``seconds``, C code writes the stacks to stderr and leaves the process.
-
-    It needs no interpreter: it runs while a call into C holds the interpreter's lock. Reading the frames of a thread
-    that does run may crash, so this must not be used where the process is to live on.
-    """
+    """Arm a C-level timer that writes the stacks to stderr and exits the process after ``seconds``; each call re-arms
+    it. The timer needs no interpreter: it fires while a C call holds the GIL. Reading the frames of a running thread
+    may crash, so use it only if the process ends anyway."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=standard_error())
 
 
 def where_is(thread: int | None) -> Answer:
-    """The stack of a thread, and whether others are what it waits for."""
+    """Return the stack of a thread, and whether it waits for other ranks or the GPU."""
     frame = sys._current_frames().get(thread or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     return Answer(waits_for_others(frame), stack)
 
 
 def is_debugged(thread: int | None) -> bool:
-    """Whether a thread waits for input at a debugger's prompt."""
+    """Whether a thread is at a debugger prompt."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
@@ -76,7 +77,7 @@ def is_debugged(thread: int | None) -> bool:
 
 
 def waits_for_others(frame: FrameType | None) -> bool:
-    """Whether a stack is inside a collective, or ends in a wait for work that was started before."""
+    """Whether the stack is inside a collective, or its innermost line waits for the GPU or asynchronous work."""
     if frame is None:
         return False
     line = traceback.extract_stack(frame, limit=1)[0].line or ""
@@ -88,12 +89,12 @@ def waits_for_others(frame: FrameType | None) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error may only say that another rank is gone: it comes from a collective or from the store."""
+    """Whether an error may be a mere consequence of another rank's failure: it comes from a collective or the store."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in CONSEQUENCES)
     )
 
 
 def has_timed_out(reason: str) -> bool:
-    """Whether a collective was given up: nobody has died, or it would have been seen during the wait."""
+    """Whether a collective timed out. No process died then: a death would have been detected during the wait."""
     return any(word in reason.lower() for word in ("timed out", "timeout"))

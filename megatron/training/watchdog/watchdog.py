@@ -1,4 +1,4 @@
-"""The watchdog of one rank: a context around everything that a run does."""
+"""Watchdog context manager of one rank, entered around a complete run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from megatron.training.watchdog.progress import Progress, ProgressHook, mark_tas
 from megatron.training.watchdog.stacks import is_consequence, write_line, write_stacks
 
 LEAVE_SECONDS = 30
-"""How long a rank that raised may take to leave: destructors of CUDA and NCCL may wait for a peer that is gone."""
+"""Seconds that a rank may take to exit after it raised; destructors of CUDA and NCCL may wait for a dead peer."""
 
 
 class Watchdog:
-    """With --watchdog-timeout-seconds 0, or where the program has set up torch.distributed itself, it does nothing."""
+    """Context manager that detects failures of any rank and ends the run with the cause. Inactive with
+    --watchdog-timeout-seconds 0, or if the program initialized torch.distributed itself. Entering performs the
+    rendezvous of all ranks and starts the monitor and listener threads. Leaving on an error reports it to all ranks."""
 
     def __init__(self, cfg: PretrainConfig) -> None:
         self.timeout = cfg.watchdog_timeout_seconds
@@ -41,7 +43,7 @@ class Watchdog:
         handled = cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM
         self.catches_sigterm = not (cfg.save_on_signal or handled)
         self.store: dist.Store | None = None
-        """For the process groups; None: torch finds its own."""
+        """Store for the process groups; None if torch must create one."""
         self._monitor: Monitor | None = None
         self._listener: Listener | None = None
 
@@ -57,7 +59,8 @@ class Watchdog:
         return self
 
     def _meet(self, place: Place) -> tuple[dist.Store, list[Arrival]]:
-        """Stores for the process groups and for the watchdog itself, and the ranks that have arrived."""
+        """Return the watchdog's store and the arrivals of all ranks; set ``self.store`` for the process groups. Blocks
+        until all ranks have arrived. Raises ``RendezvousError`` if a rank is missing."""
         patience = max(self.timeout, 1.0)
         self._presence = Presence(place)
         try:
@@ -71,6 +74,7 @@ class Watchdog:
     def _start(
         self, store: FailureStore, arrivals: list[Arrival], local_ranks: LocalRanks, *, agent_holds_store: bool
     ) -> None:
+        """Create and start the monitor and listener threads; catch SIGTERM unless the run handles it itself."""
         self._monitor = Monitor(
             store, arrivals, self.progress, Limits.of(self.timeout), local_ranks=local_ranks,
             agent_holds_store=agent_holds_store, folder=self.folder,
@@ -82,34 +86,37 @@ class Watchdog:
         self._listener.start()
 
     def _write_why(self, reason: str) -> None:
-        """A rank is missing: the message goes to stderr by itself, the stacks where those of other failures are."""
+        """Write the stacks for a missing rank to the stacks folder; the error itself prints the message to stderr."""
         if self.folder is not None and self.place is not None:
             path = self.folder / f"rank-{self.place.rank}.txt"
             write_stacks(f"watchdog: {reason}\n", path, also_stderr=False)
 
     def watch(self, task: Task) -> list[Hook]:
-        """Counts the task's micro-batches as progress; the hook that counts the events of the loop."""
+        """Make ``get_batch`` and ``forward_step`` of the task mark progress; return the hooks that mark loop events."""
         if self._monitor is None:
             return []
         mark_task(task, self.progress)
         return [ProgressHook(self.progress)]
 
     def failed(self, error: BaseException) -> None:
-        """The main thread is about to leave by ``error``: the others hear of it before files and logs are closed."""
+        """Report the main thread's ``error`` to all ranks before files and logs are closed; blocks until they know.
+        Does nothing for a successful exit, a single process or a second call. Sets SIGALRM to end a process that
+        hangs."""
         if self._monitor is None or self.alone or self._monitor.own_error or _is_success(error):
             return
         for_user, what = isinstance(error, UserError), message_of(error)
         trace = "".join(traceback.format_exception(error))
         failure = Failure(self._monitor.rank, f"{self.progress.heartbeat().where}: {what}", trace, for_user)
         own = Report(what, failure, isinstance(error, UserError) and error.elsewhere)
-        signal.alarm(LEAVE_SECONDS + round(self.timeout))  # in case the store does not answer
+        signal.alarm(LEAVE_SECONDS + round(self.timeout))  # ends the process if the store does not answer
         self._monitor.main_thread_raised(
             own, consequence=is_consequence(error), speak=lambda first: self._speak(error, first)
         )
         signal.alarm(LEAVE_SECONDS)
 
     def _speak(self, error: BaseException, failure: Failure) -> None:
-        """This rank's error ends the run. Of an error that all ranks raise, one rank of each host speaks."""
+        """Write this rank's error to the launcher's error file and, where needed, to stderr. Marks a ``UserError`` as
+        reported. If all ranks raised the same error, only one rank per host prints it."""
         assert self._monitor is not None
         speaks = self._monitor.local_ranks.is_first or not failure.together
         tell_launcher(message_of(error), None if failure.for_user else error)
@@ -121,7 +128,7 @@ class Watchdog:
             write_line(f"watchdog: {failure}")
 
     def finish(self) -> None:
-        """The run is complete: from here on, other ranks may leave at any time."""
+        """Mark the run as complete: other ranks may exit at any time from now on."""
         if self._monitor is not None:
             self._monitor.finish()
 

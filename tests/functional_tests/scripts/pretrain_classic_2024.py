@@ -6,11 +6,8 @@ from functools import partial
 
 import torch
 
-import megatron.compat.legacy_model
-from megatron.compat import mpu
-from megatron.compat.core_utils import StragglerDetector
-from megatron.compat.training_utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.compat.yaml_arguments import core_transformer_config_from_yaml
+import megatron.legacy.model
+from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
@@ -21,13 +18,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import import_module
+from megatron.core.utils import StragglerDetector
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 
 stimer = StragglerDetector()
 
 
-def model_provider(pre_process=True, post_process=True) -> GPTModel | megatron.compat.legacy_model.GPTModel:
+def model_provider(pre_process=True, post_process=True) -> GPTModel | megatron.legacy.model.GPTModel:
     args = get_args()
     use_te = args.transformer_impl == "transformer_engine"
     print_rank_0("building GPT model ...")
@@ -36,7 +36,7 @@ def model_provider(pre_process=True, post_process=True) -> GPTModel | megatron.c
     else:
         config = core_transformer_config_from_args(args)
     if args.use_legacy_models:
-        return megatron.compat.legacy_model.GPTModel(config, num_tokentypes=0, parallel_output=True)
+        return megatron.legacy.model.GPTModel(config, num_tokentypes=0, parallel_output=True)
     options = (args.num_experts, args.moe_grouped_gemm, args.qk_layernorm, args.multi_latent_attention)
     if args.spec is not None:
         layer_spec = import_module(args.spec)

@@ -5,15 +5,6 @@ from functools import partial
 
 import torch
 
-from megatron.compat import inprocess_restart
-from megatron.compat.core_utils import StragglerDetector, get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.compat.rerun_state_machine import get_rerun_state_machine
-from megatron.compat.training_utils import (
-    average_losses_across_data_parallel_group,
-    get_batch_on_this_tp_rank,
-    get_blend_and_blend_per_split,
-    is_first_or_last_pipeline_stage,
-)
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -25,9 +16,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.spec_utils import import_module
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.core.utils import StragglerDetector, get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import get_args, get_timers, get_tokenizer, inprocess_restart, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import (
+    average_losses_across_data_parallel_group,
+    get_batch_on_this_tp_rank,
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
 
 stimer = StragglerDetector()
 

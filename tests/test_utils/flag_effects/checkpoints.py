@@ -209,7 +209,7 @@ CHECKPOINTS = [
     row("--use-mp-args-from-checkpoint-args", gives(lambda run: len(run.groups["dp"]), 2),
         base=f"{LOAD} --use-checkpoint-args --tensor-model-parallel-size 2", ranks=2),
     row("--dist-ckpt-strictness log_all", says("stored names are loaded, none is missing"), accepts, base=LOAD),
-    row("--exit-on-missing-checkpoint", stops("--exit-on-missing-checkpoint", code=1), base="--load {out}"),
+    row("--exit-on-missing-checkpoint", stops("--exit-on-missing-checkpoint", code=2), base="--load {out}"),
     row("--override-opt_param-scheduler", accepts, rates(5e-3), base=f"{LOAD} --lr 5e-3"),
     row("--use-checkpoint-opt_param-scheduler", accepts, rates(1e-2), base=f"{LOAD} --lr 5e-3"),
 ]  # fmt: skip

@@ -79,6 +79,8 @@ ROUTER = [
     row("--moe-router-num-groups 2", changes("losses"), keeps("initial"), base=GROUPS),
     row("--moe-router-group-topk 2", changes("losses"), keeps("initial"),
         base=f"{MOE} --moe-router-num-groups 2 --moe-router-group-topk 1"),
+    row("--moe-router-group-score-topk 2", changes("losses"), keeps("initial"),
+        base=f"{MOE} --moe-router-topk 1 --moe-router-pre-softmax --moe-router-num-groups 2 --moe-router-group-topk 1"),
     row("--moe-router-topk-scaling-factor 2.5", changes("losses"), keeps("initial"), base=MOE),
     row("--moe-router-dtype fp32", calls("apply"), changes("losses"), base=f"{MOE} --bf16",
         count=(MOE_AT + "router:_WideLinear.apply",)),

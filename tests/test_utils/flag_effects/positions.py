@@ -86,6 +86,7 @@ ROWS = [
     row("--rotary-base 100", rotary(base=100), changes("losses"), base=ROPE),
     row("--rotary-base-local 10000", changes("losses"), keeps("initial", "rotary"),
         base=f"{ROPE} --rotary-base 100 --window-size 20,0 --window-attn-skip-freq 2"),
+    row("--no-rope-freq 2", changes("losses"), keeps("initial", "rotary"), base=ROPE),
     row("--rotary-percent 0.5", rotary(width=4), changes("losses"), base=ROPE),
     row("--rotary-seq-len-interpolation-factor 2", rotary(divide=2.0), changes("losses"), base=ROPE),
     row("--use-rope-scaling", rotary(scale=llama3(8), width=16), changes("gradients"), base=ROPE + " --kv-channels 16"),

@@ -119,6 +119,7 @@ ROWS = [
         base=f"{FULL} 1 --recompute-method uniform"),
     row("--yaml-cfg {settings}", changes("losses"), keeps("initial")),
     row("--dry-run", says("the settings are consistent"), gives(lambda run: run.records, [])),
+    row("--gpu-memory 80", says("fits the GPU               yes, "), base=DRY),
     row("--dry-run-world-size 4", says("4 = tensor 1 x pipeline 1 x context 1 x data 4"),
         base=f"{DRY} --global-batch-size 8"),
     row("--cuda-graph-impl local", stops("NVIDIA GPUs", code=2)),

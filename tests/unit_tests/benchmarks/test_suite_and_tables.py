@@ -153,3 +153,9 @@ def test_tables_show_every_kind_of_result(tmp_path, monkeypatch):
     assert "| adam | 1.5 | 1 / 2.5 |" in tables.TABLES["optimizer"]()
     with pytest.raises(ValueError, match="no table 'x'"):
         tables.page("<!-- table: x -->\n<!-- end of table -->")
+
+
+def test_rates_of_the_dry_run_are_the_measured_ones(capsys):
+    from benchmarks import write_rates
+
+    assert write_rates.main(["--check"]) == 0, "run python benchmarks/write_rates.py"

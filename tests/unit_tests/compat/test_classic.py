@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron.compat import classic
+from megatron.compat import classic, program
 from megatron.compat.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.arguments import parse_args, validate_args
 
@@ -16,18 +16,18 @@ TINY = (
 
 @pytest.fixture
 def forgotten(monkeypatch):
-    monkeypatch.setattr(classic._Current, "program", None)
+    monkeypatch.setattr(program.Current, "program", None)
     yield
     destroy_num_microbatches_calculator()
 
 
 def test_asking_before_a_program_runs_says_what_to_call(forgotten):
     with pytest.raises(RuntimeError, match="call pretrain"):
-        classic.get_args()
+        program.get_args()
 
 
 def test_threads_see_the_program(forgotten):
     """On GPUs autograd recomputes layers in threads of its own."""
     classic.ClassicTask(validate_args(parse_args(TINY.split()), 1), None, {})
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(classic.get_args).result().hidden_size == 64
+        assert other.submit(program.get_args).result().hidden_size == 64

@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.compat import mpu
-from megatron.core import parallel_state
+from megatron.core import mpu, parallel_state
 from megatron.core.groups.process_groups import RankGrid, build_process_groups
 
 
@@ -102,6 +101,69 @@ def test_one_process_needs_no_distributed(monkeypatch):
     assert not parallel_state.model_parallel_is_initialized()
     with pytest.raises(RuntimeError, match="not initialised"):
         parallel_state.get_tensor_model_parallel_rank()
+
+
+GROUP_GETTERS = sorted(
+    name for name in vars(parallel_state) if name.startswith("get_") and name.endswith(("_group", "_gloo"))
+)
+
+
+def test_getters_of_a_process_without_peers_give_groups_that_collectives_take(monkeypatch):
+    """Also after the start of the training program, which needs no torch.distributed until a getter is called."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    parallel_state.initialize_model_parallel(group_of_one=False)
+    try:
+        assert not dist.is_initialized() and len(GROUP_GETTERS) >= 16
+        for name in GROUP_GETTERS:
+            group = getattr(parallel_state, name)()
+            assert (dist.get_process_group_ranks(group), group.size(), group.rank()) == ([0], 1, 0), name
+            value = torch.ones(2)
+            dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+            received = torch.zeros(2)
+            dist.scatter(received, [value], src=0, group=group)
+            gathered = [torch.zeros(2)]
+            dist.all_gather(gathered, received, group=group)
+            assert gathered[0].tolist() == [1, 1], name
+        levels = parallel_state.get_hierarchical_context_parallel_groups()
+        assert [dist.get_world_size(group) for group in levels] == [1, 1]
+        assert parallel_state.get_data_parallel_group(True, partial_data_parallel=True).size() == 1
+        assert parallel_state.get_amax_reduction_group(True, tp_only_amax_red=True).size() == 1
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    for name in GROUP_GETTERS:
+        with pytest.raises(RuntimeError, match="not initialised"):
+            getattr(parallel_state, name)()
+    assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
+
+
+def _all_ranks_of_getters(rank, world_size):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    state = parallel_state
+    ranks = {name: dist.get_process_group_ranks(getattr(state, name)()) for name in GROUP_GETTERS}
+    ranks["tensor and data"] = dist.get_process_group_ranks(state.get_tensor_and_data_parallel_group())
+    assert state.get_tensor_and_data_parallel_group() is state.get_amax_reduction_group()  # made once
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=state.get_tensor_and_data_parallel_group())
+    stages = [state.get_pipeline_model_parallel_first_rank(), state.get_pipeline_model_parallel_last_rank(),
+              state.get_pipeline_model_parallel_prev_rank(), state.get_pipeline_model_parallel_next_rank()]  # fmt: skip
+    return ranks, total.item(), stages, state.is_rank_in_embedding_group()
+
+
+def test_getters_name_the_ranks_of_each_axis(gloo_pool):
+    ranks, total, stages, embeds = gloo_pool.run(_all_ranks_of_getters, 8)[5]
+    named = {
+        "tensor_model_parallel": [4, 5], "data_parallel": [5, 7], "pipeline_model_parallel": [1, 5],
+        "model_parallel": [0, 1, 4, 5], "tensor_and_data_parallel": [4, 5, 6, 7], "amax_reduction": [4, 5, 6, 7],
+        "embedding": [1, 5], "position_embedding": [5], "context_parallel": [5], "expert_data_parallel": [5, 7],
+        "expert_model_parallel": [5], "expert_tensor_and_model_parallel": [4, 5],
+        "expert_tensor_model_pipeline_parallel": [0, 1, 4, 5], "tensor_and_context_parallel": [4, 5],
+        "expert_tensor_parallel": [4, 5],
+    }  # fmt: skip
+    assert {name: ranks[f"get_{name}_group"] for name in named} == named
+    assert ranks["get_data_parallel_group_gloo"] == [5, 7]
+    assert (total, stages, embeds) == (22.0, [1, 5, 1, 1], True)
 
 
 def _getters_of_a_real_world(rank, world_size):

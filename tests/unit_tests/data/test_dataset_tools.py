@@ -57,7 +57,7 @@ def test_merging_equals_writing_everything_at_once(tmp_path):
 def refused(tmp_path, *reasons):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     result = run("merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "all")
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     for reason in reasons:
         assert reason in result.stderr
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -146,5 +146,5 @@ def test_check_reports_every_damaged_data_set_and_goes_on(tmp_path):
     write(tmp_path / "bad", [[1, 2]])
     os.truncate(tmp_path / "bad.bin", 2)
     result = run("check_dataset.py", tmp_path / "missing", tmp_path / "bad", tmp_path / "good")
-    assert result.returncode == 1 and "ok" in result.stdout
+    assert result.returncode == 2 and "ok" in result.stdout
     assert "no data set at" in result.stderr and "bad.bin is truncated" in result.stderr

@@ -1,8 +1,12 @@
 """Pictures and tables of a user's own pipeline."""
 
+from functools import partial
+
 import pytest
 
-from tools.draw_schedule import main
+from megatron.console import run_tool
+
+main = partial(run_tool, "draw-schedule")
 
 FLAGS = [
     "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",

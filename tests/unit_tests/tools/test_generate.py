@@ -1,12 +1,12 @@
 """tools/generate.py and tools/fill_mask.py: several prompts, what transformers says, clear answers to mistakes."""
 
 import dataclasses
-import importlib.util
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
+from megatron.console import run_tool
 from tests.test_utils.foreign_masked_models import FAMILIES, build
 from tests.test_utils.gpt_runs import train
 from tests.test_utils.tiny_tokenizers import bert_vocab
@@ -15,15 +15,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def tool(monkeypatch):
+def tool():
     """Calls ``main`` of a tool with a command line."""
 
     def call(name, *arguments):
-        spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-        return module.main()
+        return run_tool(name, list(map(str, arguments)))
 
     return call
 
@@ -39,7 +35,7 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
     assert tool(*common, "--prompt", "1 2", "--prompt-file", tmp_path / "prompts") == 0
     assert capsys.readouterr().out.split("-" * 40 + "\n") == texts
     assert all(text.startswith(prompt) for text, prompt in zip(texts, ("1 2", "7 8", "9 10 11")))
-    assert tool("fill_mask", "--load", tmp_path / "run", "--text", "1") == 1
+    assert tool("fill-mask", "--load", tmp_path / "run", "--text", "1") == 2
     assert "family 'gpt', for which tools/generate.py is" in capsys.readouterr().err
 
 
@@ -53,11 +49,39 @@ def test_a_model_computes_as_it_did_in_training(tool, gloo_pool, tmp_path, capsy
     assert tool("generate", "--load", tmp_path, "--prompt", "1 2", "--max-new-tokens", 2) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["generate", "fill_mask"])
+@pytest.mark.parametrize("name", ["generate", "fill-mask"])
 def test_a_folder_without_a_checkpoint_is_named_by_the_flag_that_was_given(tool, tmp_path, capsys, name):
-    assert tool(name, "--load", tmp_path / "nope", *(["--text", "a"] if name == "fill_mask" else [])) == 1
+    assert tool(name, "--load", tmp_path / "nope", *(["--text", "a"] if name == "fill-mask" else [])) == 2
     error = capsys.readouterr().err
     assert "--load" in error and "nope" in error and "--use-checkpoint-args" not in error
+
+
+@pytest.mark.parametrize(("flag", "values"), [
+    ("--temperature", ("nan", "-1", "inf", "-0.001", "1e-300", "1e9")), ("--top-p", ("nan", "-0.1", "1.01", "inf")),
+    ("--top-k", ("-1", str(2**31), str(2**70))), ("--max-new-tokens", ("-1", str(10**9))),
+    ("--seed", ("-1", str(2**63), str(2**64))), ("--ckpt-step", ("-1",)),
+])  # fmt: skip
+def test_values_out_of_range_are_named_before_anything_is_loaded(tool, tmp_path, capsys, flag, values):
+    for value in values:
+        assert tool("generate", "--load", tmp_path / "nope", f"{flag}={value}") == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {flag} ") and ": must " in error and "nope" not in error, error
+
+
+def test_all_values_out_of_range_are_named_at_once(tool, tmp_path, capsys):
+    assert tool("generate", "--load", tmp_path, "--temperature", "nan", "--top-k=-1", "--top-p", 2, "--seed=-1") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and all(": must be between " in line for line in lines)
+
+
+@pytest.mark.parametrize("plant", ["pipe", "bytes", "folder", "nothing"])
+def test_a_prompt_file_that_is_no_text_is_named(tool, tmp_path, capsys, plant):
+    path = tmp_path / "prompts"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "bytes": lambda path: path.write_bytes(b"\xff\xfe\0"),
+     "nothing": lambda path: None}[plant](path)  # fmt: skip
+    assert tool("generate", "--load", tmp_path, "--prompt-file", path) == 2
+    error = capsys.readouterr().err
+    assert f"--prompt-file {path}: cannot be read" in error and len(error.splitlines()) == 1
 
 
 def run_of(pool, kind, folder, *flags):
@@ -70,7 +94,7 @@ def run_of(pool, kind, folder, *flags):
 
 def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool, gloo_pool, tmp_path, capsys):
     run = run_of(gloo_pool, "bert", tmp_path, "--bert-no-binary-head")
-    assert tool("fill_mask", "--load", run, "--text", "The [MASK] jumps. [MASK]", "--text", "[MASK]", "--top-k", 2) == 0
+    assert tool("fill-mask", "--load", run, "--text", "The [MASK] jumps. [MASK]", "--text", "[MASK]", "--top-k", 2) == 0
     out = capsys.readouterr().out.splitlines()
     assert [line for line in out if not line.startswith("    ")] == [
         "The [MASK] jumps. [MASK]", "  mask 1", "  mask 2", "[MASK]", "  mask 1",
@@ -80,12 +104,12 @@ def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool
         (["--text", "[MASK] " * 31], "the text has 33 tokens, the model takes 32"),
         (["--text", "[MASK]", "--text-pair", "fox"], "--bert-no-binary-head"),
     ):
-        assert tool("fill_mask", "--load", run, *flags) == 1
+        assert tool("fill-mask", "--load", run, *flags) == 2
         assert words in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        tool("fill_mask", "--load", run, "--text", "a", "--text", "b", "--text-pair", "c")
+        tool("fill-mask", "--load", run, "--text", "a", "--text", "b", "--text-pair", "c")
     assert "--text-pair: 1 for 2 of --text" in capsys.readouterr().err
-    assert tool("generate", "--load", run, "--prompt", "the") == 1
+    assert tool("generate", "--load", run, "--prompt", "the") == 2
     assert "family 'bert', for which tools/fill_mask.py is" in capsys.readouterr().err
 
 
@@ -106,7 +130,7 @@ def test_a_t5_of_two_depths_is_sampled_and_encodes_a_text_once(tool, gloo_pool, 
     encoders = [block for block in calls if len(block.layers) == 2]
     assert len(encoders) == 6 and len(calls) > 20, "one pass of each encoder for each prompt"
     for prompt, words in (("the " * 33, "33 tokens, the model takes 32"), ("", "the text is empty")):
-        assert tool("generate", "--load", run, "--prompt", prompt) == 1
+        assert tool("generate", "--load", run, "--prompt", prompt) == 2
         assert words in capsys.readouterr().err
 
 
@@ -117,7 +141,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "#
 
 def converted(name, tokenizer, folder):
     """Saves a tiny random model of a family there with ``tokenizer``, converts it; (their model, our checkpoint)."""
-    from tools.checkpoint import convert
+    from megatron.tools.checkpoint import convert
 
     family = FAMILIES[name]
     settings = {**family.settings, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
@@ -136,13 +160,18 @@ def test_masks_and_orders_of_pairs_are_those_of_transformers(tool, tmp_path, cap
     foreign, ours = converted("bert", tokenizer, tmp_path)
     capsys.readouterr()
     texts = "the [MASK] jumps.", "a quick dog"
-    assert tool("fill_mask", "--load", ours, "--text", texts[0], "--text-pair", texts[1], "--top-k", 3) == 0
+    assert tool("fill-mask", "--load", ours, "--text", texts[0], "--text-pair", texts[1], "--top-k", 3) == 0
     lines = capsys.readouterr().out.splitlines()
     theirs = foreign(**tokenizer(*texts, return_tensors="pt"))
     place = tokenizer(*texts)["input_ids"].index(WORDS.index("[MASK]"))
     best = theirs.prediction_logits[0, place].softmax(-1).topk(3)
     expected = [f"{value:.4f}  {WORDS[index]}" for value, index in zip(best.values.tolist(), best.indices.tolist())]
     assert [line.strip() for line in lines[2:5]] == expected
+    asked = ["--text", texts[0], "--text-pair", texts[1], "--top-k", 3]
+    assert tool("fill-mask", "--load", tmp_path / "theirs", *asked) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    assert tool("generate", "--load", tmp_path / "theirs") == 2
+    assert "family 'bert', for which tools/fill_mask.py is" in capsys.readouterr().err
     order = theirs.seq_relationship_logits[0].softmax(-1).tolist()
     assert lines[5:] == [f"  in order  {order[0]:.4f}", f"  swapped   {order[1]:.4f}"]
 
@@ -173,3 +202,28 @@ def test_answers_of_a_t5_are_those_of_transformers(tool, tmp_path, capsys):
         )[0, 1:].tolist()  # fmt: skip
         answer = written[: written.index(1)] if 1 in written else written
         assert text == f"{prompt}\n-> {tokenizer.decode(answer)}\n" and len(answer) > 2
+
+
+def test_a_hugging_face_folder_generates_the_text_of_transformers(tool, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    from megatron.core.tokenizers.training import train_byte_level_bpe
+
+    folder = tmp_path / "hf"
+    torch.manual_seed(1)
+    settings = {"vocab_size": 300, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    foreign = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    foreign.save_pretrained(folder)
+    capsys.readouterr()
+    asked = ["generate", "--load", folder, "--prompt", "the cat", "--max-new-tokens", 12, "--temperature", 0]
+    assert tool(*asked) == 2
+    assert f"--load {folder}: contains no tokenizer; add its tokenizer.json" in capsys.readouterr().err
+    train_byte_level_bpe(["the cat sat on the mat"] * 9, 300, str(folder / "tokenizer.json"), asked_by="a test")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    prompt = torch.tensor([tokenizer.encode("the cat")])
+    expected = foreign.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=0, pad_token_id=0)
+    capsys.readouterr()
+    assert tool(*asked) == 0
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(expected[0]).removesuffix("<|endoftext|>")

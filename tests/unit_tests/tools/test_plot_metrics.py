@@ -3,12 +3,16 @@
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from megatron.console import run_tool
+from megatron.tools import plot_metrics
+from megatron.tools.plot_metrics import Series, labels_of, load, panels_of, smoothed, text_chart
 from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
-from tools import plot_metrics
-from tools.plot_metrics import Series, labels_of, load, main, panels_of, smoothed, text_chart
+
+main = partial(run_tool, "plot")
 
 
 def write_run(folder, iterations=40, timing=True, dataset=None):
@@ -67,7 +71,7 @@ def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_pa
     folder = write_run(tmp_path)
     assert main([str(folder), "--output", str(tmp_path / "p.svg"), "--keys", "num_tokens"]) == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
-    assert main([str(folder), "--output", str(tmp_path / "q.png"), "--keys", "los"]) == 1
+    assert main([str(folder), "--output", str(tmp_path / "q.png"), "--keys", "los"]) == 2
     assert "--keys 'los': no run has it; there are " in capsys.readouterr().err
     assert not (tmp_path / "q.png").exists()
 
@@ -104,8 +108,7 @@ def test_the_text_chart_shows_the_curve_without_any_package(tmp_path):
     code = (
         "import sys\n"
         "for name in ('matplotlib', 'numpy', 'torch'): sys.modules[name] = None\n"
-        f"sys.path.insert(0, {str(plot_metrics.ROOT)!r})\n"
-        "from tools.plot_metrics import main\n"
+        "from megatron.tools.plot_metrics import main\n"
         f"sys.exit(main([{str(folder)!r}, '--text']))"
     )
     chart = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -136,11 +139,11 @@ def test_labels_are_the_shortest_ends_that_differ(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nowhere", "--text"], 1, "nowhere: no metrics.jsonl there; give the directory of --save, or the file itself"),
+        (["nowhere", "--text"], 2, "nowhere: no metrics.jsonl there; give the directory of --save, or the file itself"),
         (["RUN"], 2, "give --output PICTURE, or --text"),
         (["RUN", "--text", "--labels", "a", "b"], 2, "--labels: 2 names for 1 runs"),
         (["RUN", "--text", "--smooth", "-1"], 2, "--smooth: the half-life must not be negative"),
-        (["EMPTY", "--text"], 1, "no record in it yet"),
+        (["EMPTY", "--text"], 2, "no record in it yet"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line(tmp_path, capsys, arguments, code, message):
@@ -157,5 +160,31 @@ def test_wrong_use_is_refused_in_one_line(tmp_path, capsys, arguments, code, mes
 
 def test_without_matplotlib_the_error_names_the_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([str(write_run(tmp_path)), "--output", str(tmp_path / "p.png")]) == 1
+    assert main([str(write_run(tmp_path)), "--output", str(tmp_path / "p.png")]) == 2
     assert "pip install matplotlib, or use --text" in capsys.readouterr().err
+
+
+def test_pictures_are_readable_at_1200_pixels(tmp_path, monkeypatch):
+    """Long names and a spike: no text leaves the picture, the legend covers no panel, the norm keeps its range."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    names = ["a-run-with-a-very-long-name-of-all-its-settings-0.1", "another-run-with-a-very-long-name-of-settings-0.2"]
+    for name in names:
+        file = MetricsFile(tmp_path / name / "metrics.jsonl")
+        for i in range(1, 101):
+            step = StepMetrics(losses={"lm loss": 2 + 8 / i}, num_tokens=100, learning_rate=1e-3, global_batch_size=4,
+                               grad_norm=500.0 if i == 50 else 1.0 + i % 3)  # fmt: skip
+            file.append(train_record(i, 4 * i, step))
+        file.flush()
+    assert main([*(str(tmp_path / name) for name in names), "--output", str(tmp_path / "p.png"), "--smooth"]) == 0
+    assert int.from_bytes((tmp_path / "p.png").read_bytes()[16:20], "big") == 1200
+    figure = pyplot.gcf()
+    canvas, (legend,) = figure.canvas.get_renderer(), figure.legends
+    boxes = [axes.get_tightbbox(canvas) for axes in figure.axes]
+    assert not any(legend.get_window_extent(canvas).overlaps(box) for box in boxes)
+    assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+    assert all(box.x0 >= 0 and box.x1 <= 1200 and box.y0 >= 0 for box in boxes)
+    (norm,) = (axes for axes in figure.axes if axes.get_ylabel() == "gradient norm")
+    assert norm.get_ylim()[1] < 10 and norm.get_title(loc="right") == "2 values above 9, largest 500"
+    assert max(line.get_ydata().max() for line in norm.lines if "smoothed" in line.get_label()) < 4

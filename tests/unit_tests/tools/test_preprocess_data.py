@@ -56,7 +56,7 @@ def test_the_published_command_works_with_both_spellings(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "50 documents" in done.stdout and (tmp_path / "a_text_document.tokenizer.json").exists()
     done = call(TOOL, "--input", corpus, "--output-prefix", tmp_path / "a", *BYTES)
-    assert done.returncode == 1 and "--overwrite" in done.stderr
+    assert done.returncode == 2 and "--overwrite" in done.stderr
 
 
 def test_training_a_tokenizer_is_deterministic(tmp_path):
@@ -94,7 +94,7 @@ def test_bad_lines_decide_the_exit_status(tmp_path):
     corpus.write_bytes(b'{"text": "a"}\nnonsense\n')
     arguments = [TOOL, "--input", corpus, "--output-prefix", tmp_path / "out", *BYTES]
     strict = call(*arguments, "--strict")
-    assert strict.returncode == 1 and "line 2: malformed JSON" in strict.stderr and "Traceback" not in strict.stderr
+    assert strict.returncode == 2 and "line 2: malformed JSON" in strict.stderr and "Traceback" not in strict.stderr
     loose = call(*arguments)
     assert loose.returncode == 0 and "1 unusable lines were skipped" in loose.stdout
 

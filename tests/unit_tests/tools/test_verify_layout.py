@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
+from megatron.console import run_tool
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
+from megatron.tools import verify_layout
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
-from tools import verify_layout
 
 FLAGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
@@ -120,7 +121,7 @@ def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):
 
 def test_contradictions_exit_with_2_and_all_reasons(capsys):
     flags = ["--tensor-model-parallel-size", "3", "--sequence-parallel", "--num-distributed-optimizer-instances", "2"]
-    assert verify_layout.main([*LLAMA, *flags]) == 2
+    assert run_tool("verify-layout", [*LLAMA, *flags]) == 2
     errors = capsys.readouterr().err
     assert "--num-attention-heads" in errors and "--num-distributed-optimizer-instances" in errors
 

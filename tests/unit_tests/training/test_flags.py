@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import csv
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ DIFFERENT = {
     "--optimizer choices": "others are not available yet",
     "--position-embedding-type choices": "others are not available yet",
     "--transformer-impl choices": "others are not available yet",
+    "--rotary-base type": "bases of published models are not always whole",
     "--moe-layer-freq type": "a pattern of layers, as of --window-attn-skip-freq",
     "--cuda-graph-impl choices": "others are not available yet",
 }
@@ -94,6 +96,19 @@ def test_flag_reference_is_current():
         [sys.executable, str(ROOT / "tools" / "generate_docs.py"), "--check"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("flag, code", [("--help", 0), ("-h", 0), ("--chek", 2)])
+def test_help_of_the_documentation_writer_writes_no_page(tmp_path, flag, code):
+    """From a copy whose pages it would write."""
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "docs" / "reference").mkdir(parents=True)
+    (tmp_path / "megatron").symlink_to(ROOT / "megatron")
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "tools" / "generate_docs.py"), flag], capture_output=True, text=True
+    )
+    assert result.returncode == code and "usage: generate_docs.py" in result.stdout + result.stderr
+    assert list((tmp_path / "docs" / "reference").iterdir()) == []
 
 
 ONLY_CHECKED = {

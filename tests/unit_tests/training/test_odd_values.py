@@ -71,13 +71,40 @@ def test_every_number_has_a_range():
     assert [spec.names[0] for spec in numbers if not isinstance(spec.range, Range)] == []
 
 
+def beyond(bound, sign):
+    """A number outside of ``bound``: adding 1 does not change a large float."""
+    return bound + sign * (1 if isinstance(bound, int) else max(1.0, abs(bound) / 1e3))
+
+
+@pytest.mark.parametrize("flag", ["--adam-eps", "--clip-grad", "--lr", "--weight-decay", "--norm-epsilon",
+                                  "--glu-linear-offset", "--rotary-base", "--moe-aux-loss-coeff"])  # fmt: skip
+@pytest.mark.parametrize("value", ["1e308", "3.5e38"])
+def test_numbers_that_fp32_cannot_hold_are_rejected(flag, value):
+    with pytest.raises(ConfigError) as error:
+        parse_args([*BY_ITERATIONS, flag, value])
+    (found,) = (each for each in error.value.problems if each.flag == flag)
+    assert "larger numbers are infinite in fp32" in found.reason or "at most 1000" in found.reason
+
+
+@pytest.mark.parametrize("flag, value, reason", [
+    ("--padded-vocab-size", "-1", "must be at least 1"), ("--padded-vocab-size", "0", "must be at least 1"),
+    ("--padded-vocab-size", "x", "is not an integer"), ("--padded-vocab-size", "1.5", "is not an integer"),
+    ("--moe-deepep-num-sms", "-1", "must be at least 0"), ("--inference-max-requests", "none", "is not an integer"),
+])  # fmt: skip
+def test_numbers_of_flags_without_effect_have_a_range(flag, value, reason):
+    with pytest.raises(ConfigError) as error:
+        parse_args([*BY_ITERATIONS, flag, value])
+    assert (error.value.problems[0].flag, error.value.problems[0].reason) == (flag, reason)
+    parse_args([*BY_ITERATIONS, flag, "128"])
+
+
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.range is not None], ids=lambda spec: spec.names[0])
 def test_a_number_outside_of_its_range_is_refused_with_its_flag(spec):
     """Just outside of both ends, and far away from them."""
     low, high = spec.range.low, spec.range.high
     outside = [str(2**64), "1e999", "nan"] if spec.type_name == "int" else ["nan", "inf"]
-    outside += [str(low if spec.range.above else low - 1)] if low > float("-inf") else []
-    outside += [str(high if spec.range.below else high + 1)] if high < float("inf") else []
+    outside += [str(low if spec.range.above else beyond(low, -1))] if low > float("-inf") else []
+    outside += [str(high if spec.range.below else beyond(high, 1))] if high < float("inf") else []
     for value in outside:
         operands = [value] * (spec.nargs if isinstance(spec.nargs, int) else 1)
         with pytest.raises(ConfigError) as error:

@@ -47,7 +47,7 @@ def test_errors_for_users_have_one_base_and_keep_the_class_that_programs_catch(k
 
 
 def test_what_the_user_can_mend_ends_in_one_message(monkeypatch, capsys):
-    assert ending(monkeypatch, UserError("--data-path x: is empty; give another")) == 1
+    assert ending(monkeypatch, UserError("--data-path x: is empty; give another")) == 2
     assert capsys.readouterr().err == "error: --data-path x: is empty; give another\n"
 
 

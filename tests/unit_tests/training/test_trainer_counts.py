@@ -1,7 +1,12 @@
 """The counters of a run after one iteration."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.schedules.batch_size import running_global_batch_size
+from megatron.training.data.loader import Shard, TrainSampler, sequential
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
@@ -19,3 +24,55 @@ def test_only_refused_updates_count_as_skipped_iterations(losses, skipped, count
     assert trainer.state == TrainState(
         iteration=1, consumed_train_samples=4, skipped_iterations=count, floating_point_operations=12.0
     )
+
+
+def samples_of(rank, ranks, cfg, iterations):
+    """Stream positions that data-parallel rank ``rank`` of ``ranks`` trains on, by iteration; and the counters."""
+    trainer, taken, moments = Trainer.__new__(Trainer), {}, []
+    trainer.cfg, trainer.state, trainer.flops_per_sample = cfg, TrainState(), None
+    trainer.last_mark = 0.0
+    shard = Shard(cfg.micro_batch_size, rank, ranks)
+    sampler = TrainSampler(
+        shard, lambda consumed: running_global_batch_size(cfg, consumed, ranks), sequential, 0, 10**6
+    )
+    group = {"lr": 0.1, "is_decoupled_lr": False}
+    trainer.parts = SimpleNamespace(
+        groups=SimpleNamespace(dp=Group("dp", tuple(range(ranks)), rank), tp=SINGLE_PROCESS.tp),
+        train_iterator=iter(sampler), optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
+        scheduler=SimpleNamespace(set_samples=moments.append),
+    )  # fmt: skip
+
+    def update(size):
+        batches = [next(trainer.parts.train_iterator) for _ in range(size // (cfg.micro_batch_size * ranks))]
+        taken[trainer.state.iteration + 1] = [position for batch in batches for position, _ in batch]
+        return StepMetrics(losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size)
+
+    trainer._update = update
+    metrics = [trainer.train_step() for _ in range(iterations)]
+    assert [each.skipped for each in metrics] == [
+        number in cfg.iterations_to_skip for number in range(1, iterations + 1)
+    ]
+    return taken, trainer.state, moments
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("rampup", [None, [8, 8, 20]], ids=["constant", "ramp"])
+def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, rampup):
+    """Whatever the number of ranks: of a run that skips nothing, the batches of the other iterations."""
+    cfg = SimpleNamespace(
+        micro_batch_size=2, global_batch_size=24, rampup_batch_size=rampup, step_batch_size_schedule=None,
+        decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=ranks, iterations_to_skip=[],
+        weight_decay_incr_style="constant",
+    )  # fmt: skip
+    all_of_them, whole, all_moments = samples_of(0, 1, cfg, 7)
+    cfg.iterations_to_skip = [1, 3, 4, 7]
+    results = [samples_of(rank, ranks, cfg, 7) for rank in range(ranks)]
+    for number in (2, 5, 6):
+        found = sorted(position for taken, *_ in results for position in taken[number])
+        assert found == sorted(all_of_them[number]), f"samples of iteration {number}"
+    skipped = sum(len(all_of_them[number]) for number in cfg.iterations_to_skip)
+    for taken, state, moments in results:
+        assert taken.keys() == {2, 5, 6} and moments == all_moments, "the schedule counts what was skipped too"
+        assert state == TrainState(
+            iteration=7, consumed_train_samples=whole.consumed_train_samples, skipped_train_samples=skipped
+        )

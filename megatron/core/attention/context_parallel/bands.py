@@ -1,4 +1,4 @@
-"""Whether a kernel computes the bands right that a sliding window makes of a ring's blocks, found out by trying."""
+"""Run-time test of a kernel on the band tiles that a sliding window creates in ring attention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megatron.core.attention.tiles import Visibility, plan_tiles
 
 @torch.no_grad()
 def bands_are_right(kernel: Kernel, scale: float, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ``kernel`` agrees with plain torch, to the rounding of ``dtype``, forward and backward, on every band
-    that rings of two ranks make of three windows: narrower than a chunk, wider, wider than two."""
+    """Return whether ``kernel`` matches :class:`UnfusedAttention` on random inputs, forward and backward, with a
+    relative error below 2 % per tensor. Tests every band tile of a two-rank ring with chunks of 128 tokens and windows
+    of 40, 150 and 300 keys (up to two chunks and more). Waits for the device."""
     length, reference = 512, UnfusedAttention(scale)
     spans = [zigzag.spans(length, rank, 2) for rank in range(2)]
     bands = {

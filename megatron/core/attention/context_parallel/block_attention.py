@@ -1,8 +1,8 @@
-"""Attention over any number of key blocks: outputs merge by their log-sum-exp, gradients add up.
+"""Blockwise attention: merge the outputs of key blocks by their log-sum-exp; sum the gradients of blocks.
 
     out = sum_n exp(lse_n - lse) out_n,    lse = log sum_n exp(lse_n)       (Milakov and Gimelshein 2018)
 
-Accumulators are fp32 (fp64 for fp64 inputs) and as large as the local queries, keys and values.
+Accumulators are fp32 (fp64 for fp64 inputs) with the shapes of the local queries, keys and values.
 
 Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim; t tokens of packed documents.
 """
@@ -28,12 +28,12 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, a, ...] -> a view [b, a, s, ...]."""
+    """View [s, b, a, ...] as [b, a, s, ...]."""
     return x.movedim(0, 2)
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[s, b, a, ...] -> [s * b, a, ...], a view of contiguous tensors."""
+    """Flatten [s, b, a, ...] to [s * b, a, ...]; a view if ``x`` is contiguous, which in-place callers need."""
     return x.flatten(0, 1)
 
 
@@ -50,14 +50,15 @@ def _at_keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Tile, ...], list[Segments]]:
-    """Tiles for single calls, and documents for calls of a kernel that takes many of them."""
+    """Split ``tiles`` into (tiles for one kernel call each, groups of document tiles for variable-length calls). Only
+    flash kernels have variable-length calls, and only tiles of single rows (documents) use them."""
     if not isinstance(kernel, FlashKernel) or not tiles or tiles[0].row is None:
         return tiles, []
     return (), [segments(group, x.shape[1], x.device) for group in group_tiles(tiles)]
 
 
 class OnlineSoftmax:
-    """Attention of local queries [s, b, a, d], block of keys after block of keys."""
+    """Attention of local queries [s, b, a, d] over key blocks that are added one at a time (online softmax)."""
 
     def __init__(self, query: Tensor, kernel: Kernel) -> None:
         self.query, self.kernel = query, kernel
@@ -67,14 +68,14 @@ class OnlineSoftmax:
         self._started = False
 
     def add_block(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
-        """Keys and values [s, b, g, d] of one block, and where they are visible."""
+        """Attend to one block of keys and values [s, b, g, d] and merge the result; ``tiles`` are its visible pairs."""
         single, packed = _apart(tiles, self.query, self.kernel)
         for tile in single:
             out, lse = self.kernel.forward(
                 _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile
             )
             if not self._started and tile.row is None and tile.num_queries == len(self.query):
-                _at_queries(self.out, tile).copy_(out)  # saves two passes over the output
+                _at_queries(self.out, tile).copy_(out)  # covers all queries: saves the zero fill and the merge
                 _at_queries(self.lse, tile).copy_(lse)
                 self._started = True
                 continue
@@ -84,14 +85,15 @@ class OnlineSoftmax:
             self._add_packed(key, value, at)
 
     def _start(self) -> None:
-        """No key has been seen."""
+        """On the first call, set the accumulators to the result of attending to no key."""
         if not self._started:
             self.out.zero_()
-            self.lse.fill_(-torch.inf)  # the weight exp(lse) of what has seen no key is 0
+            self.lse.fill_(-torch.inf)  # exp(lse) = 0 is the weight of a query that has seen no key
             self._started = True
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Output [s, b, a, d] in the queries' dtype and log-sum-exp [s, b, a] over all blocks, and ``sink`` [a]."""
+        """Return the output [s, b, a, d] in the queries' dtype and the lse [s, b, a], including ``sink`` [a] if
+        given."""
         self._start()
         if sink is not None:
             return with_sink(self.out, self.lse, sink, self.query.dtype)
@@ -104,7 +106,7 @@ class OnlineSoftmax:
         key, value = (_tokens(x).index_select(0, at.key_index) for x in (key, value))
         out, lse = self.kernel.forward_packed(query, key, value, at)
         total, total_lse = _tokens(self.out), _tokens(self.lse)
-        # copies, since documents lie scattered; the kernel merges in place, and the rows go back
+        # gather the documents' scattered rows into copies, merge in place, and copy the rows back
         merged, merged_lse = total.index_select(0, at.query_index), total_lse.index_select(0, at.query_index)
         merge_attention_(*(x.transpose(0, 1).unsqueeze(0) for x in (merged, merged_lse, out, lse)))
         total.index_copy_(0, at.query_index, merged)
@@ -112,28 +114,28 @@ class OnlineSoftmax:
 
 
 def _add(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """``out`` = ``total`` [s, b, a, d] + ``part`` [b, a, s, d]. Kernels give their parts the layout of the inputs."""
+    """Write ``total`` [s, b, a, d] + ``part`` [b, a, s, d] to ``out`` [s, b, a, d]. Kernels return gradients in the
+    memory layout of their inputs, so that the permuted ``part`` is read contiguously."""
     sum_parts(total, part.movedim(2, 0), out)
 
 
 class GradientSum:
-    """Sums of n gradients [s, b, a, d] of the same shape, which come in parts: a block's, or a part of one.
-
-    Parts of 16 bits are added in fp32 to a buffer [n, s, b, a, d], or to what is ``arriving``, which is waited for when
-    the first part is there. Nothing is cleared that the first part writes, and the last part, where it covers
-    everything, is added while the result is rounded.
-    """
+    """Accumulates n gradients [s, b, a, d] of equal shape from the partial gradients of key blocks or tiles. 16-bit
+    parts are added in fp32 to a buffer [n, s, b, a, d], or to the tensor that ``arriving`` receives; the first ``add``
+    that needs it waits for it. To save passes over memory, elements that the first part writes are not zeroed, and a
+    last part that covers all tokens is added by the same kernel that rounds the result."""
 
     def __init__(self, count: int, like: Tensor, arriving: NeighbourExchange | None = None) -> None:
-        """``like`` has the gradients' shape, dtype and device."""
+        """Accumulate ``count`` gradients with the shape, dtype and device of ``like``."""
         self._shape, self._dtype, self._device = (count, *like.shape), like.dtype, like.device
         self._arriving = arriving
         self._total: Tensor | None = None
         self._whole: Sequence[Tensor] | None = None
-        """A part that covers everything, [b, a, s, d] each, not added yet."""
+        """The last part if it covers all rows and tokens: n tensors [b, a, s, d], kept by reference, not added yet."""
 
     def add(self, parts: Sequence[Tensor], row: slice, start: int) -> None:
-        """``parts`` [b, a, k, d]: k tokens from ``start`` of the batch's rows ``row``."""
+        """Add ``parts``, n tensors [b, a, k, d], to the k tokens from ``start`` of the batch rows ``row``. Parts that
+        cover all tokens are kept by reference until the next call of any method: do not write to them."""
         length = self._shape[1]
         if row == slice(None) and parts[0].shape[2] == length:
             self._settle()
@@ -151,18 +153,19 @@ class GradientSum:
             _add(x[start:stop, row], part, x[start:stop, row])
 
     def add_tokens(self, parts: Sequence[Tensor], index: Tensor) -> None:
-        """``parts`` [t, a, d] at ``index`` [t] of the tokens [s * b]."""
+        """Add ``parts``, n tensors [t, a, d], to tokens ``index`` [t] of the flattened [s * b], without duplicates."""
         for x, part in zip(self.total(), parts, strict=True):
             tokens = _tokens(x)
-            tokens[index] = tokens[index] + part  # no index is in it twice
+            tokens[index] = tokens[index] + part  # correct only without duplicates in index
 
     def total(self) -> Tensor:
-        """The sums so far [n, s, b, a, d] in fp32 (fp64 for fp64)."""
+        """Return the sums so far [n, s, b, a, d] in fp32 (fp64 for fp64): the buffer itself, which later ``add`` calls
+        change. Waits for the arriving tensor."""
         self._settle()
         return self._new_total().zero_() if self._total is None else self._total
 
     def result(self) -> list[Tensor]:
-        """The n sums [s, b, a, d], in the gradients' own dtype."""
+        """Return the n sums [s, b, a, d] in the gradients' dtype. Waits for the arriving tensor. Call it once, last."""
         if self._whole is None:
             return list(self.total().to(self._dtype))
         whole, self._whole = self._whole, None
@@ -183,7 +186,7 @@ class GradientSum:
         return self._total
 
     def _settle(self) -> None:
-        """What arrives is here, and no part is left to be added."""
+        """Wait for the arriving tensor and add the deferred part, so that ``_total`` holds all parts so far."""
         if self._arriving is not None:
             self._total, self._arriving = self._arriving.wait(), None
         if self._whole is None:
@@ -199,17 +202,19 @@ class GradientSum:
 
 
 class BlockGradients:
-    """Backward of the same: the gradient of local queries adds up here, those of a block's keys and values go back."""
+    """Backward of :class:`OnlineSoftmax`: accumulates the gradient of local queries over key blocks and adds each
+    block's key and value gradients to the caller's sums. ``out`` and ``lse`` are the merged results over all blocks
+    (and the sink), with which per-block gradients are exact."""
 
     def __init__(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: Kernel) -> None:
         self.kernel = kernel
         self.grad_out, self.query, self.out, self.lse = grad, query, out, lse
         self._grad_query = GradientSum(1, query)
         self.grad_bias: Tensor | None = None
-        """Over all blocks, of the bias that the kernel has set, if any."""
+        """Gradient of the kernel's position bias [a, n], summed over the blocks so far; None without a bias."""
 
     def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], sums: GradientSum) -> None:
-        """Add the gradients of a block's ``keys_values`` [2, s, b, g, d] to ``sums``."""
+        """Add one block's gradients of ``keys_values`` [2, s, b, g, d] to ``sums``; accumulate dQ and bias gradient."""
         key, value = keys_values
         single, packed = _apart(tiles, self.query, self.kernel)
         for tile in single:
@@ -226,7 +231,7 @@ class BlockGradients:
             self._add_packed(keys_values, at, sums)
 
     def grad_query(self) -> Tensor:
-        """Over all blocks, in the queries' dtype."""
+        """Return the query gradient [s, b, a, d] over all blocks, in the queries' dtype."""
         return self._grad_query.result()[0]
 
     def _add_packed(self, keys_values: Tensor, at: Segments, sums: GradientSum) -> None:

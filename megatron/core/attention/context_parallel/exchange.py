@@ -1,4 +1,4 @@
-"""Communication of context parallelism: the step of a ring, and heads for sequence.
+"""Context-parallel communication: the p2p step of a ring, and all-to-all between sequence and head sharding.
 
 Legend: s sequence (local), b batch, a heads, d head dim.
 """
@@ -17,24 +17,26 @@ from megatron.core.groups.process_groups import Group
 
 
 class NeighbourExchange:
-    """A tensor on its way to the next rank of a ring, and its twin from the previous one."""
+    """An exchange in flight: a send to the next rank of a ring and a receive from the previous rank."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
-        # ``sent`` is kept: its memory must outlive the send
+        # keep a reference to ``sent``: its memory must not be reused before the send has finished
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Return what the previous rank sent; on CUDA in stream order."""
+        """Wait for both and return the previous rank's tensor. On CUDA the current stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchange:
-    """Start sending ``x`` (contiguous) to the next rank of ``group`` and receiving as much from the previous one."""
+    """Start sending ``x`` (contiguous) to the next rank of ``group`` and receiving its shape from the previous one.
+    Every rank of ``group`` must call it. ``x`` must not change before ``wait``. ``tag`` distinguishes exchanges in
+    flight at the same time (gloo; NCCL matches them by order)."""
     received = torch.empty_like(x)
     following, previous = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
-    # in one batch: over NCCL a send alone waits for its receive, and round a ring every rank would wait for the next
+    # one batch: an unbatched NCCL send waits for its receive, so that all ranks of the ring would deadlock
     operations = [
         dist.P2POp(dist.isend, x, following, group.handle, tag),
         dist.P2POp(dist.irecv, received, previous, group.handle, tag),
@@ -43,7 +45,8 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
 
 
 def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
-    """One collective for all tensors, which are packed per receiving rank: [n, elements]."""
+    """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``. Each
+    [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per pair of ranks."""
     pack, unpack = (_shares_of_heads, _whole_sequence) if scatter else (_shares_of_sequence, _all_heads)
     outgoing = pack(tensors, group.size)
     incoming = torch.empty_like(outgoing)
@@ -54,13 +57,13 @@ def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple
 
 
 def _shape_of_part(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
-    """Shape of what each rank sends of its tensor ``x``: fewer heads of its tokens, or fewer tokens of its heads."""
+    """Return the shape of the shard of ``x`` that goes to one rank: a / n heads (``scatter``) or s / n tokens."""
     s, b, a, d = x.shape
     return (s, b, a // size, d) if scatter else (s // size, b, a, d)
 
 
 def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Packs the part of each [s, b, a, d] that every rank gets: its heads."""
+    """Pack each [s, b, a, d] by receiving rank, split by heads; return [n, elements]."""
     outgoing = tensors[0].new_empty((size, sum(x.numel() for x in tensors) // size))
     slots = outgoing.split([x.numel() // size for x in tensors], dim=1)
     for x, slot in zip(tensors, slots):
@@ -70,7 +73,7 @@ def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 
 def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Packs the part of each [s, b, a, d] that every rank gets: its tokens."""
+    """Pack each [s, b, a, d] by receiving rank, split by zig-zag tokens; return [n, elements]."""
     pieces = [
         x[start:stop].flatten()
         for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size)
@@ -79,12 +82,12 @@ def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 
 def _whole_sequence(parts: Tensor) -> Tensor:
-    """[n, s / n, b, a, d] of all ranks -> [s, b, a, d], tokens in ascending order."""
+    """Merge the zig-zag parts [n, s / n, b, a, d] of all ranks into [s, b, a, d] in natural token order."""
     return zigzag.whole(parts.unbind(), dim=0)
 
 
 def _all_heads(parts: Tensor) -> Tensor:
-    """[n, s, b, a / n, d] of all ranks -> [s, b, a, d]."""
+    """Merge the head shards [n, s, b, a / n, d] of all ranks into [s, b, a, d]."""
     size, s, b, share, d = parts.shape
     result = parts.new_empty((s, b, size, share, d))
     _copy(result.movedim(2, 0), parts)
@@ -92,12 +95,12 @@ def _all_heads(parts: Tensor) -> Tensor:
 
 
 _WIDE = torch.complex128
-"""Sixteen bytes."""
+"""A dtype of 16 bytes, the widest."""
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """``source`` to ``target``, both contiguous in their last dim; on GPUs torch moves strided tensors element by
-    element, hence in the largest elements there are."""
+    """Copy ``source`` to ``target`` in place, as 16-byte elements if strides and offsets allow. On GPUs torch copies
+    strided tensors element by element, so that wider elements are faster."""
     size = _WIDE.itemsize // source.element_size()
     both = (target, source)
     multiples = (source.shape[-1], *(n for x in both for n in (x.storage_offset(), *x.stride()[:-1])))
@@ -107,7 +110,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 class _HeadsAndSequence(torch.autograd.Function):
-    """One direction in forward, the other in backward."""
+    """All-to-all in forward; the inverse all-to-all of the gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -120,11 +123,13 @@ class _HeadsAndSequence(torch.autograd.Function):
 
 
 def scatter_heads(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """For each tensor, local tokens and all heads -> all tokens of the group and this rank's heads. The identity on one
-    rank."""
+    """All-to-all from sequence to head sharding: [s, b, a, d] -> [n * s, b, a / n, d] for each tensor, n ranks. Input
+    tokens are this rank's zig-zag part, output tokens are in natural order. One collective over ``group`` for all
+    tensors, and its inverse in backward; on one rank returns ``tensors`` unchanged. a must be divisible by n."""
     return tensors if group.size == 1 else _HeadsAndSequence.apply(group, True, *tensors)
 
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
-    """The inverse of :func:`scatter_heads`, of one tensor."""
+    """All-to-all from head to sequence sharding, the inverse of :func:`scatter_heads` for one tensor:
+    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward."""
     return x if group.size == 1 else _HeadsAndSequence.apply(group, False, x)[0]

@@ -1,13 +1,13 @@
-"""The forms of context-parallel attention: how queries meet all keys.
+"""Context-parallel attention: ring, all-gather and all-to-all (Ulysses).
 
-``WholeSequence``       a ring of one rank: nothing travels, and the kernel's output is the result
-``RingAttention``       keys and values travel round while each rank attends to the block it holds (Liu et al. 2023)
-``AllGatherAttention``  every rank gathers all keys and values, again in backward, and keeps only its own
-``AllToAllAttention``   heads are exchanged for sequence: each rank has whole sequences of some heads (Jacobs et al.
-                        2023); inside, any attention, such as a ring over an outer group (two levels)
+``WholeSequence``       no context parallelism: one kernel call on full sequences
+``RingAttention``       K/V blocks circulate while each rank attends to the block it holds (Liu et al. 2023)
+``AllGatherAttention``  all-gathers K/V in forward, and again in backward; saves local K/V only
+``AllToAllAttention``   exchanges heads for sequence, so that each rank has full sequences of a / n heads (Jacobs et
+                        al. 2023); the inner attention may be a ring over an outer group (hierarchical, a2a+p2p)
 
-All take and give local tensors [s, b, heads, d] in zig-zag order and store local tensors alone for backward (the third
-form: as many elements, of fewer heads and longer sequences).
+Inputs and outputs are local tensors [s, b, heads, d] in zig-zag order. Memory saved for backward does not grow with the
+group: local tensors, or for all-to-all equally many elements with fewer heads and longer sequences.
 
 Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim.
 """
@@ -37,13 +37,13 @@ from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import Group, ProcessGroups
 
 Attention = Callable[..., Tensor]
-"""``(query, key, value, mask, sink=None) -> out``; ``sink`` [a] joins every softmax (``sink.py``)."""
+"""``(query, key, value, mask, sink=None) -> out``; ``sink`` [a] is a logit per head in every softmax (``sink.py``)."""
 _ALONE = Group("alone")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One call of a form: the tiles of each block of keys, kernel with dropout and bias, group."""
+    """Arguments of one attention call: group, kernel (with dropout and bias set), and the tiles of each key block."""
 
     group: Group
     kernel: Kernel
@@ -51,21 +51,22 @@ class _Plan:
 
 
 class _Ring(torch.autograd.Function):
-    """Forward keeps query, own keys and values, output and log-sum-exp; backward sends keys and values round again."""
+    """Ring attention. Forward saves query, local keys and values, output and log-sum-exp; backward circulates keys and
+    values again, with their gradients one step after them."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
-        own = held = torch.stack((key, value))  # one message a step instead of two
+        own = held = torch.stack((key, value))  # one message per step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
-            # before the attention that hides it; the last block has been everywhere
+            # start before the attention that overlaps it; the last block needs no further transfer
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
             softmax.add_block(held[0], held[1], tiles)
             held = held if coming is None else coming.wait()
         out, lse = softmax.finish(sink)
-        # own keys and values alone, though all were seen: what is kept must not grow with the group
+        # save local K/V only: saving every block would grow memory with the CP size
         ctx.save_for_backward(query, own, out, lse, sink)
         ctx.plan = plan
         return out
@@ -75,17 +76,17 @@ class _Ring(torch.autograd.Function):
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
-        # own keys come last: what other ranks add to their gradients arrives beside the computation of this rank's
+        # process the local block last: its dK/dV from other ranks arrive while it is computed
         coming = neighbour_exchange(own, plan.group) if len(plan.blocks) > 1 else None
-        travelling = None  # the gradient of the block that is held comes from the ranks that held it before
+        travelling = None  # dK/dV of the held block, summed over the ranks that have held it before
         for step, tiles in enumerate(plan.blocks[1:], 2):
             assert coming is not None
             held = coming.wait()
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) else None
             sums = GradientSum(2, held[0], travelling)
             gradients.add_block(held, tiles, sums)
-            # keys travel between the same ranks meanwhile: gloo tells them apart by the tag, NCCL by the order, which
-            # is therefore the same on all ranks
+            # keys are in flight between the same ranks: gloo matches messages by tag, NCCL by order, so that all ranks
+            # must issue both exchanges in this order
             travelling = neighbour_exchange(sums.total(), plan.group, tag=1)
         sums = GradientSum(2, own[0], travelling)
         gradients.add_block(own, plan.blocks[0], sums)
@@ -95,7 +96,8 @@ class _Ring(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Forward keeps query, own keys and values, output and log-sum-exp."""
+    """All-gather attention. Forward saves query, local keys and values, output and log-sum-exp; backward all-gathers
+    keys and values again and reduce-scatters their gradients in fp32."""
 
     @staticmethod
     def forward(
@@ -124,7 +126,7 @@ class _AllGather(torch.autograd.Function):
 
 
 def _gather_whole(own: Tensor, group: Group) -> Tensor:
-    """[2, s, b, g, d] of every rank -> whole sequences in natural order."""
+    """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order."""
     if group.size == 1:
         return own
     parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
@@ -133,7 +135,7 @@ def _gather_whole(own: Tensor, group: Group) -> Tensor:
 
 
 def _sum_local(total: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of [2, whole s, b, g, d], this rank's tokens of it."""
+    """Reduce-scatter [2, n * s, b, g, d] over ``group``: the sum over ranks for this rank's zig-zag tokens."""
     if group.size == 1:
         return total
     parts = torch.cat([zigzag.local_part(total, rank, group.size) for rank in range(group.size)])
@@ -152,26 +154,26 @@ def _refuse_dense(mask: Mask) -> None:
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """Attention where no rank shares a sequence, without a sink."""
+    """Attention on full sequences (no context parallelism), without a sink."""
 
     kernel: Kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: None = None) -> Tensor:
-        """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]."""
         assert sink is None, "a sink needs a form with the log-sum-exp"
         return self.kernel.attend(query, key, value, mask)
 
 
 @dataclass(frozen=True)
 class EqualHeads:
-    """``inner`` for kernels and forms whose keys and values have heads of one size: zeros fill up the smaller ones."""
+    """Zero-pads heads to one dim for an ``inner`` that requires it (MLA), and cuts the output to the value head dim."""
 
     inner: Attention
     only_documents: bool = False
-    """Whether ``inner`` takes heads of two sizes but for packed documents."""
+    """Whether ``inner`` requires equal head dims only for packed documents."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]."""
         if self.only_documents and mask.documents is None:
             return self.inner(query, key, value, mask, sink)
         width = max(key.shape[-1], value.shape[-1])
@@ -181,19 +183,20 @@ class EqualHeads:
 
 @dataclass(frozen=True)
 class _BlockAttention:
-    """Blocks of keys, whose partial results are merged. query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a,
-    d]."""
+    """Base of attention over key blocks whose partial results are merged. Maps query [s, b, a, d], key and value
+    [s, b, g, d] to [s, b, a, d]. Raises UserError for dense masks."""
 
     group: Group
     kernel: Kernel
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
-        """The plan of this rank's queries and ``blocks`` of whole sequences of keys, which may be others than those of
-        the queries."""
+        """Return the tiles of this rank's zig-zag queries against each of ``blocks`` (spans of global key positions).
+        Keys may belong to another sequence than queries. Tiles of different spans are merged unless dropout or a bias
+        depends on positions; these require the unfused kernel. Raises UserError for dense masks."""
         _refuse_dense(mask)
         length, key_length = (len(x) * self.group.size for x in (query, key))
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
-        merge = mask.dropout is None and mask.bias is None  # both go by positions
+        merge = mask.dropout is None and mask.bias is None  # both depend on positions
         if not merge:
             assert isinstance(kernel, UnfusedAttention)
             kernel = kernel.with_mask(mask)
@@ -204,7 +207,7 @@ class _BlockAttention:
 
 
 class RingAttention(_BlockAttention):
-    """Keys and values go round ``group``; the transfer of the next block runs beside the computation of this one."""
+    """Ring attention: K/V blocks circulate in ``group``; each transfer overlaps the attention to the current block."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         size, rank = self.group.size, self.group.rank
@@ -213,7 +216,7 @@ class RingAttention(_BlockAttention):
 
 
 class AllGatherAttention(_BlockAttention):
-    """All keys and values on every rank, for the time of one layer's attention."""
+    """All-gather attention: every rank holds all keys and values during one layer's attention, forward and backward."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         everything = ((0, len(key) * self.group.size),)
@@ -222,24 +225,22 @@ class AllGatherAttention(_BlockAttention):
 
 @dataclass(frozen=True)
 class AllToAllAttention:
-    """Heads for sequence over ``group``: ``inner`` sees a share of the heads and ``group.size`` times the sequence.
-
-    The heads of ``inner`` start at ``group.rank * heads / group.size`` of this rank's; with an inner ring over an outer
-    group, local sequences are in that group's zig-zag order.
-
-    Query, key and value travel in one collective: of attention at s 32768 on two H200s, forward and backward
-    (``torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py``), 30.3 ms against 30.8 ms with one each and
-    copies element by element. What was measured and lost, on four, where three took 15.6 ms: chunks sent straight into
-    their places, with one copy per exchange instead of two, 16.8 ms, as many small messages carry less than one
-    collective; halves of the heads, one exchanged beside the attention of the other, 18.4 ms. Through copy engines a
-    step of 32 layers took 9.11 s, over NCCL 9.03 s: nothing runs beside an exchange.
-    """
+    """All-to-all (Ulysses) attention over ``group``: ``inner`` gets 1 / n of the heads and n times the sequence.
+    ``inner`` computes this rank's heads from ``group.rank * heads / n``. With an inner ring over an outer group, the
+    sequences that ``inner`` gets are in that group's zig-zag order. Query, key and value are sent in one collective.
+    Attention at s 32768 on two H200s, forward and backward (``torchrun --nproc-per-node 2
+    benchmarks/bench_context_parallel.py``), takes 30.3 ms, against 30.8 ms with one collective each and element-wise
+    copies. Slower alternatives, measured on four GPUs where three collectives took 15.6 ms: chunks sent directly to
+    their final positions (one copy per exchange instead of two), 16.8 ms, because of many small messages; two halves of
+    the heads, one exchanged during the attention of the other, 18.4 ms. Copy engines do not help: 9.11 s per step of 32
+    layers, against 9.03 s with NCCL, as nothing overlaps the exchange."""
 
     group: Group
     inner: Attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
+        """Map query [s, b, a, d], key and value [s, b, g, d] to [s, b, a, d]; a and g must be divisible by the group
+        size. ``sink`` [a] and the mask's bias hold all heads of this rank. Raises UserError for dense masks."""
         _refuse_dense(mask)
         query, key, value = scatter_heads((query, key, value), self.group)
         own, bias = (None if x is None else x.chunk(self.group.size)[self.group.rank] for x in (sink, mask.bias))
@@ -247,21 +248,20 @@ class AllToAllAttention:
 
 
 class Layout(NamedTuple):
-    """How a layer's queries meet all keys."""
+    """Context-parallel strategy of one layer."""
 
     needs: Form
-    """What the kernel must do."""
+    """Requirement on the kernel: full sequences, or key blocks (all-gather or ring)."""
     form: Callable[[Kernel], Attention]
+    """Builds the layer's attention from its kernel."""
     first_head: int
-    """Global number of the first head that this rank computes."""
+    """Global index of this rank's first head."""
 
 
 def layout_of_layer(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
-    """The form that ``cp_comm_type`` names for this layer; a ring of one rank is attention over whole sequences.
-
-    Raises:
-        UserError: all-to-all cannot give every rank the same number of heads.
-    """
+    """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1); without context
+    parallelism, attention on full sequences. Raises UserError if heads are not divisible by the all-to-all group, or
+    a2a+p2p lacks hierarchical groups."""
     kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads
@@ -280,7 +280,7 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
     ring = _ring(outside, first_head + inside.rank * (local_heads // inside.size), sink)
 
     def form(kernel: Kernel) -> Attention:
-        # plain torch as a ring even of one: blocks keep a log-sum-exp for backward, whole sequences all s^2 weights
+        # unfused: use a ring even of one rank, which saves the log-sum-exp; full-sequence autograd saves s^2 weights
         inner = RingAttention(outside, kernel) if isinstance(kernel, UnfusedAttention) else ring.form(kernel)
         return AllToAllAttention(inside, inner)
 
@@ -288,7 +288,7 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
 
 
 def _ring(group: Group, first_head: int, sink: bool) -> Layout:
-    """A ring of one is the kernel itself, unless a sink needs its log-sum-exp."""
+    """Return the layout of a ring over ``group``; for one rank, full sequences or, with a sink, one key block."""
     if group.size == 1 and not sink:
         return Layout("whole", WholeSequence, first_head)
     if group.size == 1:
@@ -297,7 +297,7 @@ def _ring(group: Group, first_head: int, sink: bool) -> Layout:
 
 
 def comm_type_of_layer(kinds: Sequence[str] | str, layer_number: int) -> str:
-    """One for all layers, or one per layer of the whole model (from 1); layers behind these are as the last."""
+    """Return ``kinds`` or its entry for layer ``layer_number`` (from 1); layers after the list use its last entry."""
     if isinstance(kinds, str):
         return kinds
     return kinds[min(layer_number, len(kinds)) - 1]

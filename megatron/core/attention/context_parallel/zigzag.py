@@ -1,8 +1,8 @@
-"""Which tokens of a sequence a context-parallel rank holds.
+"""Zig-zag sharding of sequences over context-parallel ranks.
 
-A sequence is cut into 2 * CP chunks, and rank r holds chunks r and 2 * CP - 1 - r: an early and a late one, so that
-every rank has the same share of the pairs that a causal mask lets through. A local tensor is the two chunks one after
-the other, hence still in ascending order of positions. On one rank it is the whole sequence.
+A sequence is split into 2 * CP chunks, and rank r holds chunks r and 2 * CP - 1 - r: an early and a late one, which
+balances the causal attention work of ranks. A local tensor concatenates both chunks, so that its positions are
+ascending. One rank holds the full sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron.core.config.errors import UserError
 
 Spans = tuple[tuple[int, int], ...]
-"""Stretches [start, stop) of global positions, ascending."""
+"""Ranges [start, stop) of global positions, ascending."""
 
 
 def check_length(length: int, size: int) -> None:
-    """ValueError where a sequence of ``length`` tokens has no 2 * ``size`` equal chunks."""
+    """Raise UserError if ``length`` tokens cannot be split into 2 * ``size`` equal chunks."""
     if size > 1 and length % (2 * size):
         nearest = max(length // (2 * size), 1) * 2 * size
         raise UserError(
@@ -29,7 +29,8 @@ def check_length(length: int, size: int) -> None:
 
 
 def spans(length: int, rank: int, size: int) -> Spans:
-    """Global positions of rank ``rank``'s tokens, neighbouring chunks joined."""
+    """Return the global position ranges of rank ``rank``: two, or one if its chunks are adjacent. Raises UserError as
+    :func:`check_length`."""
     check_length(length, size)
     if size == 1:
         return ((0, length),)
@@ -41,19 +42,21 @@ def spans(length: int, rank: int, size: int) -> Spans:
 
 
 def positions(length: int, rank: int, size: int, device: torch.device | str | None = None) -> Tensor:
-    """Global position of each local token, int64 [length / size]."""
+    """Return the global position of each local token, int64 [length / size], for sequences of ``length`` tokens."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in spans(length, rank, size)])
 
 
 def local_part(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
-    """Rank ``rank``'s tokens of a tensor with whole sequences along ``dim``."""
+    """Return rank ``rank``'s zig-zag tokens of ``x``, full sequences along ``dim``: a copy, or ``x`` itself for one
+    rank."""
     if size == 1:
         return x
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans(x.shape[dim], rank, size)], dim=dim)
 
 
 def whole(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The whole sequence from all ranks' parts, in the order of ranks: the inverse of :func:`local_part`."""
+    """Reassemble natural-order sequences from all ranks' zig-zag ``parts``, in rank order; inverse of
+    :func:`local_part`."""
     if len(parts) == 1:
         return parts[0]
     halves = [part.chunk(2, dim=dim) for part in parts]

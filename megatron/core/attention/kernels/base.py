@@ -1,13 +1,13 @@
-"""The one interface of attention kernels, what a choice among them depends on, and what flash kernels share.
+"""Interface of attention kernels, input of their selection (:class:`Request`), and base class of flash kernels.
 
     out = softmax(scale Q K^T) V over the visible keys,    lse = log sum exp(scale Q K^T)
 
-A kernel attends over whole sequences (``attend``, differentiable) and, where it gives the log-sum-exp, over one block
-of keys at a time (``forward``, ``backward``): blocks are what context parallelism merges. One rank has nothing to
-merge: ``attend`` is the whole of it.
+``attend`` computes full sequences and is differentiable. ``forward`` and ``backward`` compute one block of keys at a
+time with the log-sum-exp, for context parallelism, which merges blocks. Without context parallelism only ``attend`` is
+called.
 
-Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, d head dim, e head dim of
-values; q, k queries and keys of a tile; n tokens of packed documents.
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, e head dim of values; q, k
+queries and keys of a tile; n tokens of packed documents.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ NO_BIAS = "it gives no gradient of a bias (--position-embedding-type relative)"
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that the choice of a kernel depends on."""
+    """All inputs of the kernel selection for one layer."""
 
     backend: str
     """``--attention-backend``."""
     dtype: torch.dtype
     channels: int
-    """Head dim; the larger one where keys and values differ, to which kernels of equal ones get the other filled up."""
+    """Head dim, the larger one if keys and values differ: the other is zero-padded to it for most kernels."""
     capability: tuple[int, int] | None
-    """Compute capability of the GPU; None: there is none."""
+    """Compute capability of the GPU; None without a GPU."""
     window: Window | None = None
     dropout: float = 0.0
     deterministic: bool = False
     flash_version: int | None = None
     """``--flash-attention-version``."""
     flash_packages: tuple[int, ...] = ()
-    """Versions of flash-attn that are installed."""
+    """Installed flash-attn versions."""
     form: Form = "whole"
-    """Whole sequences, or blocks of keys that are merged: in a ring, or all at once (an all-gather)."""
+    """Full sequences (``whole``), or key blocks with log-sum-exp, of an all-gather (``gather``) or a ``ring``."""
 
     sink: bool = False
-    """Whether a sink joins the softmax (``sink.py``)."""
+    """Whether the softmax has an attention sink (``sink.py``)."""
     soft_cap: float | None = None
     """``--attn-logit-softcapping``."""
     cudnn_version: int | None = None
-    """Torch's cuDNN, 91300 for 9.13; None: it has none."""
+    """Version of torch's cuDNN, 91300 for 9.13; None without cuDNN or GPU."""
     biased: bool = False
     """Whether scores get a bias by distance (``position_bias.py``)."""
 
     @property
     def unusual_scores(self) -> str | None:
-        """Why a kernel of scaled products alone cannot serve; None where it can."""
+        """Reason why kernels without soft cap and bias do not support the request; None if it has neither."""
         return NO_BIAS if self.biased else None if self.soft_cap is None else NO_SOFT_CAP
 
     @property
     def situation(self) -> str:
-        """``sm_90, bfloat16, head dim 128``."""
+        """Text for logs and errors, such as ``sm_90, bfloat16, head dim 128``."""
         where = "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
         parts = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
         parts += [] if self.window is None else ["window {},{}".format(*self.window)]
@@ -78,61 +78,59 @@ class Request:
 
     @property
     def blocks(self) -> bool:
-        """Whether the kernel must give the log-sum-exp and the gradients of a block."""
+        """Whether the kernel must support key blocks: return the log-sum-exp and compute a block's gradients."""
         return self.form != "whole"
 
     @property
     def fits_flash(self) -> bool:
-        """Whether flash kernels take the numbers and the heads."""
+        """Whether flash kernels support GPU (sm_80 up), dtype (bf16, fp16), head dim (multiple of 8, at most 256)."""
         on_gpu = self.capability is not None and self.capability >= (8, 0)
         return on_gpu and self.dtype in SIXTEEN_BIT and self.channels % 8 == 0 and self.channels <= 256
 
 
 class Kernel(Protocol):
-    """Attention of one implementation, with everything chosen but the tensors and the mask."""
+    """Attention implementation with fixed options; calls pass tensors and mask."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]; differentiable."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable. Raises
+        UserError if the kernel does not support ``mask.hidden`` (a dense mask)."""
         ...
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """query [b, a, q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e], lse [b, a, q] in at least
-        fp32."""
+        """Attend to the pairs of ``tile``: query [b, a, q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e]
+        and lse [b, a, q] in at least fp32. Not differentiable; see :meth:`backward`."""
         ...
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, ...]:
-        """This block's share of the gradients of query, key, value and the bias that is set, if one is; ``out`` and
-        ``lse`` are those over *all* blocks, with which the shares are exact."""
+        """Return this tile's contribution to the gradients of query, key, value and, if set, the bias. ``out`` and
+        ``lse`` must be the merged results over *all* blocks: the contributions then sum to the exact gradients."""
         ...
 
 
 class FlashKernel:
-    """Base of flash kernels: bands counted from the lower right corner, documents packed into one call.
-
-    A subclass gives ``_flash`` (differentiable where it serves whole sequences) and ``_flash_backward``. Tensors are of
-    16 bits, on a GPU, of any strides whose last dim is contiguous. Nothing is copied on the way: queries, keys and
-    values are read where the projection and the rotary embedding wrote them, and the output is dense in the order of
-    the queries' dims. No dropout, whose masks would depend on the kernel.
-    """
+    """Base of flash kernels: bands relative to the lower right corner, packed documents in one variable-length call. A
+    subclass implements ``_flash`` (differentiable if it supports full sequences) and ``_flash_backward``. Tensors are
+    bf16 or fp16 on a GPU with a contiguous last dim; other strides are arbitrary, so that the outputs of projection and
+    rotary embedding are read without copies. The output is dense in the order of the queries' dims. Dropout is not
+    supported, because its masks would depend on the kernel."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
-        """query [b, q, a, d], key, value [b, k, g, .] -> out, lse [b, a, q]; or packed, [n, a, d] -> out, lse [a, n].
-
-        ``shape`` are the boundaries (int32 [documents + 1], or None) and the longest segment of queries and of keys.
-        """
+        """Run the kernel: query [b, q, a, d], key and value [b, k, g, .] -> out [b, q, a, .], lse [b, a, q]. Packed:
+        query [n, a, d] -> out [n, a, .], lse [a, n]. ``shape`` is (query bounds, key bounds, longest query segment,
+        longest key segment); bounds are cumulative lengths int32 [documents + 1], or None if not packed."""
         raise NotImplementedError
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
-        """``tensors`` grad, query, key, value, out as above -> the gradients of query, key and value."""
+        """Return dQ, dK and dV; ``tensors`` are grad, query, key, value, out, shaped as in :meth:`_flash`."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """As :meth:`Kernel.attend`."""
+        """See :meth:`Kernel.attend`. Dense masks raise UserError."""
         assert mask.dropout is None and mask.bias is None
         if mask.hidden is not None:
             raise UserError(
@@ -146,7 +144,7 @@ class FlashKernel:
         return self.forward(query, key, value, tile)[0].permute(2, 0, 1, 3)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Each document by itself, in one call: time and memory grow with the documents' lengths, not with s^2."""
+        """Attend within each document, in one variable-length call: no computation across documents."""
         documents = mask.documents
         assert documents is not None and documents.cu_seqlens_q is not None
         length, batch = query.shape[:2]
@@ -154,13 +152,13 @@ class FlashKernel:
         before, after = mask.visibility.limits
         window = -1 if before is None else before, -1 if after is None else after
         bounds = documents.cu_seqlens_q, documents.cu_seqlens_k
-        # [s, b, ...] -> [b * s, ...]: documents are runs of a row; views where b is 1
+        # [s, b, ...] -> [b * s, ...]: each document must be contiguous; a view if b is 1, else a copy
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out, _ = self._flash(query, key, value, (*bounds, *longest), window)
         return out.unflatten(0, (batch, length)).transpose(0, 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
+        """See :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out, lse = self._flash(query, key, value, (None, None, tile.num_queries, tile.num_keys), kernel_window(tile))
         return out.transpose(1, 2), lse
@@ -168,15 +166,16 @@ class FlashKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`Kernel.backward`; gradients in the inputs' dtype."""
+        """See :meth:`Kernel.backward`; gradients in the inputs' dtype."""
         tensors = [x.transpose(1, 2) for x in (grad, query, key, value, out)]
         shape = None, None, tile.num_queries, tile.num_keys
-        # the kernels do not look at lse's strides
+        # the kernels ignore the strides of lse
         grads = self._flash_backward(tensors, lse.contiguous(), shape, kernel_window(tile))
         return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
 
     def forward_packed(self, query: Tensor, key: Tensor, value: Tensor, at: Segments) -> tuple[Tensor, Tensor]:
-        """query [n, a, d], key and value [m, g, .], one segment after the other -> out [n, a, e], lse [n, a]."""
+        """Attend within each segment of ``at``, in one call: concatenated query [n, a, d], key and value [m, g, .] ->
+        out [n, a, e] and fp32 lse [n, a]."""
         shape = at.query_bounds, at.key_bounds, at.longest_query, at.longest_key
         out, lse = self._flash(query, key, value, shape, at.window)
         return out, lse.t()
@@ -184,6 +183,6 @@ class FlashKernel:
     def backward_packed(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, at: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value, in their shapes."""
+        """Return dQ, dK and dV of :meth:`forward_packed`; ``out`` and ``lse`` are merged over all blocks."""
         shape = at.query_bounds, at.key_bounds, at.longest_query, at.longest_key
         return self._flash_backward([grad, query, key, value, out], lse.t().contiguous(), shape, at.window)

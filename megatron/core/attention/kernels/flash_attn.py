@@ -1,8 +1,8 @@
 """The flash-attn package: FlashAttention 2 (``flash_attn``) and 3 for Hopper (``flash_attn_interface``).
 
-Nothing else imports these packages, and this module imports them only when a kernel is built. Both take tensors of any
-strides whose last dim is contiguous, so that queries, keys and values need not be copied, and both give an output dense
-in the order of the queries' dims. Their functions give no gradients of a block of keys: they serve whole sequences.
+Only this module imports these packages, when a kernel is built. They require a contiguous last dim only, so that
+queries, keys and values need no copies, and return an output dense in the order of the queries' dims. Their public
+functions cannot compute a key block's gradients from a merged log-sum-exp, so that only full sequences are supported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.extensions.flash_attn import INSTALL, MODULES
 
 
 def supports(version: int, request: Request) -> str | None:
-    """Why this version cannot serve; None where it can."""
+    """Return why flash-attn ``version`` (2 or 3) does not support ``request``; None if it does."""
     if version not in request.flash_packages:
         return f"the package is not installed; install it: {INSTALL[version]}"
     if request.unusual_scores is not None:
@@ -36,11 +36,8 @@ def supports(version: int, request: Request) -> str | None:
 
 
 class FlashAttentionPackage(FlashKernel):
-    """Whole sequences and packed documents by one version of the package.
-
-    Raises:
-        UserError: the package cannot be imported, with the command that installs it.
-    """
+    """FlashAttention 2 or 3 of the package, on full sequences and packed documents. Imports the package; raises
+    UserError with the install command if that fails."""
 
     def __init__(self, version: int, scale: float, *, deterministic: bool = False) -> None:
         super().__init__(scale)
@@ -54,7 +51,7 @@ class FlashAttentionPackage(FlashKernel):
             ) from error
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Any]:
-        """As :meth:`FlashKernel._flash`, without the log-sum-exp."""
+        """See :meth:`FlashKernel._flash`; the log-sum-exp is None. Differentiable."""
         options = {
             "softmax_scale": self.scale, "causal": window[1] == 0, "window_size": window,
             "deterministic": self.deterministic,

@@ -1,12 +1,12 @@
 """FlashAttention 4, the package flash-attn-4 (``flash_attn.cute``), for Hopper and Blackwell.
 
-Its kernels are Python that is compiled when it is first called, about 6 seconds each: one of forward and three of
-backward for each of causal, full, banded and packed. Nothing else imports the package, and this module imports it only
-when a model is built on a machine with a GPU.
+Its kernels are compiled from Python on first call, about 6 seconds each: one for forward and three for backward, for
+each of causal, full, banded and packed. Only this module imports the package, and only when a model is built on a
+machine with a GPU.
 
-Chosen by itself where it was measured to be faster than cuDNN. On an H200, causal, bf16, 32 heads in 8 groups of 128
-channels, forward / backward in TFLOP/s: 8192 tokens 577 / 515 against 538 / 467, 32768 tokens 628 / 591 against
-596 / 532, but 4096 tokens 499 / 409 against 498 / 418.
+``--attention-backend auto`` selects it where it was measured to be faster than cuDNN. H200, causal, bf16, 32 heads in 8
+groups of 128 channels, forward / backward in TFLOP/s (FlashAttention 4 against cuDNN): 8192 tokens 577 / 515 against
+538 / 467, 32768 tokens 628 / 591 against 596 / 532, but 4096 tokens 499 / 409 against 498 / 418.
 """
 
 from __future__ import annotations
@@ -31,18 +31,14 @@ from megatron.core.extensions.flash_attn import INSTALL, MODULES, installed_vers
 logger = logging.getLogger(__name__)
 
 MEASURED_CHANNELS, MEASURED_LENGTH = 128, 8192
-"""Where it was faster: heads of so many channels, causal squares of so many tokens and more."""
+"""Head dim, and minimum tokens of a causal square, for which it was measured to be faster than cuDNN."""
 
 
 def _interface() -> Any:
-    """The package's functions of tensors.
-
-    Raises:
-        UserError: it cannot be imported.
-    """
+    """Import and return the package's module of tensor functions. Raises UserError if the import fails."""
     try:
         return importlib.import_module(MODULES[4])
-    except Exception as error:  # a beta on top of other betas: of versions that do not fit, any error may come
+    except Exception as error:  # a beta on top of other betas: incompatible versions raise errors of any type
         raise UserError(
             f"flash-attn-4 is installed, but cannot be imported ({error}); install it anew: {INSTALL[4]}; or choose "
             "--attention-backend fused"
@@ -51,8 +47,9 @@ def _interface() -> Any:
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether the package is installed and can be imported; if it only is installed, says so once."""
-    # its compiler says of every kernel that an argument which is not used here is of no type it knows
+    """Return whether the package is installed and can be imported (takes seconds; cached). Logs a notice if it is
+    installed but the import fails. Installs a filter for a warning of its compiler."""
+    # the compiler warns for every kernel that an argument unused here has an unknown type
     warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
     try:
         return 4 in installed_versions() and _interface() is not None
@@ -62,7 +59,7 @@ def is_usable() -> bool:
 
 
 def supports(request: Request) -> str | None:
-    """Why the package cannot serve; None where it can."""
+    """Return why the package does not support ``request`` or, unless requested, may be slower than cuDNN; else None."""
     if request.capability is None or request.capability[0] not in (9, 10):
         return "it is for Hopper and Blackwell (sm_90, sm_100)"
     if 4 not in request.flash_packages:
@@ -78,7 +75,7 @@ def supports(request: Request) -> str | None:
 
 
 def _unmeasured(request: Request) -> str | None:
-    """Why nobody knows it to be faster than cuDNN; None where it is."""
+    """Return why ``request`` is outside the measured cases (sm_90, head dim 128, no window); None if inside."""
     if request.capability != (9, 0) or request.channels != MEASURED_CHANNELS:
         return f"it was measured on sm_90 with head dim {MEASURED_CHANNELS}"
     if request.window is not None or request.deterministic:
@@ -87,7 +84,7 @@ def _unmeasured(request: Request) -> str | None:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """The package's forward and backward functions; the log-sum-exp has no gradient."""
+    """Autograd wrapper of the package's forward and backward functions; returns (out, lse), lse not differentiable."""
 
     @staticmethod
     def forward(
@@ -101,7 +98,7 @@ class _FlashAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options, ctx.deterministic = options, deterministic
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # else the log-sum-exp's would be zeros that nobody reads
+        ctx.set_materialize_grads(False)  # do not allocate a zero gradient for lse
         return out, lse
 
     @staticmethod
@@ -117,14 +114,14 @@ def _gradients(tensors: list[Tensor], lse: Tensor, options: dict[str, Any], dete
 
 
 class FlashAttention4(FlashKernel):
-    """flash-attn-4 for everything."""
+    """flash-attn-4 for all sizes, bands, blocks and packed documents."""
 
     def __init__(self, scale: float, *, deterministic: bool = False) -> None:
         super().__init__(scale)
         self.deterministic = deterministic
 
     def _options(self, shape: tuple, window: Window) -> dict[str, Any]:
-        """A missing limit is None here; beside one on the other side, -1 would be a limit."""
+        """Return keyword arguments of the package; an unlimited window side is None, as -1 would limit it."""
         left, right = (None if side < 0 else side for side in window)
         options = {"softmax_scale": self.scale, "window_size_left": left, "window_size_right": right}
         if shape[0] is None:
@@ -140,34 +137,35 @@ class FlashAttention4(FlashKernel):
 
 
 class WhereFaster(FlashKernel):
-    """flash-attn-4 where it was measured to be faster, another kernel elsewhere; each call is decided by its sizes."""
+    """flash-attn-4 for calls at least as large as the measured ones, another kernel for the rest; decided per call."""
 
     def __init__(self, fast: FlashAttention4, otherwise: FlashKernel) -> None:
         super().__init__(fast.scale)
         self.fast, self.otherwise = fast, otherwise
 
     def kernel_of(self, tile: Tile) -> FlashKernel:
-        """The first where all pairs or a causal square is visible, of no fewer pairs than the smallest measured one."""
+        """Return the kernel for ``tile``: flash-attn-4 if the tile is full or a causal square, with no fewer visible
+        pairs than the smallest measured one."""
         if not (tile.is_full or tile.is_causal_square):
             return self.otherwise
         pairs = tile.num_queries * tile.num_keys // (1 if tile.is_full else 2)
         return self.fast if pairs >= MEASURED_LENGTH**2 // 2 else self.otherwise
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """As :meth:`Kernel.attend`."""
+        """See :meth:`Kernel.attend`; documents and dense masks go to the other kernel."""
         kernel = self.kernel_of(whole_tile(len(query), len(key), mask.visibility))
         if mask.documents is not None or mask.hidden is not None:
             kernel = self.otherwise
         return kernel.attend(query, key, value, mask)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`."""
+        """See :meth:`Kernel.forward`."""
         return self.kernel_of(tile).forward(query, key, value, tile)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`Kernel.backward`."""
+        """See :meth:`Kernel.backward`; selects the same kernel as :meth:`forward`, from the tile."""
         return self.kernel_of(tile).backward(grad, query, key, value, out, lse, tile)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""Attention over a batch of which some rows have padding, with a kernel that is fast on whole rows.
+"""Attention over a batch in which the last rows have padding, with a kernel that is fast on full rows.
 
-All rows are computed as though they were whole; those with padding, at the end of the batch, once more, document by
-document, and take the places of the first results. cuDNN reads and writes whole rows where projections left them, while
-documents are packed, which copies every token there and back, and take a slower kernel: in BERT-large's step (64 rows
-of 512 tokens, a tenth of them short, H200) attention and its copies take 114 ms this way, 180 before.
+All rows are computed as if they were full; then the rows with padding are computed again as packed documents, and these
+results replace the first ones. cuDNN reads and writes full rows in place, while packing copies every token in both
+directions and uses a slower kernel. In a BERT-large step (64 rows of 512 tokens, a tenth of them short, H200) attention
+and its copies take 114 ms, against 180 ms with all rows packed.
 
-Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, d head dim, n packed tokens.
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, n packed tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron.core.attention.tiles import Tile, whole_tile
 def attend_padded_rows(
     kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, whole: int, rest: PackedSeqParams
 ) -> Tensor:
-    """query [s, b, a, d], key and value [t, b, g, d] -> [s, b, a, d]; differentiable.
+    """Map query [s, b, a, d], key and value [t, b, g, d] to [s, b, a, d]; differentiable.
 
     Args:
-        mask: without a window; its documents are not asked.
-        whole: rows at the front that are one document each.
-        rest: the documents of the others.
+        mask: must have no window; its documents are ignored.
+        whole: number of leading rows that are one document each.
+        rest: documents of the remaining rows.
     """
     tile = whole_tile(len(query), len(key), mask.visibility)
     bounds, longest = (rest.cu_seqlens_q, rest.cu_seqlens_k), (len(query), len(key))
@@ -53,7 +53,7 @@ class _PaddedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, mixed, lse, *packed, rest_lse = ctx.saved_tensors
-        # rows do not meet: what the padded ones' places hold spoils no other gradient, and is written over
+        # rows are independent: the padded rows' wrong gradients affect no other row and are overwritten below
         grads = ctx.kernel.backward(*map(_by_rows, (grad, query, key, value, mixed)), lse, ctx.tile)
         of_rest = ctx.kernel._flash_backward([_packed(grad, ctx.whole), *packed], rest_lse, ctx.shape, ctx.window)
         whole_grads = (_with_rest(rows, part, ctx.whole) for rows, part in zip(grads, of_rest))
@@ -61,17 +61,17 @@ class _PaddedRows(torch.autograd.Function):
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """[s, b, a, d] -> [b, a, s, d]."""
+    """View [s, b, a, d] as [b, a, s, d]."""
     return x.permute(1, 2, 0, 3)
 
 
 def _packed(x: Tensor, whole: int) -> Tensor:
-    """[s, b, a, d] -> [n, a, d] of the rows from ``whole`` on."""
+    """Copy the rows of ``x`` [s, b, a, d] from index ``whole`` into packed tokens [n, a, d]."""
     return x[:, whole:].transpose(0, 1).flatten(0, 1)
 
 
 def _with_rest(rows: Tensor, packed: Tensor, whole: int) -> Tensor:
-    """``rows`` [b, a, s, d] as [s, b, a, d], ``packed`` in the place of those from ``whole`` on."""
+    """View ``rows`` [b, a, s, d] as [s, b, a, d]; overwrite rows from ``whole`` with ``packed`` [n, a, d] in place."""
     rows = rows.permute(2, 0, 1, 3)
     rows[:, whole:] = packed.unflatten(0, (-1, len(rows))).transpose(0, 1)
     return rows

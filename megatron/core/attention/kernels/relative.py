@@ -1,4 +1,4 @@
-"""Triton kernels for scores with a bias by head and distance, over whole sequences (``fusions/relative_attention.py``).
+"""Attention with a bias by head and distance, on full sequences, in Triton (``fusions/relative_attention.py``).
 
 Legend: s sequence, b batch, a query heads, g key/value groups, d head dim, n distances.
 """
@@ -20,7 +20,7 @@ from megatron.core.fusions.relative_attention import Pairs, relative_attention, 
 
 
 def supports(request: Request) -> str | None:
-    """Why the kernels cannot serve; None where they can."""
+    """Return why the Triton kernels do not support ``request``; None if they do."""
     if not kernels_serve(request.dtype) or request.dtype not in SIXTEEN_BIT:
         return "Triton's kernels need the package, a GPU, and bfloat16 or float16"
     if request.capability is None or request.capability < (8, 0) or request.channels not in (16, 32, 64, 128):
@@ -31,7 +31,7 @@ def supports(request: Request) -> str | None:
 
 
 class _Attend(torch.autograd.Function):
-    """Forward keeps query, key, value, output, log-sum-exp and bias."""
+    """Autograd wrapper; forward saves query, key, value, output, log-sum-exp and bias."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, *args: Any) -> Tensor:
@@ -50,13 +50,13 @@ class _Attend(torch.autograd.Function):
 
 
 class RelativeAttention:
-    """Softmax attention with a bias by distance; padding and other documents by ranges of keys, no dense masks."""
+    """Softmax attention with a bias by distance. Documents and padding are key ranges per query; no dense masks."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """As :meth:`Kernel.attend`."""
+        """See :meth:`Kernel.attend`; requires ``mask.bias``. Dense masks raise UserError."""
         assert mask.dropout is None and mask.bias is not None
         if mask.hidden is not None:
             raise UserError(
@@ -69,11 +69,11 @@ class RelativeAttention:
         return _Attend.apply(mask.bias, query, key, value, self.scale, tile, ranges).permute(2, 0, 1, 3)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Never called: :func:`supports` refuses blocks."""
+        """Not implemented: :func:`supports` rejects key blocks."""
         raise NotImplementedError
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, ...]:
-        """Never called, as :meth:`forward`."""
+        """Not implemented, as :meth:`forward`."""
         raise NotImplementedError

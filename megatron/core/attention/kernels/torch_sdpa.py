@@ -1,11 +1,11 @@
-"""Torch's own kernels: cuDNN's, FlashAttention 2, memory-efficient, plain math; on CPUs whichever torch takes.
+"""Torch's built-in kernels: cuDNN, FlashAttention 2, memory-efficient, math; on CPUs torch's default.
 
-On Hopper cuDNN's kernels are 1.6 times as fast as FlashAttention 2, and about as fast as FlashAttention 3. A chosen
-kernel is the only one that may run: where it cannot, the call fails and says why. Two things are left to other kernels,
-call by call, since cuDNN is reported to get their gradients wrong: dense masks, and lengths that are no multiples of
-128.
+On Hopper cuDNN is 1.6 times as fast as FlashAttention 2 and about as fast as FlashAttention 3. Only the selected kernel
+may run; if it does not support a call, the call raises an error with torch's reasons. Exceptions for cuDNN, decided per
+call: dense masks, and lengths that are not multiples of 128, go to other kernels, because cuDNN is reported to compute
+wrong gradients for them.
 
-Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, d head dim.
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels for dense masks, of callers of the library and of documents that the host may not read, best first.
-Not cuDNN, whose backward pass is reported to make NaN of rows with small logits under a mask (pytorch/pytorch#196678:
-lengths of 64 modulo 128)."""
+"""Kernels for dense masks, best first. Dense masks come from library callers, and from documents whose bounds are known
+on the GPU only. cuDNN is excluded: its backward is reported to return NaN for rows with small logits under a mask
+(pytorch/pytorch#196678: lengths of 64 modulo 128)."""
 
 
 def cudnn_supports(request: Request) -> str | None:
-    """Why cuDNN cannot train with such heads; None where it can."""
+    """Return why cuDNN does not support training with ``request``; None if it does."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.deterministic:
         return "cuDNN's backward pass does not repeat its bits"
     if request.capability is None or request.capability < (8, 0):
         return "cuDNN's attention needs sm_80"
-    # larger heads, as latent attention has: Hopper's backward pass is wrong in cuDNN 9.11 and 9.12
+    # head dims above 128 (multi-latent attention): the Hopper backward is wrong in cuDNN 9.11 and 9.12
     wide = request.capability == (9, 0) and (request.cudnn_version or 0) >= 91300
     most = 192 if wide else 128
     if request.channels % 8 or request.channels > most:
@@ -69,7 +69,7 @@ def cudnn_supports(request: Request) -> str | None:
 
 
 def flash_supports(request: Request) -> str | None:
-    """Why torch's flash kernel cannot serve; None where it can."""
+    """Return why torch's flash kernel does not support ``request``; None if it does."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if not request.fits_flash:
@@ -78,7 +78,7 @@ def flash_supports(request: Request) -> str | None:
 
 
 def efficient_supports(request: Request) -> str | None:
-    """Why the memory-efficient kernel cannot serve; None where it can."""
+    """Return why the memory-efficient kernel does not support ``request``; None if it does."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.dtype == torch.float64 or request.channels * request.dtype.itemsize % 16:
@@ -87,23 +87,24 @@ def efficient_supports(request: Request) -> str | None:
 
 
 def math_supports(request: Request) -> str | None:
-    """Why torch's plain kernel cannot serve; None where it can."""
+    """Return why torch's math kernel does not support ``request``; None if it does."""
     return request.unusual_scores
 
 
 class TorchAttention(FlashKernel):
-    """``torch.nn.functional.scaled_dot_product_attention``, on a GPU with the named kernel and no other; but where
-    nobody asked for cuDNN by name, with the flash kernel for lengths that cuDNN does not take.
-
-    Windows, documents and blocks go to the flash kernel's own operator, and to cuDNN's where it takes a block.
-    """
+    """``torch.nn.functional.scaled_dot_product_attention``, on a GPU restricted to kernel ``name``. For lengths that
+    cuDNN does not support, ``cudnn`` uses the flash kernel; with ``by_name`` (``--attention-backend fused``) it raises
+    UserError if gradients are enabled. Windows, packed documents and key blocks call torch's flash operator directly,
+    or cuDNN's for blocks that it supports."""
 
     def __init__(self, name: str, scale: float, *, by_name: bool = False) -> None:
         super().__init__(scale)
         self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """As :meth:`Kernel.attend`; also with dense masks."""
+        """See :meth:`Kernel.attend`; supports dense masks. Documents run as variable-length flash calls on GPUs, else
+        one call per document, or as a dense mask if only the GPU knows their bounds. Raises ValueError for documents
+        together with a dense mask."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
@@ -113,13 +114,13 @@ class TorchAttention(FlashKernel):
         if mask.documents is not None:
             hidden = document_mask(mask.documents, query.shape[1], len(query), len(key))
             mask = replace(mask, documents=None, hidden=hidden)
-        # SDPA has no way to ask for a window but a mask of the whole sequence
+        # SDPA accepts a window only as a dense mask: call the flash operator instead
         if flash and self.name == "flash" and mask.visibility.window is not None and mask.hidden is None:
             return super().attend(query, key, value, mask)
         return self._rows(query, key, value, mask)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """By cuDNN where most rows, at the front of the batch, are one document each."""
+        """Use cuDNN if at least half of the rows, at the front, are one document each; else packed flash calls."""
         assert mask.documents is not None
         batch, tile = query.shape[1], whole_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
@@ -132,7 +133,7 @@ class TorchAttention(FlashKernel):
         return attend_padded_rows(self, query, key, value, mask, whole, rest)
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """One call per document."""
+        """Attend with one SDPA call per document, reading the bounds on the host."""
         bounds = mask.bounds
         assert bounds is not None
         length, batch = query.shape[:2]
@@ -154,7 +155,7 @@ class TorchAttention(FlashKernel):
             hidden = own if mask.hidden is None else mask.hidden if own is None else mask.hidden | own
             visible = None if hidden is None else ~hidden
         kernels = self._kernels(len(query), len(key), visible) if query.is_cuda else []
-        if SDPBackend.EFFICIENT_ATTENTION in kernels:  # knows no grouped queries
+        if SDPBackend.EFFICIENT_ATTENTION in kernels:  # does not support grouped queries
             key_bgtd, value_bgtd = (_repeated(x, query.shape[2]) for x in (key_bgtd, value_bgtd))
         causal = visible is None and not tile.is_full
         try:
@@ -170,7 +171,8 @@ class TorchAttention(FlashKernel):
         return mixed.permute(2, 0, 1, 3)
 
     def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
-        """Those that may run on a GPU, in order of preference; none: whichever torch takes."""
+        """Return the kernels that may run on a GPU, best first; an empty list means torch's default. Raises UserError
+        for lengths that cuDNN, requested by flag, does not support in training."""
         if self._only is None:
             return []
         if mask is not None:
@@ -188,12 +190,12 @@ class TorchAttention(FlashKernel):
         return [SDPBackend.FLASH_ATTENTION]
 
     def takes_cudnn(self, tile: Tile) -> bool:
-        """Whether cuDNN computes a block; the flash kernel computes all others."""
+        """Return whether cuDNN computes ``tile`` (full or a causal square, supported lengths); else flash does."""
         fits = cudnn_takes_lengths(tile.num_queries, tile.num_keys)
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
+        """See :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
         if not self.takes_cudnn(tile):
             return super().forward(query, key, value, tile)
         out, lse = aten._scaled_dot_product_cudnn_attention(
@@ -204,7 +206,7 @@ class TorchAttention(FlashKernel):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`Kernel.backward`; gradients in the inputs' dtype."""
+        """See :meth:`Kernel.backward`; gradients in the inputs' dtype."""
         if not self.takes_cudnn(tile):
             return super().backward(grad, query, key, value, out, lse, tile)
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -221,7 +223,7 @@ class TorchAttention(FlashKernel):
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
         grad, query, key, value, out = tensors
-        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: no dropout
         return aten._flash_attention_backward(
             grad.contiguous(), query, key, value, out.contiguous(), lse, *shape, 0.0, False, random_state,
             lse.new_empty(0), scale=self.scale, window_size_left=window[0], window_size_right=window[1],
@@ -234,12 +236,12 @@ def _tell_once() -> None:
 
 
 def _repeated(x: Tensor, num_heads: int) -> Tensor:
-    """Keys or values [., g, ...] for every query head [., a, ...]."""
+    """Repeat the heads of keys or values [., g, ...] to [., a, ...], one per query head."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _refusal(name: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> UserError:
-    """Why torch says that a kernel cannot take these tensors [b, a, s, d]."""
+    """Return a UserError with torch's reasons why kernel ``name`` does not support these tensors [b, a, s, d]."""
     ask = {
         "cudnn": torch.backends.cuda.can_use_cudnn_attention,
         "flash": torch.backends.cuda.can_use_flash_attention,

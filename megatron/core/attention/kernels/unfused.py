@@ -1,9 +1,10 @@
-"""Plain torch: the reference, the only one with attention dropout, and what serves where no kernel does.
+"""Unfused attention in torch operations: the reference, the only kernel with dropout, and the fallback.
 
-Whole sequences in the inputs' dtype, step by step as Megatron-LM's unfused path; blocks in fp32 (fp64 for fp64), with
-their backward written out, since autograd knows nothing of the other blocks.
+Full sequences are computed in the inputs' dtype with the operation order of Megatron-LM's unfused path. Key blocks are
+computed in fp32 (fp64 for fp64) with a hand-written backward: their gradients depend on the merged result of all
+blocks, which autograd of one block does not know.
 
-Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, p query heads per group, d
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, p query heads per group, d
 head dim, e head dim of values; q, k queries and keys of a tile.
 """
 
@@ -24,9 +25,10 @@ class UnfusedAttention:
     """Scores, mask, softmax and dropout as separate torch operations.
 
     Args:
-        soft_cap: scores x become soft_cap * tanh(x / soft_cap), before the mask.
-        layer_scale: scores are divided by it before they are rounded and multiplied again in the fp32 softmax.
-        softmax_in_fp32: of whole sequences; blocks are computed in fp32 anyway.
+        scale: factor of QK^T.
+        layer_scale: divisor of scores before they are rounded; the fp32 softmax multiplies by it again.
+        softmax_in_fp32: fp32 softmax on full sequences; blocks always use fp32.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before bias and mask.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class UnfusedAttention:
     ) -> None:  # fmt: skip
         self.scale, self.layer_scale, self.soft_cap = scale, layer_scale, soft_cap
         self.dropout: WeightDropout | None = None
-        """Dropout of blocks, as ``bias`` below; for whole sequences the mask has them."""
+        """Dropout of key blocks; see :meth:`with_mask`. On full sequences the mask carries it."""
         self.bias: Tensor | None = None
+        """Position bias [a, n] of key blocks, likewise."""
         self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
 
     def _softmax_in_fp32(self, scores: Tensor) -> Tensor:
@@ -46,11 +49,11 @@ class UnfusedAttention:
         return torch.softmax(scores, dim=-1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """As :meth:`Kernel.attend`; also with dense masks."""
+        """See :meth:`Kernel.attend`; supports dense masks, dropout and bias. Autograd saves the s^2 weights."""
         num_queries, batch, heads, _ = query.shape
         num_keys, kv_groups = key.shape[0], key.shape[2]
         tile = whole_tile(num_queries, num_keys, mask.visibility)
-        # the heads of one group share a GEMM, so that keys and values are never repeated
+        # one GEMM per group computes all of its query heads: keys and values are not repeated
         grouped = query.unflatten(2, (kv_groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
         scaled_keys = key.permute(1, 2, 3, 0) * (self.scale / self.layer_scale)
         scores = torch.matmul(grouped, scaled_keys).view(batch, heads, num_queries, num_keys)
@@ -73,13 +76,13 @@ class UnfusedAttention:
         return mixed.permute(2, 0, 1, 3)
 
     def with_mask(self, mask: Mask) -> UnfusedAttention:
-        """The same for the blocks of one micro-batch, with the mask's dropout and bias."""
+        """Return a copy for the key blocks of one micro-batch, with the dropout and bias of ``mask``."""
         kernel = copy.copy(self)
         kernel.dropout, kernel.bias = mask.dropout, mask.bias
         return kernel
 
     def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> tuple[Tensor, Tensor | float]:
-        """Scaled and capped scores [b, g, p, q, k], -inf where hidden, and their derivative by the products."""
+        """Return scaled, capped, biased scores [b, g, p, q, k], -inf where hidden, and their derivative by QK^T."""
         grouped = query.unflatten(1, (key.shape[1], -1))
         scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * self.scale
         slope: Tensor | float = self.scale
@@ -92,7 +95,7 @@ class UnfusedAttention:
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf), slope
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`; out and lse in fp32 or fp64."""
+        """See :meth:`Kernel.forward`; out and lse in fp32 (fp64 for fp64)."""
         query, key, value = (_wide(x) for x in (query, key, value))
         scores, _ = self._scores(query, key, tile)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -104,12 +107,12 @@ class UnfusedAttention:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, ...]:
-        """As :meth:`Kernel.backward`; gradients in fp32 or fp64."""
+        """See :meth:`Kernel.backward`; gradients in fp32 (fp64 for fp64)."""
         grad, query, key, value, out = (_wide(x) for x in (grad, query, key, value, out))
         groups = (key.shape[1], -1)
         scores, slope = self._scores(query, key, tile)
         weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
-        # sum_k dP_k P_k over all blocks, dropout included
+        # delta = sum_k dP_k P_k over all blocks (dropout included), equal to the dot product of grad and out
         delta = (grad * out).sum(-1, keepdim=True).unflatten(1, groups)
         grad = grad.unflatten(1, groups)
         grad_weights = torch.matmul(grad, value.unsqueeze(2).transpose(-1, -2))

@@ -12,17 +12,21 @@ import logging
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.errors import UserError, listed
+from megatron.core.safe_files import open_regular, parse_json
 from megatron.core.tokenizers.libraries import require
 
 logger = logging.getLogger(__name__)
 
+TEXT_SUFFIX = ".txt"
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet")
 READ_BYTES = 1 << 20
+TEXT = ("text", "lines")
+"""Kinds of plain text files."""
 MIN_PART_BYTES, MAX_PART_BYTES, PARTS = 2 << 20, 32 << 20, 512
 
 
@@ -31,7 +35,7 @@ class InputFile:
     """One input file as it was when the run started."""
 
     path: str
-    kind: str  # "plain", "gzip", "zstd" or "parquet"
+    kind: str  # "plain", "gzip", "zstd", "parquet"; of plain text "text" (documents between blank lines) or "lines"
     size: int
     modified_ns: int
 
@@ -60,8 +64,12 @@ class Part:
         return f"{self.file_index:06d}-{self.number:08d}"
 
 
-def find_inputs(patterns: list[str]) -> list[InputFile]:
+def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str = "blank-line") -> list[InputFile]:
     """The files behind --input: each pattern in turn, its matches sorted.
+
+    Args:
+        keys: of --json-keys; plain text has one.
+        text: how documents of plain text are separated (--text-documents).
 
     Raises:
         ValueError: nothing matches, or a match is no regular file.
@@ -81,7 +89,13 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
                     )
                 if path in files:
                     logger.warning("--input names %s twice; it is read once", path)
-                files.setdefault(path, InputFile(path, _kind(path), status.st_size, status.st_mtime_ns))
+                kind = _kind(path)
+                if kind == "plain" and _is_text(path):
+                    kind = "lines" if text == "line" else "text"
+                    if len(keys) > 1:
+                        names = " ".join(keys)
+                        raise UserError(f"--json-keys {names}: {path} is plain text, which has one text per document")
+                files.setdefault(path, InputFile(path, kind, status.st_size, status.st_mtime_ns))
     return list(files.values())
 
 
@@ -90,11 +104,14 @@ def _below(path: str) -> list[str]:
         return [path]
     files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
                    if not name.startswith("."))  # fmt: skip
-    found = [file for file in files if file.endswith(SUFFIXES)]
+    suffixes: tuple[str, ...] = SUFFIXES
+    if not any(file.endswith(SUFFIXES) for file in files):  # else .txt files are notes and licenses
+        suffixes = (TEXT_SUFFIX,)
+    found = [file for file in files if file.endswith(suffixes)]
     if not found:
-        raise UserError(f"--input {path}: the folder holds no {', '.join(SUFFIXES)} file")
-    if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(SUFFIXES)]:
-        logger.warning("--input %s: skips %d file(s) that are not %s: %s", path, len(skipped), ", ".join(SUFFIXES),
+        raise UserError(f"--input {path}: the folder holds no {', '.join((*SUFFIXES, TEXT_SUFFIX))} file")
+    if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(suffixes)]:
+        logger.warning("--input %s: skips %d file(s) that are not %s: %s", path, len(skipped), ", ".join(suffixes),
                        listed(skipped, most=5))  # fmt: skip
     return found
 
@@ -102,12 +119,27 @@ def _below(path: str) -> list[str]:
 def _kind(path: str) -> str:
     kinds = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
     kind = kinds.get(os.path.splitext(path)[1], "plain")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         magic = file.read(4)
     looks = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}.get(magic[:2], "parquet" if magic == b"PAR1" else "plain")
     if magic and looks != kind:
         raise UserError(f"--input {path} is named like {kind} but its content is {looks}; rename or repair it")
     return kind
+
+
+def _is_text(path: str) -> bool:
+    """Whether a ``.txt`` file is plain text; many of these files hold JSON lines."""
+    if not path.endswith(TEXT_SUFFIX):
+        return False
+    with open_regular(path) as file:
+        start = file.read(READ_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    line, line_end, _ = start.partition(b"\n")
+    if not line.startswith(b"{"):
+        return True
+    try:
+        return not isinstance(parse_json(line), dict)
+    except ValueError:
+        return bool(line_end) or len(start) < READ_BYTES // 2  # else the line is cut, and nothing else starts like this
 
 
 def part_bytes(files: list[InputFile]) -> int:
@@ -117,7 +149,7 @@ def part_bytes(files: list[InputFile]) -> int:
 
 def parts_of(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[Part]:
     """The parts of one file, in order."""
-    if file.kind == "plain":
+    if file.kind in ("plain", *TEXT):
         for number, start in enumerate(range(0, file.size, size)):
             stop = min(start + size, file.size)
             yield Part(file_index, number, file, start, stop, weight=stop - start)
@@ -178,7 +210,7 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
     Raises:
         ValueError: truncated or damaged, with the file's name.
     """
-    with open(file.path, "rb") as stream:
+    with open_regular(file.path) as stream:
         make = _decompressor_factory(file)
         decompressor, fresh = make(), True
         while data := stream.read(READ_BYTES):

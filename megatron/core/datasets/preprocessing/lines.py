@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import READ_BYTES, Part, open_parquet
+from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, Part, open_parquet
+from megatron.core.datasets.preprocessing.plain_text import BYTE_ORDER_MARK, documents_of
+from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.libraries import is_installed, require
-
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,26 @@ def rows_of(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tu
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
         return
+    if part.file.kind in TEXT:
+        yield from _text_rows(part, max_line_bytes)
+        return
     lines = _plain_lines(part, max_line_bytes) if part.data is None else _split_lines(part.data)
     if lines and part.number == 0 and lines[0].startswith(BYTE_ORDER_MARK):
         lines[0] = lines[0][len(BYTE_ORDER_MARK) :]
     parse = row_parser(keys, max_line_bytes)
     for line in lines:
         yield parse(line), len(line) + 1
+
+
+def _text_rows(part: Part, max_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
+    for content, size in documents_of(part, max_bytes):
+        if content is None:
+            yield BadLine(f"longer than --max-line-bytes {max_bytes}"), size
+            continue
+        try:
+            yield [content.decode("utf-8")], size
+        except UnicodeDecodeError as error:
+            yield BadLine(f"invalid UTF-8 at byte {error.start}"), size
 
 
 def _split_lines(data: bytes) -> list[bytes]:
@@ -45,7 +59,7 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 def _plain_lines(part: Part, max_line_bytes: int) -> list[bytes]:
     """The lines that begin in the part's byte range; of a longer line than allowed, one byte more than allowed."""
-    with open(part.file.path, "rb") as file:
+    with open_regular(part.file.path) as file:
         position = part.start
         if position:
             file.seek(position - 1)

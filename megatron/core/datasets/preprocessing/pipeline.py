@@ -37,6 +37,7 @@ from megatron.core.datasets.preprocessing.worker import (
     shard_prefix,
     start_process,
 )  # fmt: skip
+from megatron.core.safe_files import create_file, make_folder, open_to_append, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 PLAN_VERSION = 1
 OWN_FILE = re.compile(r"plan\.json|publishing|\d{6}\.count|\d{6}-\d{8}\..*|.*\.partial.*")  # in <prefix>.partial/
+MAX_PLAN_BYTES = 1 << 28
 PARTS_IN_FLIGHT = 2  # per worker: bounds the memory of decompressed parts that wait
 
 TokenizerBuilder = Callable[[Any], Tokenizer]
@@ -94,7 +96,7 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilde
     """
     if problems := cfg.problems():
         raise UserError("\n".join(problems))
-    files = find_inputs(cfg.input)
+    files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)
     tokenizer = build(tokenizer_cfg)
     if cfg.append_eod:
         tokenizer.eod  # noqa: B018 (raises here, once, where it is missing)
@@ -128,8 +130,13 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilde
 def _locked_folder(folder: str) -> Iterator[None]:
     """Create ``folder`` and hold it; of two runs with one --output-prefix the second is refused."""
     existed = os.path.isdir(folder)
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "lock"), "a", encoding="utf-8") as lock:
+    os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
+    try:
+        make_folder(folder, private=True)  # its files are removed later: those below a planted link must not be
+        opened = open_to_append(os.path.join(folder, "lock"))
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; remove it, or choose another --output-prefix") from error
+    with opened as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, gone with this process
         except OSError as error:
@@ -155,6 +162,7 @@ def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, s
         "append_eod": cfg.append_eod,
         "sentences": [splitter, cfg.lang, cfg.keep_newlines, cfg.sentence_special_tokens] if splitter else None,
         "max_line_bytes": cfg.max_line_bytes,
+        "kinds": [file.kind for file in files],
     }
 
 
@@ -162,8 +170,8 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
     """Refuse to touch existing output or another run's parts; then write the plan."""
     path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
     old: dict[str, Any] | None = None
-    with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
-        old = json.load(file)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        old = parse_json(read_file(path, MAX_PLAN_BYTES))
     if old == plan:
         for garbage in glob.glob(glob.escape(folder) + "/*.partial*"):
             os.unlink(garbage)
@@ -188,8 +196,8 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
     for prefix in output_prefixes(cfg).values():
         for garbage in glob.glob(glob.escape(prefix) + ".bin.partial-*"):  # of a run killed while it published
             os.unlink(garbage)
-    with open(path + ".partial", "w", encoding="utf-8") as file:
-        json.dump(plan, file)
+    with create_file(path + ".partial") as file:
+        file.write(json.dumps(plan).encode())
     os.replace(path + ".partial", path)
 
 
@@ -271,14 +279,13 @@ class _Run:
                     self._reuse(record, progress)
             file.check_unchanged()
             if file.kind in ("gzip", "zstd"):
-                with open(os.path.join(self.folder, f"{index:06d}.count"), "w", encoding="utf-8") as note:
-                    note.write(str(count))
+                with create_file(os.path.join(self.folder, f"{index:06d}.count")) as note:
+                    note.write(b"%d" % count)
 
     def _finished_file(self, index: int, file: InputFile, progress: Progress) -> bool:
         """Whether all parts of a compressed file are done, so that it need not be decompressed again."""
         try:
-            with open(os.path.join(self.folder, f"{index:06d}.count"), encoding="utf-8") as note:
-                count = int(note.read())
+            count = int(read_file(os.path.join(self.folder, f"{index:06d}.count"), 100))
         except (FileNotFoundError, ValueError):
             return False
         records = [read_record(self.folder, Part(index, number, file).name) for number in range(count)]
@@ -308,7 +315,7 @@ class _Run:
             before = self.line_of_file.get(done.file, 0)
             self.line_of_file[done.file] = before + done.lines
             for first, count, reason in done.bad_lines:
-                entry = {"file": done.file, "line": before + first + 1, "count": count, "reason": reason}
+                entry = {"file": done.file, done.unit: before + first + 1, "count": count, "reason": reason}
                 self.bad_entries.append(entry)
             self.totals.add(done)
             limit = self.cfg.bad_line_limit
@@ -322,23 +329,23 @@ class _Run:
 
     @staticmethod
     def _describe(entry: dict[str, Any]) -> str:
-        return f"{entry['file']}, line {entry['line']}: {entry['reason']}"
+        unit = "line" if "line" in entry else "document"
+        return f"{entry['file']}, {unit} {entry[unit]}: {entry['reason']}"
 
     def _write_bad_lines(self) -> None:
-        """``<prefix>.bad_lines.jsonl``: file, first line, number of lines in a row, reason."""
+        """``<prefix>.bad_lines.jsonl``: file, first line (plain text: document), number of lines in a row, reason."""
         path = f"{self.cfg.output_prefix}.bad_lines.jsonl"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         if self.bad_entries:
-            with open(path, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.bad_entries)
+            with create_file(path) as file:
+                file.writelines(json.dumps(entry, ensure_ascii=False).encode() + b"\n" for entry in self.bad_entries)
 
 
 def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: list[str]) -> None:
     """Join the shards of each key into its pair, and describe the tokenizer beside it."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    with open(os.path.join(folder, "publishing"), "w", encoding="utf-8"):
-        pass
+    create_file(os.path.join(folder, "publishing")).close()
     for key, prefix in output_prefixes(cfg).items():
         with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype) as builder:
             for name in order:

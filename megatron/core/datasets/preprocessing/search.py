@@ -56,7 +56,7 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
 
 
 def _documents(cfg: PreprocessConfig) -> Iterator[list[str]]:
-    files = find_inputs(cfg.input)
+    files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)
     size = part_bytes(files)
     for index, file in enumerate(files):
         for part in parts_of(index, file, size, cfg.max_line_bytes):

@@ -14,7 +14,10 @@ class PreprocessConfig:
     """Input, output and run time"""
 
     input: list[str] = flag("--input", default_factory=list, nargs="+")
-    """JSON lines (plain, .gz, .zst) or parquet: files, globs or folders, read in sorted order."""
+    """JSON lines (plain, .gz, .zst), parquet or plain text (.txt): files, globs or folders, read in sorted order."""
+
+    text_documents: Literal["blank-line", "line"] = "blank-line"
+    """Separator of documents in plain text (.txt): a blank line, or every line end."""
 
     json_keys: list[str] = field(default_factory=lambda: ["text"])
     """Keys (or parquet columns) to tokenize; each gets its own pair of files."""

@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import Part
+from megatron.core.datasets.preprocessing.inputs import TEXT, Part
 from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+from megatron.core.safe_files import create_file, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
+MAX_RECORD_BYTES = 1 << 28
 
 
 @dataclass
@@ -37,6 +39,7 @@ class PartRecord:
 
     name: str
     file: str
+    unit: str = "line"  # of input; of plain text: "document"
     lines: int = 0
     documents: int = 0  # of the first key
     empty_documents: int = 0  # of any key
@@ -70,8 +73,7 @@ def shard_prefix(folder: str, part: str, key: str) -> str:
 def read_record(folder: str, part: str) -> PartRecord | None:
     """The record of a finished part whose files are all there, else None."""
     try:
-        with open(os.path.join(folder, part + ".json"), encoding="utf-8") as file:
-            values = json.load(file)
+        values = parse_json(read_file(os.path.join(folder, part + ".json"), MAX_RECORD_BYTES))
         record = PartRecord(**{**values, "bad_lines": [tuple(entry) for entry in values["bad_lines"]]})
         for key, sizes in record.sizes.items():
             prefix = shard_prefix(folder, part, key)
@@ -95,14 +97,15 @@ class Worker:
 
     def run(self, part: Part) -> PartRecord:
         """Make the shard of ``part`` and its record."""
-        record = PartRecord(part.name, part.file.path, weight=part.weight)
+        unit = "document" if part.file.kind in TEXT else "line"
+        record = PartRecord(part.name, part.file.path, unit, weight=part.weight)
         prefixes = {key: shard_prefix(self.folder, part.name, key) for key in self.cfg.json_keys}
         builders = {key: IndexedDatasetBuilder(prefix + ".bin", dtype=self.dtype) for key, prefix in prefixes.items()}
         try:
             try:
                 self._fill(part, builders, record)
             except ValueError as error:  # a text that this tokenizer cannot take, a damaged file
-                where = f"{part.file.path}, at or before line {record.lines} of the part that starts at {part.start}"
+                where = f"{part.file.path}, at or before {unit} {record.lines} of the part that starts at {part.start}"
                 raise error if part.file.path in str(error) else UserError(f"{where}: {error}") from error
             if part.data is None:
                 part.file.check_unchanged()
@@ -114,8 +117,8 @@ class Worker:
                 builder.abort()
             raise
         path = os.path.join(self.folder, part.name + ".json")
-        with open(path + ".partial", "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file)
+        with create_file(path + ".partial") as file:
+            file.write(json.dumps(asdict(record)).encode())
         os.replace(path + ".partial", path)
         return record
 

@@ -1,10 +1,10 @@
-"""Models in Hugging Face's format, both ways. Families of models are tables in ``families/``.
+"""Import and export of Hugging Face models. Each model family is a table in ``families/``.
 
-    settings, attention_settings   rules between config.json and the command line's settings
-    layouts                        how a tensor of ours lies in theirs
-    family, registry               the table of a family, all of them, that of a folder
-    conversion                     tensors made of each other, when they are read
-    reader, writer                 folders
+    settings, attention_settings   rules between config.json and command-line settings
+    layouts                        mapping between local and HF tensor layouts
+    family, registry               the table type; lookup of families
+    conversion                     lazy conversion of tensors
+    reader, writer                 HF folders
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def load_hf_settings(folder: str | os.PathLike) -> dict[str, Any]:
-    """The settings that the ``config.json`` of ``folder`` says.
+    """Convert the ``config.json`` of ``folder`` to command-line settings.
 
     Raises:
-        UserError: the family is not known, or a key has a value that no setting can represent.
+        UserError: the family is unknown, or a value cannot be represented by settings.
     """
     from megatron.core.export.hf.registry import load_settings
 
@@ -34,14 +34,14 @@ def load_hf_settings(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def load_hf(folder: str | os.PathLike) -> Interchange:
-    """The model in ``folder``: ``config.json`` and safetensors or ``.bin``, of one file or several with their index.
+    """Open a HF folder: ``config.json`` and safetensors or ``.bin`` weights, in one file or several with an index.
 
-    Tensors are read one at a time, when they are asked for. Its assets are the tokenizer's files (``tokenizer/…``), and
-    ``hf/config.json`` and ``hf/generation_config.json``, from which :func:`save_hf` takes what settings do not say.
+    Tensors are lazy. Assets are the tokenizer files (``tokenizer/…``), ``hf/config.json`` and
+    ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do not determine.
 
     Raises:
-        UserError: a key of config.json that cannot be represented, or any tensor that is missing, left over, damaged or
-            of another shape than config.json makes it.
+        UserError: config.json has a value that cannot be represented, or a tensor is missing, unexpected, damaged or
+            of the wrong shape.
     """
     from megatron.core.export.hf.reader import load
 
@@ -50,21 +50,23 @@ def load_hf(folder: str | os.PathLike) -> Interchange:
 
 def save_hf(
     model: Interchange, folder: str | os.PathLike | Target, *, dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None, preferred: str | None = None,
 ) -> None:  # fmt: skip
-    """Write ``model`` as the new folder ``folder``; it appears complete or not at all. A ``Target`` is filled, where an
-    earlier attempt at it ended, and left for the caller to publish.
+    """Write ``model`` as a HF folder, atomically: ``folder`` is complete or does not exist.
+
+    If ``folder`` is a ``Target``, resumes its earlier attempt and leaves publishing to the caller.
 
     Args:
-        dtype: of the weights; None: as they are.
-        max_shard_bytes: of one file; a larger tensor has a file of its own.
-        family: the ``model_type`` to write; None: that of the folder where the model came from, if its settings are
-            still such a model's, else the first whose they are.
+        dtype: cast weights to this dtype; None: unchanged.
+        max_shard_bytes: maximum file size; a larger tensor gets a separate file.
+        family: the ``model_type`` to write. None: that of the source folder, else ``preferred``, if the settings still
+            match it; else the first family that matches.
+        preferred: the ``model_type`` to write if several families match.
 
     Raises:
-        UserError: the folder exists or cannot be written; no family has such a model; a tensor is missing or left over.
+        UserError: the folder exists or cannot be written, no family matches, or a tensor is missing or unexpected.
     """
     from megatron.core.export.hf.writer import save
 
     where = Path(folder) if isinstance(folder, str | os.PathLike) else folder
-    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family)
+    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family, preferred=preferred)

@@ -1,28 +1,32 @@
-"""Rules of what several keys of ``config.json`` say together: heads, rotary positions, sliding windows. Torch-free."""
+"""Rules that combine several keys of ``config.json``: heads, rotary positions, sliding windows. Torch-free."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.core.attention.window import layer_window
-from megatron.core.export.hf.settings import Computed, Rule, Table, get, refuse
+from megatron.core.export.hf.settings import Computed, Rule, Table, get, limit, refuse
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What --use-rope-scaling has, beside its factor."""
+"""Fixed Llama 3 parameters of --use-rope-scaling, next to its factor."""
 
 UNUSUAL_YARN = {
     "beta_fast": ("yarn_beta_fast", 32.0), "beta_slow": ("yarn_beta_slow", 1.0),
     "truncate": ("yarn_correction_range_round_to_int", True),
 }  # fmt: skip
-"""Parameters of YaRN that are said only where they differ from these."""
+"""YaRN parameters that config.json contains only if they differ from these defaults: HF key -> (setting, default)."""
 
 
 def groups(default: int | None = None) -> Computed:
-    """Heads of keys and values; ``default`` where config.json says nothing, None: as many as query heads."""
+    """Rule for the number of K/V heads.
+
+    ``default`` is the number if the key is absent; None, or a null value, means the number of query heads."""
 
     def load(config: Table) -> dict[str, Any]:
         heads = get(config, ("num_attention_heads",))
-        count = get(config, ("num_key_value_heads",), default or heads)
+        absent = "num_key_value_heads" not in config
+        count = get(config, ("num_key_value_heads",), default if absent and default else heads)
         return {"num_query_groups": count, "group_query_attention": count != heads}
 
     settings = ("num_query_groups", "group_query_attention")
@@ -31,22 +35,53 @@ def groups(default: int | None = None) -> Computed:
     )
 
 
-def equal_heads(heads: str, width: str | None = None) -> Computed:
-    """As many heads of keys and values as of queries; with ``width`` they share out that of the residual stream."""
+def derived_head_size(heads: str = "num_attention_heads", width: str = "hidden_size") -> Computed:
+    """Rule for the head dim of families without a key for it: hidden size / number of query heads."""
 
     def load(config: Table) -> dict[str, Any]:
-        count = get(config, (heads,))
-        channels = {"kv_channels": get(config, (width,)) // count} if width else {}
-        return {"num_query_groups": count, "group_query_attention": False, **channels}
+        return {"kv_channels": get(config, (width,)) // get(config, (heads,))}
 
     def save(settings: Table) -> dict[str, Any]:
-        hidden, count = settings["hidden_size"], settings["num_attention_heads"]
-        for name, wanted in {"num_query_groups": count, **({"kv_channels": hidden // count} if width else {})}.items():
-            if settings[name] != wanted:
-                raise refuse(name, settings[name], f"the family has {wanted} for {count} heads")
+        _require_value(settings, "kv_channels", settings["hidden_size"] // settings["num_attention_heads"])
         return {}
 
-    return Computed((), ("num_query_groups", "group_query_attention", *(["kv_channels"] if width else [])), load, save)
+    return Computed((), ("kv_channels",), load, save)
+
+
+def equal_heads(heads: str, width: str | None = None) -> Computed:
+    """Rule for multi-head attention: K/V heads equal query heads; with ``width`` also head dim = width / heads."""
+    size = derived_head_size(heads, width) if width else None
+
+    def load(config: Table) -> dict[str, Any]:
+        channels = size.load(config) if size else {}
+        return {"num_query_groups": get(config, (heads,)), "group_query_attention": False, **channels}
+
+    def save(settings: Table) -> dict[str, Any]:
+        _require_value(settings, "num_query_groups", settings["num_attention_heads"])
+        return size.save(settings) if size else {}
+
+    return Computed((), ("num_query_groups", "group_query_attention", *(size.ours if size else ())), load, save)
+
+
+def one_group(key: str, heads: str) -> Computed:
+    """Rule for multi-query attention (one K/V head); ``key`` must be true."""
+
+    def load(config: Table) -> dict[str, Any]:
+        if not get(config, (key,), True):
+            raise refuse(key, False, "which cannot be converted: only one head of keys and values can")
+        return {"num_query_groups": 1, "group_query_attention": get(config, (heads,)) > 1}
+
+    def save(settings: Table) -> dict[str, Any]:
+        _require_value(settings, "num_query_groups", 1)
+        return {key: True}
+
+    limits = (limit(key, [True]),)
+    return Computed((key,), ("num_query_groups", "group_query_attention"), load, save, limits)
+
+
+def _require_value(settings: Table, name: str, wanted: int) -> None:
+    if settings[name] != wanted:
+        raise refuse(name, settings[name], f"the family has {wanted} for {settings['num_attention_heads']} heads")
 
 
 ROTARY = (
@@ -57,13 +92,13 @@ ROTARY = (
 
 
 class Rope(Rule):
-    """Rotary positions: base, share of the channels, and how they are stretched.
+    """Rule for rotary positions: base, rotated fraction of the head dim, and scaling type.
 
     Args:
-        base: where config.json says nothing.
-        share: of the channels that is rotated, where config.json says nothing; None: always all of them.
-        kinds: of stretching that the family knows.
-        latent: of multi-latent attention, whose stretching is a setting of its own.
+        base: default base.
+        share: default rotated fraction; None: the family always rotates the full head dim.
+        kinds: scaling types that the family supports.
+        latent: multi-latent attention, whose scaling is the separate setting ``rope_type``.
     """
 
     def __init__(
@@ -74,6 +109,7 @@ class Rope(Rule):
         super().__init__(("rope_parameters", "rope_scaling", base_key, share_key), ROTARY)
         self.base, self.share, self.base_key, self.share_key = base, share, base_key, share_key
         self.latent, self.kinds = latent, kinds
+        self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
     def load(self, config: Table) -> dict[str, Any]:
         given = get(config, ("rope_parameters", "rope_scaling"), {})
@@ -88,7 +124,7 @@ class Rope(Rule):
             raise refuse(self.share_key, share, "but the family rotates all channels")
         if kind not in self.kinds:
             raise refuse("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
-        settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": whole_base(self.base_key, base)}
+        settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rotary_base(self.base_key, base)}
         settings["rotary_percent"] = float(share)
         if self.latent:
             settings["rope_type"] = "yarn" if kind == "yarn" else "rope"
@@ -153,8 +189,13 @@ def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
         raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which only count together")
+    factor, given = _factor(stretch), stretch.pop("attention_factor", None)
+    usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    if given is not None and (weights[0] or not math.isclose(given, usual, rel_tol=1e-6)):
+        reason = f"which cannot be represented: only {usual:.6g} can"
+        raise refuse("rope_scaling attention_factor of yarn", given, reason)
     return {
-        "rotary_scaling_factor": _factor(stretch),
+        "rotary_scaling_factor": factor,
         "yarn_original_max_position_embeddings":
             stretch.pop("original_max_position_embeddings", None) or config["max_position_embeddings"],
         **{ours: stretch.pop(theirs, usual) for theirs, (ours, usual) in UNUSUAL_YARN.items()},
@@ -163,7 +204,7 @@ def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
 
 
 def _save_yarn(settings: Table) -> dict[str, Any] | None:
-    if settings["rotary_scaling_factor"] == 1.0:  # leaves positions as they are
+    if settings["rotary_scaling_factor"] == 1.0:  # factor 1 does not scale positions
         return None
     original = settings["yarn_original_max_position_embeddings"]
     stretch = {
@@ -183,24 +224,26 @@ def _save_yarn(settings: Table) -> dict[str, Any] | None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def whole_base(key: str, base: float) -> int:
-    """The rotary base of a key."""
-    if base != int(base):
-        raise refuse(key, base, "which cannot be represented: --rotary-base is a whole number")
-    return int(base)
+def rotary_base(key: str, base: float) -> float:
+    """Return the rotary base, as an int if it is integral; raise UserError unless it is finite and at least 1."""
+    if not math.isfinite(base) or base < 1:
+        raise refuse(key, base, "but must be a finite number of at least 1")
+    return int(base) if base == int(base) else base
 
 
-def unstretched_base(kind: str, tables: Table, key: str, base: float) -> int:
-    """The rotary base of one ``kind`` of layers, by its entry in ``tables``; ``base`` where that says none."""
+def unstretched_base(kind: str, tables: Table, key: str, base: float) -> float:
+    """Return the rotary base of layers of type ``kind`` from its entry in ``tables``; default ``base``.
+
+    Raises UserError if the entry scales positions."""
     given = {**(tables.get(kind) or {})}
     base = given.pop("rope_theta", base)
     if given.pop("rope_type", "default") != "default" or given:
         raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: it is not stretched")
-    return whole_base(key, base)
+    return rotary_base(key, base)
 
 
 def layers_of_types(config: Table, usual: list[bool]) -> list[bool]:
-    """Which layers have a window: those that ``layer_types`` names; ``usual`` where it is missing."""
+    """Return whether each layer has a window, from ``layer_types``; ``usual`` if the key is missing."""
     count, kinds = config["num_hidden_layers"], get(config, ("layer_types",), None)
     if kinds is None:
         return usual
@@ -210,27 +253,27 @@ def layers_of_types(config: Table, usual: list[bool]) -> list[bool]:
 
 
 def window_settings(window: tuple[int, int], has: list[bool]) -> dict[str, Any]:
-    """Settings of a window in some layers."""
+    """Return the settings for ``window`` (left, right) in the layers where ``has`` is true."""
     pattern = None if all(has) else [int(each) for each in has]
     return {"window_size": window if any(has) else None, "window_attn_skip_freq": pattern if any(has) else None}
 
 
 def layers_with_windows(settings: Table) -> list[bool]:
-    """Which layers have one by the settings."""
+    """Return whether each layer has a window, according to ``settings``."""
     size, skip = settings["window_size"], settings["window_attn_skip_freq"]
     layers = range(1, settings["num_layers"] + 1)
     return [layer_window(size and tuple(size), skip, number) is not None for number in layers]
 
 
 class Window(Rule):
-    """Sliding windows; theirs count the token itself, ours what lies to its left.
+    """Rule for sliding windows. HF's width includes the token itself; the local width counts tokens to its left.
 
     Args:
-        default: width where config.json says nothing.
-        switch: ``use_sliding_window`` turns it on.
-        first: key of the first layer with a window (Qwen2's ``max_window_layers``), where ``layer_types`` is missing.
-        every: where nothing names layers: of so many, all but the last have a window; 1: all have.
-        every_keys: keys of another number of them.
+        default: default width.
+        switch: whether ``use_sliding_window`` enables the window.
+        first: key of the first layer with a window (Qwen2's ``max_window_layers``), used without ``layer_types``.
+        every: without keys that list layers, each ``every``-th layer has full attention; 1: all have windows.
+        every_keys: keys that override ``every``.
     """
 
     def __init__(
@@ -260,7 +303,9 @@ class Window(Rule):
             raise refuse("window_size", size, "only a left side can be said")
         if on and not all(has) and not self.by_layer:
             raise refuse("window_attn_skip_freq", skip, "the family has a window in every layer or none")
-        config: dict[str, Any] = {"sliding_window": size[0] + 1 if on else None}
+        # transformers builds the masks of both layer types and needs a width even if no layer has a window
+        unused = self.default if self.every > 1 else None
+        config: dict[str, Any] = {"sliding_window": size[0] + 1 if on else unused}
         if self.switch:
             config["use_sliding_window"] = on
         if self.by_layer:

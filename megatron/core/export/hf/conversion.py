@@ -1,4 +1,4 @@
-"""Tensors of a family and of ours made of each other, one at a time and only when they are read."""
+"""Lazy conversion between HF tensors of a family and local tensors, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron.core.sharding.lazy_tensor import LazyTensor
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of theirs, within one of ours."""
+    """One HF tensor that is a part of a local tensor."""
 
     name: str
     shape: tuple[int, ...]
     layout: Layout
     index: int
-    """Which of the layout's tensors."""
+    """Index of the HF tensor in the layout's names."""
     expert: int | None
-    """Which row of ours it is about; None: all."""
+    """Expert index (row of the local tensor); None: not per expert."""
     config: TransformerConfig
 
     def views(self, ours: Tensor) -> list[Tensor]:
-        """What of our tensor, or of the expert's rows of it, this one is."""
+        """Return the views of the local tensor (or of the expert's row [1, …]) that form this HF tensor."""
         return self.layout.views(ours if self.expert is None else ours[0], self.config)[self.index]
 
     def fill(self, ours: Tensor, theirs: Tensor) -> None:
-        """Copy ``theirs`` to its places in the whole of our tensor."""
+        """Copy the HF tensor into its views of the full local tensor, in place."""
         mine = ours if self.expert is None else ours[self.expert : self.expert + 1]
         views = self.views(mine)
         theirs = theirs.T if self.is_transposed else theirs
@@ -43,7 +43,7 @@ class Part:
             view.copy_(piece.reshape(view.shape))
 
     def extract(self, ours: LazyTensor | Tensor) -> Tensor:
-        """Their tensor out of ours."""
+        """Return the HF tensor, contiguous, from the local tensor; a lazy one is read only for this expert."""
         if isinstance(ours, LazyTensor):
             assert self.expert is not None
             ours = ours.rows(self.expert, self.expert + 1)
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """One tensor of ours, and the tensors of theirs that make it up."""
+    """One local tensor and the HF tensors that form it."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,12 +68,12 @@ class Placement:
 
     @property
     def is_copy(self) -> bool:
-        """Whether theirs is ours in another shape."""
+        """Whether the single HF tensor has the same elements in the same order, so that reshape is enough."""
         return len(self.parts) == 1 and type(self.parts[0].layout) is Layout and not self.parts[0].is_transposed
 
 
 def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
-    """Every tensor of a model of completed settings."""
+    """Return the placements of all tensors of a model; ``settings`` must be completed."""
     config = transformer_config(settings)
     return [
         Placement(name, shape, tuple(_parts(name, shape, layout, config)))
@@ -95,7 +95,7 @@ def _parts(name: str, shape: tuple[int, ...], layout: Layout, config: Transforme
 
 
 def to_ours(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Our tensors, under ``model.…``, of theirs, which must all be there in the right shapes."""
+    """Convert HF tensors, checked for names and shapes, to lazy local tensors ``model.…``; adds router counters."""
     return with_counters({f"model.{each.name}": _merged(each, found) for each in plan})
 
 
@@ -114,7 +114,9 @@ def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor
 
 
 def to_theirs(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Their tensors of ours; those that come from one of ours stand together, and it is read once for them."""
+    """Convert local tensors ``model.…`` to lazy HF tensors.
+
+    HF tensors of one local tensor are adjacent: read in this order, the local tensor is read only once."""
     latest: dict[str, Tensor] = {}
 
     def read(name: str, part: Part) -> Tensor:
@@ -139,5 +141,5 @@ def to_theirs(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> d
 
 
 def expected(plan: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of theirs."""
+    """Return the names and shapes of all HF tensors."""
     return {part.name: part.shape for placement in plan for part in placement.parts}

@@ -1,7 +1,7 @@
-"""How one tensor of ours lies in theirs: every split and merge, each said once, as views.
+"""Mapping between local and Hugging Face tensor layouts; splits and merges are views.
 
-A layout gives, for each of their tensors, views of ours; theirs is these views, leading dims folded, one above the
-other. Reading copies into the views, writing out of them, and shapes are those of views without data.
+A layout returns, for each HF tensor, views of the local tensor; the HF tensor is the concatenation of these views with
+their leading dims folded. Import copies into the views, export copies from them; shapes come from meta-device views.
 
 Legend: g groups of query heads, p query heads of a group, d channels of a head, h hidden, f feed-forward, e experts.
 """
@@ -20,44 +20,43 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """One tensor of theirs for one of ours: the same numbers in the same order.
+    """Layout of one HF tensor with the same elements in the same order as the local tensor.
 
     Args:
-        names: theirs, with ``*`` for the layer, then for the expert; ``.weight`` or ``.bias`` is added where the
-            table's key names neither.
-        transposed: matrices are [in, out] there.
+        names: HF names, with ``*`` for the layer, then for the expert; ``.weight`` or ``.bias`` is appended if the
+            table's key has neither.
+        transposed: whether HF matrices are [in, out].
     """
 
     def __init__(self, *names: str, transposed: bool = False) -> None:
         self.names, self.transposed = names, transposed
 
     def of(self, shape: tuple[int, ...]) -> Layout:
-        """The layout of a weight of ``shape``."""
+        """Return the layout for a local tensor of ``shape``."""
         return self
 
     def renamed(self, names: Sequence[str]) -> Layout:
-        """The same with other names."""
+        """Return a copy of this layout with other HF names."""
         layout = copy(self)
         layout.names = tuple(names)
         return layout
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
-        """For each name the views of ``ours``, from top to bottom."""
+        """Return, for each HF name, the views of the local tensor in concatenation order."""
         return [[ours]]
 
     def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
-        """Their tensor's shape before it is transposed; ``ndim`` is 2 for weights and 1 for the rest."""
+        """Return the HF tensor's shape before transposition; ``ndim`` is 2 for weights, 1 for other tensors."""
         tail = views[0].shape[views[0].ndim - ndim + 1 :] if ndim > 1 else ()
         return (sum(math.prod(view.shape[: view.ndim - len(tail)]) for view in views), *tail)
 
 
 Weights = dict[str, Layout | str]
-"""Our names -> where the tensor lies; a name alone is a :class:`Layout`."""
+"""Local name -> layout; a string is the HF name of a plain :class:`Layout`."""
 
 
 class Halves(Layout):
-    """Gate and linear half of a gated feed-forward network: ours [2, f, h], theirs two tensors; ``whole`` is the name
-    of theirs where there is no gate."""
+    """Gated MLP: local [2, f, h] (gate, linear), two HF tensors; ``whole`` is the HF name of an ungated MLP."""
 
     def __init__(self, *names: str, whole: str = "") -> None:
         super().__init__(*names)
@@ -71,7 +70,7 @@ class Halves(Layout):
 
 
 class QueryKeyValue(Layout):
-    """Ours [g, (p + 2) * d, h], theirs three tensors, or (one name) one of all queries above all keys and values."""
+    """QKV: local [g, (p + 2) * d, h]; three HF tensors, or, with one name, all queries, then keys, then values."""
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         d = config.kv_channels
@@ -81,7 +80,7 @@ class QueryKeyValue(Layout):
 
 
 class KeyValue(Layout):
-    """Keys and values of a cross-attention: ours [g, 2 * d, h], theirs two tensors."""
+    """Keys and values of cross-attention: local [g, 2 * d, h], two HF tensors."""
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         d = config.kv_channels
@@ -89,7 +88,9 @@ class KeyValue(Layout):
 
 
 class Interleaved(Layout):
-    """Experts in one tensor [e, in, out], gate and linear half in turn: ours [e, 2, f, h] and [e, h, f]."""
+    """All experts in one HF tensor [e, in, out] with interleaved gate and linear columns.
+
+    Local shapes are [e, 2, f, h] and [e, h, f]."""
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         return [[ours.permute(0, *range(ours.ndim - 1, 0, -1))]]

@@ -1,37 +1,35 @@
-"""Reads a folder of Hugging Face's: ``config.json`` and weights, safetensors or ``.bin``, in one file or several."""
+"""Reader of Hugging Face folders: ``config.json`` and safetensors or ``.bin`` weights, in one file or several."""
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.core.config.errors import UserError, listed
+from megatron.core.config.errors import UserError, counted, listed
 from megatron.core.export.files import read_safetensors, read_shards
 from megatron.core.export.hf.conversion import expected, placements, to_ours
 from megatron.core.export.hf.family import Family, complete
-from megatron.core.export.hf.registry import CONFIG, GENERATION, load_settings
-from megatron.core.export.interchange import Interchange, differences
+from megatron.core.export.hf.registry import load_settings
+from megatron.core.export.hf.side_files import CONFIG, GENERATION, TOKENIZER, side_files
+from megatron.core.export.interchange import Interchange, check_names, differences
+from megatron.core.export.torch_file import read_torch_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "tekken.json",
-)  # fmt: skip
-"""Files that go along, where they are."""
 _FIRST_STD = 0.02
-"""Initial standard deviation of modules that a folder lacks."""
+"""Standard deviation of the random values of omitted optional modules."""
 
 
 def load(folder: Path) -> Interchange:
     """See :func:`megatron.core.export.hf.load_hf`."""
     family, settings = load_settings(folder)
-    plan = placements(family, complete(settings))
+    try:
+        plan = placements(family, complete(settings))
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from None
     found = _with_base(_with_names_of_today(_open_weights(folder), family), family)
     stand_ins = {name: same for name, same in family.stand_ins.items() if name in expected(plan).keys() - found.keys()}
     found |= {name: found[same] for name, same in stand_ins.items() if same in found}
@@ -40,8 +38,8 @@ def load(folder: Path) -> Interchange:
     left_out = _check(found, expected(plan), family, settings, folder)
     if len(kinds := {tensor.dtype for tensor in found.values() if not tensor.dtype.is_floating_point}):
         raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
-    assets = {f"tokenizer/{name}": folder / name for name in TOKENIZER if (folder / name).is_file()}
-    assets |= {f"hf/{name}": folder / name for name in (CONFIG, GENERATION) if (folder / name).is_file()}
+    assets = {f"tokenizer/{name}": path for name, path in side_files(folder, TOKENIZER).items()}
+    assets |= {f"hf/{name}": path for name, path in side_files(folder, (CONFIG, GENERATION)).items()}
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
     notes += [f"the folder has no {name}: it begins as a copy of {same}" for name, same in stand_ins.items()]
     notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
@@ -49,7 +47,9 @@ def load(folder: Path) -> Interchange:
 
 
 def _open_weights(folder: Path) -> dict[str, LazyTensor]:
-    """Every tensor of the folder's weights; those of the index, where there is one, and no others."""
+    """Open all weights of the folder, or, with an index, exactly its tensors; safetensors before ``.bin``.
+
+    Raises UserError without weights."""
     for stem, ending, opener in (
         ("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)
     ):  # fmt: skip
@@ -62,20 +62,17 @@ def _open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _open_bin(path: Path) -> dict[str, LazyTensor]:
-    """A pickle of tensors: torch's restricted unpickler builds nothing else, and maps the data; that of files as old as
-    GPT-2's cannot be mapped and is read as a whole."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a file of tensors alone, or damaged: {reason:.300}") from None
-    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    """Open the lazy tensors of a ``torch.save`` file of any torch version; raise UserError for other contents."""
+    state = read_torch_file(path)
+    tensors = isinstance(state, dict) and all(isinstance(value, LazyTensor) for value in state.values())
+    if not tensors or not all(isinstance(name, str) for name in state):
         raise UserError(f"{path}: not a table of tensors")
-    return {str(name): LazyTensor.of(value.detach()) for name, value in state.items()}
+    check_names(state, path)
+    return state
 
 
 def _with_names_of_today(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
-    """Names that older files have, as today's; of a tensor under both names the old one stays."""
+    """Rename old names to current ones; if both exist, the tensor with the old name keeps it."""
     renamed = {}
     for name, tensor in found.items():
         new = _name_of_today(name, family)
@@ -91,10 +88,10 @@ def _name_of_today(name: str, family: Family) -> str:
 
 
 def _begin_optional(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family) -> list[str]:
-    """Give modules that a folder lacks their first values; their tensors' names."""
+    """Add seeded random values for omitted optional modules to ``found``; return their tensor names."""
     missing = [name for name in wanted if name not in found and name.rpartition(".")[0] in family.optional]
     if any(name in found for name in wanted if name.rpartition(".")[0] in family.optional):
-        return []  # a folder that lacks a part of them is damaged
+        return []  # a folder with only some of them is damaged
     kind = next(iter(found.values())).dtype if found else torch.float32
     generator = torch.Generator().manual_seed(0)
     for name in missing:
@@ -110,7 +107,7 @@ def _drop_blank(found: dict[str, LazyTensor], names: Iterable[str], folder: Path
 
 
 def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
-    """Names as a whole model has them: files of GPT-2 leave out ``transformer.``."""
+    """Add the family's base prefix if all names omit it (GPT-2 files omit ``transformer.``)."""
     if any(name.startswith(family.base) for name in found):
         return found
     heads = {layout for layout in (family.weights.get("output_layer"),) if isinstance(layout, str)}
@@ -121,8 +118,9 @@ def _check(
     found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family, settings: Mapping[str, Any],
     folder: Path,
 ) -> list[str]:  # fmt: skip
-    """Drop what the family leaves out, and return its names; raise for everything that is missing, left over or of
-    another shape."""
+    """Delete ignored tensors and equal copies from ``found``; return the deleted names, except MTP copies.
+
+    Raises UserError for copies that differ, and for missing, unexpected or misshapen tensors."""
     tied, copies = family.tied(settings), family.copies(settings)
     unused = "|".join(family.unused).replace("{num_layers}", str(settings["num_layers"]))
     left_out = []
@@ -138,7 +136,7 @@ def _check(
     if problems := differences(found, wanted):
         head = f"{family.weights['output_layer']}.weight"
         hint = f"; config.json says that {head} is not tied" if head in wanted.keys() - found.keys() else ""
-        said = f"{len(problems)} problems{hint}"
+        said = f"{counted(len(problems), 'problem')}{hint}"
         raise UserError(f"{folder}: weights and config.json do not fit ({said}): {listed(problems, '; ')}")
     return left_out
 

@@ -1,9 +1,8 @@
-"""Which families there are, every :class:`Family` that a file of ``families/`` names, and which a folder is of.
-Torch-free: a command line is made of it."""
+"""Registry of model families: every :class:`Family` in the modules of ``families/``, and lookup for a folder or for
+settings. Torch-free, because command-line parsing uses it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -13,30 +12,37 @@ from pkgutil import iter_modules
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.dist_checkpointing.files import MAX_JSON, read_json
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.export.hf import families
 from megatron.core.export.hf.family import Family
+from megatron.core.export.hf.side_files import CONFIG
+from megatron.core.export.safetensors_header import read_header
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+NEAREST = 3
+"""Number of closest families whose differences an error lists."""
+KINDS = ("multi_latent_attention", "num_moe_experts", "position_embedding_type")
+"""Settings that make a family distant from a model if they differ, regardless of other differences."""
 
 
 @cache
 def known_families() -> dict[str, Family]:
-    """``model_type`` -> family."""
+    """Return all families by ``model_type``; imports the modules of ``families/``."""
     modules = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
     found = (each for module in modules for each in vars(module).values() if isinstance(each, Family))
     return {each.model_type: each for each in found}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a ``config.json``, by its model_type, or else by its architectures.
+    """Return the family of a ``config.json`` by its model_type, or, without one, by its architectures.
 
     Raises:
-        UserError: none; with the list of those that there are.
+        UserError: no family matches (lists the known ones), or the architecture is not convertible.
     """
     table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(f"config.json: architectures is {names!r:.200}, expected a list of names")
     if isinstance(kind, str) and kind in table:
-        if names and not {table[kind].architecture, *table[kind].also_read}.intersection(names):
+        if names and not any(name in names for name in (table[kind].architecture, *table[kind].also_read)):
             reason = f"{table[kind].architecture} is what can be converted"
             raise UserError(f"config.json: architectures is {names!r:.200}; of {kind}, {reason}")
         return table[kind]
@@ -49,12 +55,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, only: str | None = None) -> Family:
-    """The first family, ``preferred`` before all others, that has what completed ``settings`` say.
+    """Return the first family that supports completed ``settings``: ``preferred``, then in alphabetical order.
+
+    ``only`` restricts the search to one family.
 
     Raises:
-        UserError: none has, with a reason for each of this kind; or the family ``only`` has not, or is unknown.
+        UserError: no family matches (lists the reasons of the closest ones), or ``only`` is unknown.
     """
-    table, reasons = known_families(), []
+    table, reasons = known_families(), dict[str, str]()
     if only is not None:
         if only not in table:
             raise UserError(f"{only}: no family that can be converted; known: {', '.join(sorted(table))}")
@@ -66,24 +74,34 @@ def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, onl
             table[name].save_settings(settings)
             return table[name]
         except UserError as error:
-            reasons.append(f"{name}: {error}")
-    raise UserError(f"no family of Hugging Face's has a model of these settings: {'; '.join(reasons)}")
+            reasons[name] = str(error)
+    order = sorted(reasons, key=lambda name: _distance(reasons[name]))
+    said = [f"not {name}: {reasons[name]}" for name in order[:NEAREST]]
+    said += [f"further from it: {', '.join(order[NEAREST:])}"] if order[NEAREST:] else []
+    raise UserError(f"no Hugging Face family has a model of these settings. {'. '.join(said)}")
+
+
+def _distance(reasons: str) -> tuple[int, int]:
+    """Return a sort key for the distance of a family: (unsupported layer types, number of reasons)."""
+    return sum(f"{kind} is " in reasons for kind in KINDS), reasons.count("; ")
 
 
 def weight_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors; none where they cannot be told."""
+    """Return the tensor names in a folder's safetensors; an empty set if they cannot be read."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     with suppress(OSError, ValueError, RecursionError):
         if index.is_file():
             return {*read_json(index).get("weight_map", ())}
-        with open(single, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return {*json.loads(file.read(min(length, MAX_JSON)))}
+        return {*read_header(single)}
     return set()
 
 
 def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family of a folder, and the settings that its ``config.json`` says."""
+    """Return the family of a folder and the settings of its ``config.json``.
+
+    Raises:
+        UserError: config.json is missing or malformed, its family is unknown, or a value cannot be represented.
+    """
     try:
         config = read_json(folder / CONFIG)
     except FileNotFoundError:
@@ -94,7 +112,7 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
             if config.get(key) and name.format(**config) not in weight_names(folder):
                 del config[key]
         return family, family.load_settings(config)
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, UserError):
             raise UserError(f"{folder}: {error}") from None
         raise UserError(f"{folder / CONFIG}: a value is of a type that it cannot have ({error!r:.200})") from error

@@ -1,10 +1,11 @@
-"""Rules between ``config.json`` and settings of the command line, each of them for both directions. Torch-free.
+"""Bidirectional rules between ``config.json`` and command-line settings. Torch-free.
 
-A rule names what it reads on either side, so that what no rule reads is found and refused, never ignored.
+A rule declares the keys and settings that it reads, so that unread ones are rejected instead of ignored.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,12 +17,14 @@ REQUIRED = object()
 
 
 def refuse(name: str, value: Any, reason: str) -> UserError:
-    """The error for a key of config.json, or for a setting that a family lacks."""
+    """Build (do not raise) the error for an unsupported key of config.json or setting."""
     return UserError(f"{name} is {value!r:.200}, {reason}")
 
 
 def get(config: Table, names: Iterable[str], default: Any = REQUIRED) -> Any:
-    """The first of ``names`` that is there; null counts as absent, as it does for ``transformers``."""
+    """Return the value of the first key in ``names`` that is not null, else ``default`` (called if it is a function).
+
+    As in ``transformers``, null counts as absent. Raises UserError if ``default`` is REQUIRED."""
     names = tuple(names)
     for name in names:
         if config.get(name) is not None:
@@ -32,30 +35,38 @@ def get(config: Table, names: Iterable[str], default: Any = REQUIRED) -> Any:
 
 
 class Rule:
-    """Keys of ``config.json`` (``theirs``) beside the settings that say the same (``ours``)."""
+    """Conversion between keys of ``config.json`` (``theirs``) and equivalent settings (``ours``)."""
+
+    limits: tuple[str, ...] = ()
+    """Convertible values of keys with restrictions, as Markdown for the reference page."""
 
     def __init__(self, theirs: Iterable[str] = (), ours: Iterable[str] = ()) -> None:
         self.theirs, self.ours = tuple(theirs), tuple(ours)
 
     def load(self, config: Table) -> dict[str, Any]:
-        """Settings; ``UserError`` for what they cannot say."""
+        """Convert config.json to settings; raise ``UserError`` for values that settings cannot represent."""
         return {}
 
     def save(self, settings: Table) -> dict[str, Any]:
-        """Keys of config.json; ``UserError`` for settings that the family does not have."""
+        """Convert settings to keys of config.json; raise ``UserError`` for settings that the family lacks."""
         return {}
 
 
+def limit(key: str, values: Iterable[Any]) -> str:
+    """Format the only convertible values of a key as Markdown."""
+    return f"`{key}`: {', '.join(f'`{json.dumps(value)}`' for value in values)}"
+
+
 class Ignored(Rule):
-    """Keys that say nothing about what the model computes."""
+    """Keys that do not affect the model's output."""
 
 
 class Same(Rule):
-    """One value under two names. ``keys``: their names for it; the first is written.
+    """One value with a setting name and HF ``keys``; export writes the first key.
 
     Args:
-        default: what an absent key means: a value, or a function of config.json.
-        written: False: only read, as another rule writes the key.
+        default: value of an absent key, or a function of config.json.
+        written: whether export writes the key; False if another rule writes it.
     """
 
     def __init__(self, setting: str, *keys: str, default: Any = REQUIRED, written: bool = True) -> None:
@@ -70,16 +81,20 @@ class Same(Rule):
 
 
 def same(**names: str) -> tuple[Rule, ...]:
-    """A :class:`Same` for each setting and its one key, which config.json must have."""
+    """Return a :class:`Same` for each setting and its required key."""
     return tuple(Same(ours, theirs) for ours, theirs in names.items())
 
 
 class Choice(Rule):
-    """A key each of whose values means some settings; of several with equal settings the first is written."""
+    """A key whose values each map to a set of settings.
+
+    If several values match on export, the default is written if it matches, else the first match."""
 
     def __init__(self, key: str, options: Mapping[Any, Table], default: Any = REQUIRED) -> None:
         super().__init__((key,), dict.fromkeys(name for option in options.values() for name in option))
         self.options, self.default = options, default
+        if {*options} != {True, False}:
+            self.limits = (limit(key, options),)
 
     def load(self, config: Table) -> dict[str, Any]:
         value = get(config, self.theirs, self.default)
@@ -88,15 +103,18 @@ class Choice(Rule):
         return dict(self.options[value])
 
     def save(self, settings: Table) -> dict[str, Any]:
-        for value, option in self.options.items():
-            if all(settings[name] == wanted for name, wanted in option.items()):
-                return {self.theirs[0]: value}
+        fitting = [
+            value for value, option in self.options.items()
+            if all(settings[name] == wanted for name, wanted in option.items())
+        ]  # fmt: skip
+        if fitting:
+            return {self.theirs[0]: self.default if self.default in fitting else fitting[0]}
         found = ", ".join(f"{name} {settings[name]!r:.60}" for name in self.ours)
         raise UserError(f"{found}: none of what {self.theirs[0]} can say: {list(self.options)}")
 
 
 class Begin(Rule):
-    """Settings that a run begins with, and that do not matter to what the weights are."""
+    """Settings with an initial value on import; export accepts any value."""
 
     def __init__(self, fixed: Table) -> None:
         super().__init__(ours=fixed)
@@ -107,21 +125,25 @@ class Begin(Rule):
 
 
 class Ours(Begin):
-    """Settings that every model of the family has."""
+    """Settings with one fixed value in the family; export rejects others."""
 
     def save(self, settings: Table) -> dict[str, Any]:
-        for name, wanted in self.fixed.items():
-            if settings[name] != wanted:
-                raise refuse(name, settings[name], f"the family has {wanted!r} alone")
+        others = {name: wanted for name, wanted in self.fixed.items() if settings[name] != wanted}
+        problems = [refuse(name, settings[name], f"the family has {wanted!r} alone") for name, wanted in others.items()]
+        if problems:
+            raise UserError("; ".join(map(str, problems)))
         return {}
 
 
 class Theirs(Rule):
-    """Keys that must have one value, or be absent, as no setting says anything else."""
+    """Keys that must be absent or have one value, because no setting represents others.
 
-    def __init__(self, fixed: Table) -> None:
+    ``written`` tells whether export writes them; False for keys that ``transformers`` ignores."""
+
+    def __init__(self, fixed: Table, *, written: bool = True) -> None:
         super().__init__(fixed)
-        self.fixed = fixed
+        self.fixed, self.written = fixed, written
+        self.limits = tuple(limit(key, [value]) for key, value in fixed.items())
 
     def load(self, config: Table) -> dict[str, Any]:
         for name, wanted in self.fixed.items():
@@ -131,15 +153,16 @@ class Theirs(Rule):
         return {}
 
     def save(self, settings: Table) -> dict[str, Any]:
-        return dict(self.fixed)
+        return dict(self.fixed) if self.written else {}
 
 
 class Computed(Rule):
-    """Anything else: one function for each direction."""
+    """Custom rule with one function per direction."""
 
     def __init__(
         self, theirs: Iterable[str], ours: Iterable[str], load: Callable[[Table], dict[str, Any]],
-        save: Callable[[Table], dict[str, Any]],
+        save: Callable[[Table], dict[str, Any]], limits: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(theirs, ours)
+        self.limits = limits
         self.load, self.save = load, save  # type: ignore[assignment, method-assign]

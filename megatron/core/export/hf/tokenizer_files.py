@@ -1,17 +1,20 @@
-"""Files by which ``AutoTokenizer`` gives the ids that a run's own tokenizer gave, of the kinds that have such files."""
+"""Export of a run's tokenizer to a Hugging Face folder: files with which ``AutoTokenizer`` returns the same ids, and
+special token ids for ``config.json`` and ``generation_config.json``."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import BackendTokenizer
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
 
@@ -19,27 +22,72 @@ logger = logging.getLogger(__name__)
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 PIECES = "spiece.model"
 T5_UNKNOWN = 2
-"""The id that ``transformers``' T5Tokenizer has for unknown pieces, whatever the model says."""
+"""Id of unknown pieces in ``transformers``' T5Tokenizer, which ignores the id in the model file."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys that are always written, null if unknown: the defaults of ``transformers`` would be other ids."""
+DEFINITION = "tokenizer/tokenizer.json"
 
 
-def tokenizer_files(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> dict[str, bytes]:
-    """Name -> content, beside the files that go along as they are; nothing where these are enough, or where there is
-    no such tokenizer, which is logged.
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """Tokenizer files and special token ids for ``transformers``."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    """Additional files, name -> content; empty if the files that are copied unchanged are sufficient."""
+    ids: dict[str, int | list[int]] = field(default_factory=dict)
+    """Key of config.json -> id(s), only for tokens that the tokenizer has."""
+
+
+def export_tokenizer(settings: Mapping[str, Any], assets: Mapping[str, Path], rows: int) -> ExportedTokenizer:
+    """Export the tokenizer of the run's ``settings``.
+
+    Returns an empty result if there is no tokenizer, or, with a logged warning, if it cannot be built.
 
     Args:
-        settings: of the run; its tokenizer's files are among ``assets`` (``tokenizer/<name>``), by their names.
+        assets: tokenizer files (``tokenizer/<name>``); take precedence over the paths in ``settings``.
+        rows: rows of the word embedding; larger token ids are omitted.
     """
-    if "tokenizer/tokenizer.json" in assets or settings.get("tokenizer_type") in (None, "NullTokenizer"):
-        return {}
+    tokenizer = _build(settings, assets)
+    if tokenizer is None:
+        return ExportedTokenizer()
+    ids = _ids(tokenizer, settings["model_family"], rows)
+    return ExportedTokenizer({} if DEFINITION in assets else _files(tokenizer, settings, assets), ids)
+
+
+def _build(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> Tokenizer | None:
     values = {field.name: settings[field.name] for field in fields(TokenizerConfig) if field.name in settings}
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         if values.get(name):
             values[name] = str(assets.get(f"tokenizer/{Path(values[name]).name}", values[name]))
+    unnamed = values.get("tokenizer_type") in (None, "NullTokenizer")  # the latter also stands for an unknown one
+    if DEFINITION in assets and (unnamed or values["tokenizer_type"] == "HuggingFaceTokenizer"):
+        values |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(assets[DEFINITION])}
+    elif unnamed:
+        logger.warning("no tokenizer is known: config.json names no end of text, at which generate() would stop")
+        return None
     try:
-        tokenizer = build_tokenizer(TokenizerConfig(**values))
+        return build_tokenizer(TokenizerConfig(**values))
     except (UserError, OSError) as error:
         logger.warning("no tokenizer goes along: %s", error)
-        return {}
+        return None
+
+
+def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | list[int]]:
+    """Ids by key. Text of a GPT ends with the token that ends its documents, and with the tokenizer's own end."""
+    roles = {"bos_token_id": ["bos"], "eos_token_id": ["eos"], "pad_token_id": ["pad"]}
+    if model_family == "gpt":
+        roles["eos_token_id"] = ["eod", "eos"]
+    elif model_family == "bert":
+        roles |= {"cls_token_id": ["cls"], "sep_token_id": ["sep"]}
+    else:
+        roles["decoder_start_token_id"] = ["bos" if "bos" in tokenizer.special_ids else "pad"]
+    found = {key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
+             for key, names in roles.items()}  # fmt: skip
+    valid = {key: list(dict.fromkeys(each for each in ids if 0 <= each < rows)) for key, ids in found.items()}
+    return {key: ids[0] if len(ids) == 1 else ids for key, ids in valid.items() if ids}
+
+
+def _files(tokenizer: Tokenizer, settings: Mapping[str, Any], assets: Mapping[str, Path]) -> dict[str, bytes]:
     config: dict[str, Any]
     if isinstance(tokenizer, BackendTokenizer):
         texts = tokenizer.inv_vocab
@@ -52,7 +100,9 @@ def tokenizer_files(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> 
         kept: dict[str, Any] = {"special": True, **dict.fromkeys(flags, False)}
         added = {str(index): {"content": token, **kept} for token, index in tokenizer.added.items()}
         config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "added_tokens_decoder": added}
-        return {PIECES: Path(values["tokenizer_model"]).read_bytes(), "tokenizer_config.json": _as_bytes(config)}
+        model = settings["tokenizer_model"]
+        pieces = read_file(assets.get(f"tokenizer/{Path(model).name}", model), MAX_TEXT_BYTES)
+        return {PIECES: pieces, "tokenizer_config.json": _as_bytes(config)}
     logger.warning("AutoTokenizer will not know the tokenizer: there is no such file for %s", tokenizer.tokenizer_type)
     return {}
 

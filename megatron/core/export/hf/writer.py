@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.core.config.errors import UserError, listed
+from megatron.core.config.errors import UserError, counted, listed
 from megatron.core.dist_checkpointing.errors import CheckpointWriteError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import Target
 from megatron.core.export.hf.conversion import placements, to_theirs
 from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.registry import CONFIG, GENERATION, family_for
-from megatron.core.export.hf.tokenizer_files import tokenizer_files
+from megatron.core.export.hf.registry import family_for
+from megatron.core.export.hf.side_files import CONFIG, GENERATION, TOKENIZER
+from megatron.core.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export_tokenizer
 from megatron.core.export.interchange import Interchange, differences
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 EMBEDDING = "model.embedding.word_embeddings.weight"
 OWN = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
 """Keys of config.json that say what a folder is, not where its weights began."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", *TOKENS)
+"""Keys of a generation_config.json that do not depend on the model it was made for."""
 
 
 def save(
-    model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None
+    model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
+    preferred: str | None = None,
 ) -> None:  # fmt: skip
     """See :func:`megatron.core.export.hf.save_hf`."""
     if EMBEDDING not in model.tensors:
         raise UserError(f"{EMBEDDING} is missing: not a language model of ours")
     before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
     settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
-    chosen = family_for(settings, before.get("model_type"), only=family)
+    chosen = family_for(settings, before.get("model_type", preferred), only=family)
     plan = placements(chosen, settings)
     weights = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
     if problems := differences(weights, {f"model.{each.name}": each.shape for each in plan}):
-        raise UserError(f"weights and settings do not fit ({len(problems)} problems): {listed(problems, '; ')}")
+        count = counted(len(problems), "problem")
+        raise UserError(f"weights and settings do not fit ({count}): {listed(problems, '; ')}")
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_theirs(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
     kind = dtype or model.tensors[EMBEDDING].dtype
@@ -46,25 +52,41 @@ def save(
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
     config = chosen.save_settings(settings) | {"torch_dtype": max(set(kinds), key=kinds.count)}
     config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}
+    tokenizer = ExportedTokenizer()  # a folder's own config.json and tokenizer go along as they are
+    if not before:
+        tokenizer = export_tokenizer(settings, model.assets, settings["vocab_size"])
+        config |= {**dict.fromkeys(TOKENS), **tokenizer.ids}
+    generation = None if chosen.model_family == "bert" else _generation(model.assets, config)
     with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
         try:
             target.write_shards(tensors, max_shard_bytes)
             target.write_json(CONFIG, config)
-            ids = {name: config[name] for name in TOKENS if name in config}
-            if f"hf/{GENERATION}" not in model.assets and chosen.model_family != "bert":  # which generates nothing
-                target.write_json(GENERATION, {"_from_model_config": True, **ids})
-            made = tokenizer_files(settings, model.assets)
-            for name, content in made.items():
+            if generation is not None:
+                target.write_json(GENERATION, generation)
+            for name, content in tokenizer.files.items():
                 write_file(target.folder / name, content)
-            for name, path in model.assets.items():
-                if (place := name.partition("/")[2]) not in (CONFIG, *made):
-                    copy_asset(path, target.folder / place)
+            for name in TOKENIZER:
+                if f"tokenizer/{name}" in model.assets and name not in tokenizer.files:
+                    copy_asset(model.assets[f"tokenizer/{name}"], target.folder / name)
             if target is not folder:
                 target.publish()
         except OSError as error:
             if target is folder:
                 raise
             raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
+
+
+def _generation(assets: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``generate()``: those of the folder that the model came from, or how to sample from those
+    beside the tokenizer; ids that they lack come from ``config``."""
+    settings: dict[str, Any] = {"_from_model_config": True}
+    if f"hf/{GENERATION}" in assets:
+        settings = read_json(assets[f"hf/{GENERATION}"])
+    elif f"tokenizer/{GENERATION}" in assets:
+        found = read_json(assets[f"tokenizer/{GENERATION}"])
+        settings = {name: found[name] for name in SAMPLING if name in found}
+    ids = {name: config[name] for name in (*TOKENS, "decoder_start_token_id") if name in config}
+    return {**settings, **{name: value for name, value in ids.items() if settings.get(name) is None}}
 
 
 def _stored(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:

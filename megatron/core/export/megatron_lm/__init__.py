@@ -1,8 +1,8 @@
-"""Checkpoints of Megatron-LM itself, both formats, to and from this project's names (``Interchange``).
+"""Conversion of Megatron-LM checkpoints (``torch`` and ``torch_dist``) from and to ``Interchange``.
 
 ``torch`` (``mp_rank_…/model_optim_rng.pt``) and ``torch_dist`` (``__R_C.distcp``) hold pickles; these are only ever
-read by ``unpickler.py``, which builds tensors and plain data and calls nothing. ``names.py`` is the one table of names
-and splits.
+read by ``export/unpickler.py``, which builds tensors and plain data and calls nothing. ``names.py`` is the one table of
+names and splits.
 """
 
 from megatron.core.export.megatron_lm.torch_dist import load_megatron_torch_dist

@@ -1,4 +1,4 @@
-"""Flat buckets of Megatron-LM's distributed optimizer, cut into the parameters that they hold.
+"""Splitting of the flat buckets of Megatron-LM's distributed optimizer into parameters.
 
 A rank's buffer holds its parameters in the reverse of the order in which they were made, each beginning at a multiple
 of 64 elements of its bucket.
@@ -17,23 +17,23 @@ from megatron.core.export.megatron_lm.splits import join_ranks, rank_part
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "main_param", "param": "main_param"}
-"""Their names of an optimizer's tensors -> ours."""
+"""Optimizer state name in Megatron-LM -> local name."""
 
 Order = Sequence[tuple[str, tuple[int, ...]]]
-"""Names and shapes of a rank's parameters, as they were made."""
+"""Names and shapes of a rank's parameters, in creation order."""
 _ALIGNMENT = 64
 _FLAT = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)")
 _MADE = (
     "input_layernorm", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "linear_fc1",
     "linear_fc2",
 )  # fmt: skip
-"""The order in which Megatron-LM's own layers make their parameters; Transformer Engine's have norms in linears."""
+"""Creation order of modules in Megatron-LM's local layers; Transformer Engine fuses norms into linear layers."""
 
 
 def cut_buckets(
     order: Order, buckets: Mapping[str, Sequence[LazyTensor]], where: str
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Kind of state -> name -> tensor of that rank, out of ``buckets`` (kind -> those of one buffer).
+    """Split the ``buckets`` of one buffer (state kind -> 1-d buckets); return state kind -> name -> the rank's tensor.
 
     Raises:
         CheckpointError: the parameters do not fill the buckets exactly.
@@ -74,14 +74,17 @@ def _slice(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
 def unflatten_distributed(
     flat: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor], args: Mapping[str, Any], where: str
 ) -> dict[str, dict[str, LazyTensor]]:
-    """The optimizer's state of ``dp_reshardable``: kind -> name -> global tensor.
+    """Return the optimizer state of the ``dp_reshardable`` format: state kind -> name -> global tensor.
 
-    Which parameter lies where is not written down. It follows from the order in which layers make them, and is checked:
-    the main parameters in the buckets must be the weights.
+    The checkpoint does not store the offsets of parameters. They are derived from the order in which layers create
+    parameters, and verified by reading: the main parameters in the buckets must equal the weights.
 
     Args:
-        weights: global tensors, by name.
-        args: of the run that saved it: its layout counts.
+        weights: global weights by name.
+        args: arguments of the run that saved the checkpoint; determine its parallel layout.
+
+    Raises:
+        CheckpointError: several buffers, experts, an encoder, or an unknown parameter order.
     """
     tp, pp = args.get("tensor_model_parallel_size", 1), args.get("pipeline_model_parallel_size", 1)
     gated = is_gated(args)
@@ -123,7 +126,7 @@ def _equal(weight: LazyTensor, main: LazyTensor) -> bool:
 def _orders(
     weights: Mapping[str, LazyTensor], pipeline: tuple[int, int], tensor: tuple[int, int], gated: bool
 ) -> Iterator[dict[str, LazyTensor]]:
-    """What a rank (of so many, of pipeline and tensor parallelism) holds, in the orders in which it may be made."""
+    """Yield a rank's parameters in each possible creation order; ``pipeline`` and ``tensor`` are (rank, size)."""
     (stage, pp), (rank, tp) = pipeline, tensor
     layers = layers_of(weights, "decoder")
     share = len(layers) // pp

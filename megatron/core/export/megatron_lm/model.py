@@ -1,8 +1,9 @@
-"""What both formats of Megatron-LM share: where a checkpoint lies (``<load>/iter_0001000``, named by the tracker, or
-the folder itself), and the way from global tensors and arguments to an ``Interchange``."""
+"""Code shared by both Megatron-LM formats: locating a checkpoint (``<load>/iter_0001000`` from the tracker, or the
+folder itself), and conversion of global tensors and arguments to an ``Interchange``."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,17 +17,19 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.files import TRACKER, directory_of, read_tracker
 from megatron.core.export.interchange import Interchange, differences
 from megatron.core.export.megatron_lm import names as table
-from megatron.core.export.megatron_lm.unpickler import Record
+from megatron.core.export.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 Named = Mapping[str, LazyTensor]
 
 
 def find_folder(folder: Path, step: int | None, marker: str) -> Path:
-    """The directory of the checkpoint: ``folder`` itself if it holds ``marker`` (a pattern of file names).
+    """Return the checkpoint directory: ``folder`` if ``step`` is None and it contains ``marker`` (a glob pattern).
+
+    Otherwise return the directory of ``step``, or of the tracker's iteration.
 
     Raises:
-        CheckpointError: neither it nor what its tracker (or ``step``) names holds one.
+        CheckpointError: no checkpoint of this format exists there.
     """
     if step is None and any(folder.glob(marker)):
         return folder
@@ -45,16 +48,23 @@ def find_folder(folder: Path, step: int | None, marker: str) -> Path:
 def build_interchange(
     state: Mapping[str, Any], weights: Named, optimizer: Mapping[str, Named], *, where: str, padded_vocabulary: bool
 ) -> Interchange:
-    """``weights`` and ``optimizer`` (by kind of state) are whole tensors under their names, one layer each.
+    """Convert global tensors with Megatron-LM names, one per layer, to an ``Interchange``.
 
     Args:
         state: ``args``, ``iteration``, ``opt_param_scheduler``, ``optimizer`` without its tensors …
+        weights: unsharded weights by name.
+        optimizer: state kind -> name -> unsharded tensor.
         where: the checkpoint, for messages.
-        padded_vocabulary: keep the rows that pad the vocabulary.
+        padded_vocabulary: keep the padding rows of the vocabulary.
+
+    Raises:
+        CheckpointError: arguments without counterpart, or missing layers, tensors or optimizer state.
     """
     args = state.get("args")
     if not isinstance(args, Record) or not args.attributes:
         raise CheckpointError(f"{where}: lacks the arguments of its run (args), which say what its weights mean")
+    if unknown := table.arguments_without_counterpart(args.attributes):
+        raise CheckpointError(f"{where}: no setting represents these arguments of its run: {'; '.join(unknown)}")
     settings = table.settings_of(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
     padded = next((t.shape[0] for name, t in weights.items() if table.find_place(name).name == table.VOCABULARY[0]), 0)
     notes = ["random states of its run do not come over: dropout masks differ from those that it would have drawn"]
@@ -79,7 +89,9 @@ def build_interchange(
 def our_tensors(
     named: Named, settings: Mapping[str, Any], prefix: str, tied: bool, where: str
 ) -> dict[str, LazyTensor]:
-    """``named`` in our shapes, under ``prefix`` and our names."""
+    """Convert tensors to local names (with ``prefix``) and local shapes; stack the experts of a layer.
+
+    Omits non-weight buffers and, if ``tied``, the output layer. Raises CheckpointError if experts are missing."""
     tensors: dict[str, LazyTensor] = {}
     experts: dict[str, dict[int, tuple[table.Place, LazyTensor]]] = {}
     for name, tensor in named.items():
@@ -118,7 +130,7 @@ def _shaped(place: table.Place, tensor: LazyTensor, settings: Mapping[str, Any],
 
 
 def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], where: str) -> list[str]:
-    """Refuse what lacks layers or parts of the optimizer's state, by name."""
+    """Raise CheckpointError if layers or optimizer tensors are missing; return notes for the user."""
     weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     family = settings["model_family"]
     for stack in {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}[family]:
@@ -138,7 +150,7 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
 
 
 def objects_of(state: Mapping[str, Any], settings: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
-    """The JSON of our training checkpoints: counters, schedule, the optimizer's step and loss scale."""
+    """Return the JSON objects of a native training checkpoint: counters, LR schedule, optimizer step and loss scale."""
     args = state["args"].attributes
     iteration = _count(state.get("iteration", args.get("iteration", 0)), "iteration")
     train_state: dict[str, Any] = {
@@ -167,7 +179,9 @@ def objects_of(state: Mapping[str, Any], settings: Mapping[str, Any], with_optim
 
 
 def _schedule(schedule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Their scheduler's state as ours: what they leave out is in the arguments. Lengths are samples in both."""
+    """Convert the state of the LR scheduler; fields that Megatron-LM does not store come from ``settings``.
+
+    Lengths are in samples in both formats. Raises CheckpointError for missing fields."""
     anneal = settings.get("lr_wsd_decay_samples")
     if anneal is None and settings.get("lr_wsd_decay_iters") is not None:
         anneal = settings["lr_wsd_decay_iters"] * settings["global_batch_size"]
@@ -185,7 +199,7 @@ def _schedule(schedule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
 
 
 def _number(value: Any) -> Any:
-    """A number, or the one element of a tensor."""
+    """Return a number; a tensor of one element is read."""
     if isinstance(value, LazyTensor):
         if value.shape not in ((), (1,)):
             raise CheckpointDamagedError(f"a tensor of shape {list(value.shape)} where a number is expected")
@@ -200,10 +214,10 @@ def _count(value: Any, name: str) -> int:
 
 
 def _find(value: Any, names: tuple[str, ...]) -> Any:
-    """The first entry of one of ``names`` in nested lists and dictionaries."""
-    todo, seen = [value], 0
+    """Search nested lists and dicts breadth-first; return the first non-None entry with one of ``names``, or None."""
+    todo, seen = deque([value]), 0
     while todo and seen < 10**6:
-        item, seen = todo.pop(0), seen + 1
+        item, seen = todo.popleft(), seen + 1
         if isinstance(item, dict):
             for name in names:
                 if item.get(name) is not None:

@@ -1,9 +1,8 @@
-"""One table of names, splits and settings between Megatron-LM's checkpoints and ours, from which both readers and the
-writer derive.
+"""Table of tensor names, splits and settings of Megatron-LM and local checkpoints, used by both readers and the writer.
 
-Both programs lay out a layer's weights alike: query, key and value interleaved by query group, the gate before the
-value. What differs: we keep such a matrix as [groups, …, hidden] and [2, width, hidden], experts as one tensor, norms
-under their own names, and no padding of the vocabulary.
+Both store a layer's weights in the same element order: query, key and value interleaved by query group, gate before
+value. Differences: local shapes are [groups, …, hidden] and [2, width, hidden], the experts of a layer are one tensor,
+norms have separate names, and the vocabulary is not padded.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter: its name within a layer (or the model), and how a rank's part lies in the whole."""
+    """One parameter: its name within a layer (or the model), and how tensor-parallel ranks split it."""
 
     ours: str
     theirs: str = ""
-    """Its name in ``torch_dist``, where it is another than ours."""
+    """Name in ``torch_dist`` if it differs from the local name."""
     dim: int | None = None
-    """The dimension that tensor-parallel ranks divide, in their shape; None: every rank has all of it."""
+    """Dimension of Megatron-LM's shape that tensor parallelism splits; None: replicated."""
     fold: str = ""
-    """Which sizes ours has for their first dimension (of an expert): ``groups`` or ``gate``."""
+    """How the local shape splits Megatron-LM's first dimension (of one expert): ``groups``, ``gate`` or not."""
     experts: bool = False
-    """Ours has a leading dimension of experts."""
+    """Whether the local tensor has a leading expert dimension."""
 
 
 def _linear(name: str, dim: int | None, fold: str = "", theirs: str = "", experts: bool = False) -> list[Row]:
-    """A weight and its bias; the bias of a row-parallel layer is whole on every rank."""
+    """Return the rows of a weight and its bias; the bias of a row-parallel layer is replicated."""
     theirs = theirs or name
     return [
         Row(f"{name}.weight", f"{theirs}.weight", dim, fold, experts),
@@ -84,7 +83,7 @@ REGISTERED_TWICE = {
     "embedding.position_embeddings.weight": "position_embeddings.weight",
     "lm_head.output_layer.weight": "output_layer.weight", "lm_head.output_layer.bias": "output_layer.bias",
 }  # fmt: skip
-"""Tensors of T5 that its checkpoints hold under a second name too, and the optimizer's state under that alone."""
+"""T5 tensors that checkpoints also store under a second name; optimizer state uses only the second name."""
 _FIRST_NAMES = {second: first for first, second in REGISTERED_TWICE.items()}
 
 _BY_THEIRS = {row.theirs or row.ours: row for row in LAYER_ROWS}
@@ -104,7 +103,7 @@ _OLD_NAMES = [
     (r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r".mlp.experts.experts.\2.\3\1"),
     (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.experts.\1.\2\3"),
 ]  # fmt: skip
-"""Names before Megatron Core, in DistributedDataParallel, and of experts one by one (``weight7``), as they are now."""
+"""Patterns of old names (before Megatron Core, DDP wrappers, single experts as ``weight7``) -> current names."""
 
 _OLD_NAMES_OF_ENCODERS = [
     (r"^module\.", ""), (r"^language_model\.(?:encoder|transformer)\.", "encoder."), (r"^language_model\.", ""),
@@ -115,14 +114,14 @@ _OLD_NAMES_OF_ENCODERS = [
     (r"\.cross_attention\.key_value\.", ".cross_attention.linear_kv."),
     (r"\.cross_attention\.dense\.", ".cross_attention.linear_proj."),
 ]  # fmt: skip
-"""What is otherwise where ``language_model.encoder`` is one; applied before the others."""
+"""Renaming patterns for models whose ``language_model.encoder`` is an encoder; applied before the others."""
 
 _NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_tokens_per_expert|word_embeddings_for_head")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of their tensors belongs: our name (without ``model.``), its row, and which expert it is."""
+    """Counterpart of a Megatron-LM tensor: local name (without ``model.``), table row, and expert index if any."""
 
     name: str
     row: Row
@@ -130,19 +129,19 @@ class Place:
 
 
 def is_no_weight(name: str) -> bool:
-    """Caches and states of other kinds that are kept among the weights."""
+    """Whether ``name`` is a cache or other state that is stored with the weights, but is no weight."""
     return _NO_WEIGHT.search(name) is not None
 
 
 def family_of(names: Collection[str]) -> str:
-    """Which kind of model has tensors of these names, of any version."""
+    """Return the model family (gpt, bert or t5) of these tensor names, of any Megatron-LM version."""
     if any("cross_attention." in name or "inter_attention." in name for name in names):
         return "t5"
     return "bert" if any("lm_head.dense." in name for name in names) else "gpt"
 
 
 def names_of_today(named: Mapping[str, T], family: str) -> dict[str, T]:
-    """Tensors of an encoder or of an encoder and a decoder under names that :func:`find_place` knows, each once."""
+    """Rename tensors of BERT and T5 to names that :func:`find_place` knows, without duplicates; GPT is unchanged."""
     if family == "gpt":
         return dict(named)
     result: dict[str, T] = {}
@@ -158,7 +157,7 @@ def names_of_today(named: Mapping[str, T], family: str) -> dict[str, T]:
 
 
 def find_place(name: str) -> Place:
-    """The place of their tensor ``name``, whose layer number is that of the whole model.
+    """Return the counterpart of the Megatron-LM tensor ``name``, which has a global layer number.
 
     Raises:
         CheckpointError: the table has no such name.
@@ -180,7 +179,13 @@ def find_place(name: str) -> Place:
 
 
 def their_name(name: str, experts: bool) -> tuple[str, Row]:
-    """The ``torch_dist`` name and row of our weight ``name`` (without ``model.``); ``experts``: its layer has some."""
+    """Return the ``torch_dist`` name and table row of the local weight ``name`` (without ``model.``).
+
+    ``experts`` tells whether its layer is MoE, where the pre-MLP norm has another name.
+
+    Raises:
+        CheckpointError: Megatron-LM has no such tensor.
+    """
     if name in _MODEL:
         return name, _MODEL[name]
     if (match := LAYER.fullmatch(name)) and match[2] in _BY_OURS:
@@ -193,7 +198,11 @@ def their_name(name: str, experts: bool) -> tuple[str, Row]:
 
 
 def our_shape(place: Place, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """``shape``, as they have the whole tensor (of all experts), as we have it; the vocabulary without padding."""
+    """Convert Megatron-LM's unsharded ``shape`` (with all experts) to the local one, without vocabulary padding.
+
+    Raises:
+        CheckpointError: the shape is not divisible into groups or gate halves.
+    """
     start, dims = shape[:1] if place.row.experts else (), shape[1:] if place.row.experts else shape
     parts = split_parts(place.row, settings)
     if parts > 1:
@@ -208,7 +217,7 @@ def our_shape(place: Place, shape: tuple[int, ...], settings: Mapping[str, Any])
 
 
 def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
-    """Into how many equal parts we cut their first dimension."""
+    """Return into how many equal parts the local shape splits Megatron-LM's first dimension (1: not split)."""
     if row.fold == "groups":
         grouped = settings.get("group_query_attention") and settings.get("num_query_groups")
         return settings["num_query_groups"] if grouped else settings["num_attention_heads"]
@@ -216,31 +225,55 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
 
 
 def is_gated(settings: Mapping[str, Any]) -> bool:
-    """Whether feed-forward networks have a gate, by the arguments of either program."""
+    """Whether MLPs are gated, according to the arguments of either program."""
     return any(settings.get(name) for name in ("swiglu", "quick_geglu", "geglu"))
 
 
 # ---- settings
 
-_RENAMED = {"num_experts": "num_moe_experts", "layernorm_epsilon": "norm_epsilon"}
+_RENAMED = {
+    "num_experts": "num_moe_experts", "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}  # fmt: skip
 _NOT_TAKEN = {
     "load", "save", "world_size", "rank", "local_rank", "data_parallel_size", "params_dtype", "iteration",
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "ckpt_step", "pretrained_checkpoint",
     "transformer_impl", "use_checkpoint_args", "finetune", "no_load_optim", "no_load_rng", "spec", "padded_vocab_size",
     "exit_on_missing_checkpoint",
 }  # fmt: skip
-"""Settings of the run, not of the model or its training."""
+"""Arguments that are not converted: settings of the run, not of the model or its training."""
+_NO_COUNTERPART = (
+    "use_mup", "moe_latent_size", "experimental_attention_variant", "linear_attention_freq",
+    "attention_output_gate", "enable_mhc_connections", "mrope_section", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "mtp_hybrid_override_pattern", "is_hybrid_model", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
+    "moe_apply_probs_on_input", "openai_gelu", "retro_add_retriever",
+)  # fmt: skip
+"""Arguments that change the model's output for the same weights, and have no local counterpart."""
+
+
+def arguments_without_counterpart(args: Mapping[str, Any]) -> list[str]:
+    """Describe the active arguments in ``args`` whose model cannot be represented by local settings."""
+    return [f"{name} is {args[name]!r:.80}" for name in _NO_COUNTERPART if args.get(name) not in (None, False, [], "")]
 
 
 def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Our settings by the names of theirs: plain values alone. ``tensors``: their names and global shapes, from which
-    the size of the padded vocabulary follows where the arguments do not say it.
+    """Convert Megatron-LM's arguments to settings: plain values only.
 
-    ``vocab_size`` is the true one where the arguments hold it, else the padded one.
+    None means "not given": Megatron-LM then computes with the value that is the default here. ``num_query_groups``
+    counts only together with ``group_query_attention``: its default of 1 is in the arguments of every run.
+
+    Args:
+        tensors: names and global shapes; the padded vocabulary is read from them if the arguments lack it.
+
+    Returns:
+        Settings; ``vocab_size`` is the true one if the arguments hold it, else the padded one.
     """
     family = family_of(tensors)
     settings: dict[str, Any] = {"model_family": family}
     for name, value in args.items():
+        if value is None or (name == "num_query_groups" and not args.get("group_query_attention")):
+            continue
         kinds = (str, int, float, bool, type(None))
         plain = isinstance(value, kinds) or (isinstance(value, list) and all(isinstance(item, kinds) for item in value))
         finite = not isinstance(value, int | float) or (abs(value) < 1e300)
@@ -260,10 +293,10 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
 
 
 def layers_of(names: Iterable[str], stack: str) -> list[int]:
-    """Numbers of the layers of ``stack`` (``encoder``, ``decoder``) that tensors belong to."""
+    """Return the sorted layer indices of ``stack`` (``encoder`` or ``decoder``) that occur in ``names``."""
     return sorted({int(name.split(".")[2]) for name in names if name.startswith(f"{stack}.layers.")})
 
 
 def padded_size(size: int, multiple: int) -> int:
-    """Rows of their word embedding."""
+    """Round the vocabulary ``size`` up to ``multiple``, as Megatron-LM pads its word embedding."""
     return math.ceil(size / multiple) * multiple

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks hold of their tensors, and back: one dimension is divided, gates and values separately."""
+"""Split and merge of tensor-parallel shards along one dimension; gate and value halves are split separately."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.core.export.megatron_lm.names import find_place
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 Ranks = Mapping[tuple[int, int], Mapping[str, LazyTensor]]
-"""(pipeline stage, tensor rank) -> name -> this rank's part."""
+"""(pipeline stage, tensor rank) -> name -> local shard."""
 
 
 def rank_part(name: str, whole: LazyTensor, rank: int, tp: int, gated: bool) -> LazyTensor:
-    """The part of a global tensor that tensor rank ``rank`` of ``tp`` has."""
+    """Return the lazy shard of a global tensor on tensor rank ``rank`` of ``tp``; replicated tensors unchanged."""
     row = find_place(name).row
     if row.dim is None or tp == 1:
         return whole
@@ -31,11 +31,15 @@ def rank_part(name: str, whole: LazyTensor, rank: int, tp: int, gated: bool) -> 
 
 
 def join_ranks(ranks: Ranks, tp: int, gated: bool, where: str) -> dict[str, LazyTensor]:
-    """Global tensors out of every rank's part."""
+    """Merge the shards of all ranks into lazy global tensors.
+
+    Raises:
+        CheckpointError: a shard is missing, or shards differ in shape or dtype.
+    """
     joined: dict[str, LazyTensor] = {}
     for stage in sorted({stage for stage, _ in ranks}):
         for name in ranks[stage, 0]:
-            if name not in joined:  # what two stages share is the same on both
+            if name not in joined:  # tensors on two stages (shared embeddings) are replicated
                 parts = [ranks[stage, rank].get(name) for rank in range(tp)]
                 joined[name] = _join(name, [part for part in parts if part is not None], tp, gated, where)
     return joined

@@ -1,17 +1,19 @@
-"""Reads Megatron-LM's ``torch_dist``: ``.metadata`` says where rectangles of global tensors lie in ``__R_C.distcp``.
+"""Reader of Megatron-LM's ``torch_dist`` format: ``.metadata`` maps rectangles of global tensors to ``__R_C.distcp``.
 
-Layers are stacked under one name (``decoder.layers.mlp.linear_fc2.weight``, [layers, …]) or have names of their own. Of
-the optimizer's state, ``exp_avg`` and its like are global tensors too (``fully_reshardable``,
-``fully_sharded_model_space``; older ones as flat stretches of each rank's part), or flat buckets of one pair of tensor
-and pipeline ranks (``dp_reshardable``).
+Layers are stacked under one name (``decoder.layers.mlp.linear_fc2.weight``, [layers, …]) or stored under separate
+names. Optimizer state (``exp_avg`` …) is stored as global tensors (``fully_reshardable``,
+``fully_sharded_model_space``; in older files as flattened shards of each rank), or as flat buckets per tensor- and
+pipeline-parallel rank (``dp_reshardable``).
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,15 +24,17 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm.archive import read_archive
+from megatron.core.export.interchange import Interchange, check_names
 from megatron.core.export.megatron_lm.buckets import STATES, unflatten_distributed
 from megatron.core.export.megatron_lm.model import build_interchange, find_folder
 from megatron.core.export.megatron_lm.names import family_of, is_no_weight, names_of_today
-from megatron.core.export.megatron_lm.unpickler import MAX_PICKLE_BYTES, Record, unpickle
+from megatron.core.export.torch_file import read_torch_file
+from megatron.core.export.unpickler import Record, unpickle
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 
+MAX_METADATA_BYTES = 2**30
+MAX_LAYERS = 10_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:\d+\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)")
 _STACKED = re.compile(r"(.*\b(?:decoder|encoder)\.layers)\.([a-z_].*)")
@@ -38,22 +42,22 @@ _STACKED = re.compile(r"(.*\b(?:decoder|encoder)\.layers)\.([a-z_].*)")
 
 @dataclass
 class _Stored:
-    """A global tensor in pieces, each of which is a file of ``torch.save`` within a file."""
+    """A global tensor stored in pieces; each piece is a ``torch.save`` file at an offset of a larger file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: dict[Rectangle, tuple[Path, int, int]] = field(default_factory=dict)
     original: tuple[int, ...] | None = None
-    """The tensor's shape, where ``shape`` counts the parts along each dimension, with one flat part at the end."""
+    """Global shape of a tensor in flattened shards; ``shape`` is then (shards per dimension…, flat shard size)."""
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """The tensor's global shape."""
         return self.shape if self.original is None else self.original
 
     def read(self, wanted: Rectangle) -> Tensor:
-        """A rectangle of the tensor."""
+        """Read a rectangle of the tensor (global coordinates)."""
         if self.original is None:
             return self._stored(wanted)
         *counts, flat = self.shape
@@ -67,17 +71,17 @@ class _Stored:
         return out
 
     def read_rows(self, start: int, stop: int) -> Tensor:
-        """``[start:stop]`` of its first dimension."""
+        """Read ``[start:stop]`` of the first dimension."""
         return self.read(Rectangle((start, *(0,) * (len(self.whole) - 1)), (stop - start, *self.whole[1:])))
 
     def lazy(self, layer: int | None = None) -> LazyTensor:
-        """It, or one entry of its first dimension."""
+        """Return the lazy tensor, or, with ``layer``, the lazy entry ``layer`` of its first dimension."""
         if layer is None:
             return LazyTensor(self.whole, self.dtype, partial(self.read, Rectangle.whole(self.whole)), self.read_rows)
         return LazyTensor(self.whole[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
 
     def _stored(self, wanted: Rectangle) -> Tensor:
-        """A rectangle of what the pieces make up."""
+        """Read a rectangle in the coordinates of the stored pieces."""
         out = torch.empty(wanted.lengths, dtype=self.dtype)
         for piece, place in self.pieces.items():
             if (shared := piece.intersect(wanted)) is not None:
@@ -85,7 +89,7 @@ class _Stored:
         return out
 
     def _piece(self, piece: Rectangle, place: tuple[Path, int, int]) -> Tensor:
-        value = read_archive(*place)
+        value = read_torch_file(*place)
         if not isinstance(value, LazyTensor) or value.shape != piece.lengths or value.dtype != self.dtype:
             found = f"shape {value.shape} {value.dtype}" if isinstance(value, LazyTensor) else "no tensor"
             raise CheckpointDamagedError(
@@ -96,17 +100,17 @@ class _Stored:
 
 @dataclass
 class _Checkpoint:
-    """A folder's metadata."""
+    """Parsed metadata of a checkpoint folder."""
 
     folder: Path
     tensors: dict[str, _Stored]
     objects: dict[str, tuple[Path, int, int]]
 
     def state(self) -> dict[str, Any]:
-        """What is not sharded: arguments, counters, the schedule."""
+        """Read the unsharded state: arguments, counters, LR schedule."""
         common = self.folder / "common.pt"
         if common.exists() or "common_state" not in {name.partition("/")[0] for name in self.objects}:
-            value = read_archive(common)
+            value = read_torch_file(common)
         else:
             value = self.object("common_state")
         if not isinstance(value, dict):
@@ -114,25 +118,25 @@ class _Checkpoint:
         return value
 
     def object(self, name: str) -> Any:
-        """An object that one rank wrote; several make a list, of which the first is taken."""
+        """Read the object ``name``; of several shards, read the first."""
         found = sorted(key for key in self.objects if key.partition("/")[0] == name)
-        value = read_archive(*self.objects[found[0]])
+        value = read_torch_file(*self.objects[found[0]])
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def load_megatron_torch_dist(
     folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False
 ) -> Interchange:
-    """The model, and training state, of a ``--ckpt-format torch_dist`` folder. Tensors are read later, one at a time.
+    """Open a ``--ckpt-format torch_dist`` folder: model and training state, with lazy tensors.
 
     Args:
-        folder: what ``--load`` names, or one ``iter_…`` in it.
-        step: the iteration; None: the one that the tracker names.
-        padded_vocabulary: keep the rows that pad the vocabulary. Its softmax includes them, so that a run goes on with
-            exactly the losses that it would have had; without them it goes on with the true vocabulary.
+        folder: the --load folder, or one ``iter_…`` directory in it.
+        step: the iteration; None: the tracker's.
+        padded_vocabulary: keep the padding rows of the vocabulary. Megatron-LM's softmax includes them, so the run
+            resumes with identical losses; without them it resumes with the true vocabulary.
 
     Raises:
-        CheckpointError: a file is missing, damaged or being written; a crafted pickle; a layer without counterpart.
+        CheckpointError: a file is missing, damaged or incomplete, a pickle is unsafe, or a layer has no counterpart.
     """
     checkpoint = _open(find_folder(Path(folder), step, ".metadata"))
     state = checkpoint.state()
@@ -150,7 +154,7 @@ def load_megatron_torch_dist(
         args = state["args"].attributes if isinstance(state.get("args"), Record) else {}
         optimizer = unflatten_distributed(flat, weights, args, str(checkpoint.folder))
         group = next((name for name in checkpoint.objects if ".dp_group_idx_0.optimizer/" in name), None)
-        state["optimizer"] = None if group is None else read_archive(*checkpoint.objects[group])
+        state["optimizer"] = None if group is None else read_torch_file(*checkpoint.objects[group])
     family, where = family_of(weights), str(checkpoint.folder)
     weights = names_of_today(weights, family)
     optimizer = {kind: names_of_today(named, family) for kind, named in optimizer.items()}
@@ -158,19 +162,22 @@ def load_megatron_torch_dist(
 
 
 def _add(named: dict[str, LazyTensor], name: str, stored: _Stored) -> None:
-    """``stored`` layer by layer where layers are stacked."""
+    """Add ``stored`` to ``named``, one tensor per layer if layers are stacked."""
     match = _STACKED.fullmatch(name)
     if match is None:
         named[name] = stored.lazy()
         return
+    if not 0 < stored.whole[0] <= MAX_LAYERS:
+        raise CheckpointDamagedError(f"{name}: has {stored.whole[0]} layers, at most {MAX_LAYERS} are expected")
     for layer in range(stored.whole[0]):
         named[f"{match[1]}.{layer}.{match[2]}"] = stored.lazy(layer)
 
 
 def _open(folder: Path) -> _Checkpoint:
-    """The metadata, checked: every piece in a file that is there and long enough, every tensor covered exactly once."""
+    """Read and check the metadata: all files exist and are long enough, and pieces cover every tensor exactly once."""
     path = folder / ".metadata"
-    metadata = unpickle(read_regular_file(path, MAX_PICKLE_BYTES, follow=True), str(path))
+    data = read_regular_file(path, MAX_METADATA_BYTES, follow=True)
+    metadata = unpickle(io.BytesIO(data), len(data), str(path))
     try:
         return _parse(metadata, folder)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -193,6 +200,7 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
         if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= sizes[file]:
             raise CheckpointDamagedError(f"{folder / file}: has {sizes[file]} bytes, {index['fqn']} ends beyond")
         places.setdefault(index["fqn"], {})[index.attributes.get("offset")] = (folder / file, start, length)
+    check_names(metadata["state_dict_metadata"], folder / ".metadata")
     flattened = metadata.attributes.get("mcore_data") or {}
     tensors, objects = {}, {}
     for name, entry in metadata["state_dict_metadata"].items():
@@ -206,7 +214,9 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
             piece = Rectangle(tuple(chunk["offsets"]), tuple(chunk["sizes"]))
             if piece.offsets not in places.get(name, {}):
                 raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is nowhere stored")
-            stored.pieces[piece] = places[name][piece.offsets]
+            stored.pieces[piece] = place = places[name][piece.offsets]
+            if not isinstance(dtype, torch.dtype) or piece.numel * dtype.itemsize > place[2]:
+                raise CheckpointDamagedError(f"{folder}: the piece of {name} at {piece.offsets} is not that large")
         if not isinstance(dtype, torch.dtype) or (problem := coverage_problem(stored.shape, stored.pieces)):
             raise CheckpointDamagedError(f"{folder}: the pieces of {name} of shape {list(stored.shape)} {problem}")
         original = (flattened.get(name) or {}).get("nd_reformulated_orig_global_shape")
@@ -225,6 +235,9 @@ def _checked_original(name: str, shape: tuple[int, ...], original: tuple[int, ..
 
 def _size(path: Path) -> int:
     try:
-        return path.lstat().st_size
-    except FileNotFoundError:
-        raise CheckpointDamagedError(f"{path}: is missing") from None
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointDamagedError(f"{path}: is missing, or cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamagedError(f"{path}: not a regular file")
+    return status.st_size

@@ -1,26 +1,26 @@
-"""Reads Megatron-LM's ``torch`` format: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, a file for each part of a model.
+"""Reader of Megatron-LM's ``torch`` format: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, one file per model rank.
 
-The parts of tensor-, pipeline- (virtual stages included) and expert-parallel ranks are merged. Optimizer state is
-beside the weights, by number of the parameter, or in ``distrib_optim.pt`` as flat buffers.
+Merges tensor-, pipeline- (with virtual stages) and expert-parallel shards. Optimizer state is stored in the same file
+by parameter index, or in ``distrib_optim.pt`` as flat buffers.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm.archive import read_archive
+from megatron.core.export.interchange import Interchange, check_names
 from megatron.core.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.core.export.megatron_lm.model import build_interchange, find_folder
 from megatron.core.export.megatron_lm.names import family_of, find_place, is_gated, is_no_weight, names_of_today
 from megatron.core.export.megatron_lm.splits import join_ranks
-from megatron.core.export.megatron_lm.unpickler import Record
+from megatron.core.export.torch_file import read_torch_file
+from megatron.core.export.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 _LAYER = re.compile(r"^((?:module\.)?(?:language_model\.)?(encoder|decoder|transformer)\.layers\.)(\d+)(\..*)$")
@@ -31,7 +31,7 @@ Named = dict[str, LazyTensor]
 def load_megatron_torch(
     folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False
 ) -> Interchange:
-    """The model, and training state, of a ``--ckpt-format torch`` folder of any tensor- and pipeline-parallel sizes.
+    """Open a ``--ckpt-format torch`` folder of any parallel layout: model and training state, with lazy tensors.
 
     Arguments and errors as for :func:`megatron.core.export.megatron_lm.load_megatron_torch_dist`.
     """
@@ -82,7 +82,7 @@ def _rank_file(directory: Path, name: str) -> dict[str, Any]:
     path = folder / "model_optim_rng.pt"
     if not path.exists() and (folder / "model_rng.pt").exists():
         path = folder / "model_rng.pt"
-    value = read_archive(path)
+    value = read_torch_file(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a dictionary")
     return value
@@ -92,7 +92,7 @@ def _numbered(
     files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Mapping[str, Any],
     directory: Path,
 ) -> dict[tuple[int, int, int], list[Named]]:  # fmt: skip
-    """(stage, tensor rank, expert rank) -> weights of each virtual stage, layers and experts numbered for the whole."""
+    """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices."""
     pp, tp, ep = sizes
     experts = (args.get("num_experts") or 0) // ep
     result: dict[tuple[int, int, int], list[Named]] = {key: [] for key in files}
@@ -114,17 +114,19 @@ def _numbered(
         chunk += 1
         if key == "model":
             break
-    family = family_of([name for chunks in result.values() for named in chunks for name in named])
+    names = [name for chunks in result.values() for named in chunks for name in named]
+    check_names(names, directory)
+    family = family_of(names)
     return {rank: [names_of_today(named, family) for named in chunks] for rank, chunks in result.items()}
 
 
 def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
-    """Tensors under flat names, and how many layers of each stack they are."""
+    """Flatten nested names, add the layer and expert offsets; return (tensors, number of layers per stack)."""
     named: Named = {}
     layers: set[tuple[str, str]] = set()
-    todo = [("", model)]
+    todo = deque([("", model)])
     while todo:
-        prefix, table = todo.pop(0)
+        prefix, table = todo.popleft()
         for key, value in table.items():
             name = f"{prefix}{key}"
             if isinstance(value, dict):
@@ -142,7 +144,7 @@ def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) ->
 def _merged(
     ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], gated: bool, where: str
 ) -> dict[str, LazyTensor]:
-    """Global tensors; what only expert ranks beside the first have are experts."""
+    """Merge all ranks into global tensors; expert ranks after the first contribute only their experts."""
     pp, tp, ep = sizes
     merged: dict[str, LazyTensor] = {}
     for expert in range(ep):
@@ -160,10 +162,10 @@ def _merged(
 
 
 def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict[str, Named]:
-    """Kind -> name -> this rank's part; empty where none was saved."""
+    """Return state kind -> name -> this rank's shard; empty if no optimizer state was saved."""
     parameters = {name: each for named in chunks for name, each in named.items() if not name.endswith("expert_bias")}
     if (folder / "distrib_optim.pt").exists():
-        return _distributed(read_archive(folder / "distrib_optim.pt"), chunks, folder / "distrib_optim.pt")
+        return _distributed(read_torch_file(folder / "distrib_optim.pt"), chunks, folder / "distrib_optim.pt")
     saved = state.get("optimizer")
     kinds: dict[str, Named] = {}
     for each in [] if saved is None else saved if isinstance(saved, list) else [saved]:
@@ -172,7 +174,7 @@ def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict
 
 
 def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: Path) -> None:
-    """State of parameters that have numbers, by group: those with weight decay, then biases and norms."""
+    """Add index-keyed optimizer state to ``kinds``: groups with weight decay hold matrices, others biases and norms."""
     inner = saved.get("optimizer", saved) if isinstance(saved, dict) else {}
     states, groups = inner.get("state", {}), inner.get("param_groups", [])
     mains = saved.get("fp32_from_fp16_params") or saved.get("fp32_from_fp16") or []
@@ -199,7 +201,7 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
 
 
 def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named]:
-    """Flat buffers: one for each virtual stage, all of its parameters in it."""
+    """Split the flat buffers of ``distrib_optim.pt``, one per virtual stage, into parameters; rejects experts."""
     kinds: dict[str, Named] = {}
     if not isinstance(saved, dict) or any(".experts." in name for named in chunks for name in named):
         raise CheckpointError(f"{path}: flat optimizer state of experts: save there as torch_dist, and convert that")

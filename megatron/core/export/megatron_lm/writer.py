@@ -1,7 +1,7 @@
-"""Writes ``torch_dist`` as Megatron-LM's loader takes it: one rank's file, streamed a layer at a time.
+"""Writer of ``torch_dist`` checkpoints for Megatron-LM's loader: one rank's file, streamed one layer at a time.
 
-Layers are stacked under one name unless they differ (dense ones among experts), as Megatron-LM stacks them. Its loader
-reads ``common.pt`` and ``.metadata`` with pickle, so that both are written with torch's own classes.
+As in Megatron-LM, layers are stacked under one name unless they differ (dense and MoE layers). Its loader unpickles
+``common.pt`` and ``.metadata``, so both are written with torch's classes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of
-from megatron.core.dist_checkpointing.writer import fsync_path, write_file
+from megatron.core.dist_checkpointing.writer import fsync_path, make_durable_folder, write_file, write_file_atomically
 from megatron.core.export.interchange import COUNTER, Interchange
 from megatron.core.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
+from megatron.core.safe_files import create_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 _FILE = "__0_0.distcp"
@@ -44,15 +45,15 @@ _LAYER_NUMBER = re.compile(r"^((?:.*\.)?(?:en|de)coder\.layers)\.(\d+)\.(.*)$")
 
 @dataclass
 class _Piece:
-    """One of our tensors as a row of theirs."""
+    """A local tensor with its Megatron-LM shape and layer index."""
 
     source: LazyTensor
     shape: tuple[int, ...]
-    """Theirs, padded, without the dimension of layers."""
+    """Megatron-LM's shape with vocabulary padding, without the layer dimension."""
     layer: int | None
 
     def read(self) -> Tensor:
-        """In their shape."""
+        """Read the tensor in Megatron-LM's shape: vocabulary padded with zeros, leading dimension 1 if stacked."""
         tensor = self.source.read()
         if tensor.shape[0] < self.shape[0] and tensor.shape[1:] == self.shape[1:]:  # the vocabulary's rows and biases
             padding = tensor.new_zeros((self.shape[0] - tensor.shape[0], *tensor.shape[1:]))
@@ -62,21 +63,21 @@ class _Piece:
 
 
 def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike) -> None:
-    """Write ``<folder>/iter_…`` (``release`` without an iteration) and its tracker, for Megatron-LM's loader.
+    """Write ``<folder>/iter_…`` (``release`` without training state) and its tracker, for Megatron-LM's loader.
 
-    A layer at a time is in memory. Optimizer state is that of its optimizer that is not distributed. There are no
-    random states: it takes --no-load-rng to go on from it.
+    One layer is in memory at a time. Optimizer state is written for the non-distributed optimizer. RNG states are not
+    written: resuming requires --no-load-rng.
 
     Raises:
-        CheckpointError: it exists already; a tensor has no counterpart there.
+        CheckpointError: the checkpoint exists, or a tensor has no counterpart in Megatron-LM.
     """
     objects = interchange.objects
     which = objects["iteration"] if "train_state" in objects else RELEASE
     target = Path(directory_of(folder, which))
     if (target / ".metadata").exists():
         raise CheckpointError(f"{target}: exists already; choose another folder, or remove it")
-    target.mkdir(parents=True, exist_ok=True)
-    with open(target / _FILE, "wb") as file:
+    make_durable_folder(target)
+    with create_file(target / _FILE) as file:
         metadata = _write_tensors(_stacked(interchange), file)
         file.flush()
         os.fsync(file.fileno())
@@ -86,17 +87,17 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
                 "common_backend_version": 1}  # fmt: skip
     for path, data in (
         (target / "common.pt", common.getvalue()), (target / "metadata.json", json.dumps(backends).encode()),
-        # a folder without this one is no checkpoint: it comes last, and the tracker after it
-        (target / ".metadata", pickle.dumps(metadata)),
-        (Path(folder) / TRACKER, str(which).encode()),
     ):  # fmt: skip
         path.unlink(missing_ok=True)
         write_file(path, data)
-        fsync_path(path.parent)
+        fsync_path(target)
+    # .metadata makes the folder a checkpoint: write it after all other files, and the tracker after it
+    write_file_atomically(target / ".metadata", pickle.dumps(metadata))
+    write_file_atomically(Path(folder) / TRACKER, str(which).encode())
 
 
 def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metadata:
-    """One file of ``torch.save`` after another; what lies where."""
+    """Append one ``torch.save`` file per tensor to ``file``; return the metadata with their offsets."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, pieces in stacked.items():
@@ -113,7 +114,7 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
         for module in _WITH_EXTRA_STATE:
             if name.endswith(f".{module}.weight") and "optimizer." not in name:
                 _write_extra_states(name.removesuffix(".weight"), len(pieces), file, tensors, storage)
-        if name.endswith("output_layer.bias") and "optimizer." not in name:  # of encoders, whose loader asks for it
+        if name.endswith("output_layer.bias") and "optimizer." not in name:  # required by the loader for BERT and T5
             _write_extra_states(name.removesuffix(".bias"), 1, file, tensors, storage)
     return Metadata(tensors, None, storage)
 
@@ -121,7 +122,7 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
 def _write_extra_states(
     module: str, layers: int, file: BinaryIO, tensors: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]
 ) -> None:
-    """What quantized layers keep beside their weights: nothing, but the loader asks for it."""
+    """Write empty extra states (quantization state in Transformer Engine), because the loader requires them."""
     names = [module.replace("linear_proj", "core_attention"), module] if module.endswith("linear_proj") else [module]
     for name in names:
         for layer in range(layers):
@@ -132,7 +133,7 @@ def _write_extra_states(
 
 
 def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
-    """Their names, and what each holds, layer by layer."""
+    """Return Megatron-LM name -> pieces in layer order; layers of a stack are stacked if all have the same tensors."""
     named: dict[str, _Piece] = {}
     for name, tensor in interchange.tensors.items():
         prefix, _, inner = name.partition(".")
@@ -161,7 +162,7 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
 
 
 def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interchange) -> dict[str, _Piece]:
-    """A tensor under their name and in their shape; nothing for statistics that only we keep."""
+    """Return the Megatron-LM name(s) and shape of a tensor; nothing for router counters, which it does not store."""
     if name.endswith(COUNTER):
         return {}
     match = _LAYER_NUMBER.fullmatch(name)
@@ -182,13 +183,13 @@ def _padded(settings: Mapping[str, Any], rows: int) -> int:
 
 
 def _common(interchange: Interchange) -> dict[str, Any]:
-    """What is not sharded."""
+    """Return the unsharded state of ``common.pt``: arguments, counters, LR schedule, optimizer groups."""
     settings, objects = interchange.settings, interchange.objects
     args = {("num_experts" if name == "num_moe_experts" else name): value for name, value in settings.items()}
     rows = next(t.shape[0] for name, t in interchange.tensors.items() if name.endswith("word_embeddings.weight"))
     args["padded_vocab_size"] = _padded(settings, rows)
     counters = objects.get("train_state", {})
-    args |= {name: value for name, value in counters.items() if name.startswith("consumed_")}
+    args |= {name: value for name, value in counters.items() if name.endswith("_samples")}
     args["iteration"] = iteration = objects.get("iteration", 0)
     state: dict[str, Any] = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
     state["num_floating_point_operations_so_far"] = counters.get("floating_point_operations", 0)
@@ -204,7 +205,7 @@ def _common(interchange: Interchange) -> dict[str, Any]:
 
 
 def _groups(settings: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """Parameter groups: weights, then biases and norms, which do not decay."""
+    """Return the optimizer's parameter groups: weights, then biases and norms without weight decay."""
     lr, decay = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
     betas = (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999))
     shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": lr,

@@ -1,6 +1,9 @@
-"""NVIDIA's Transformer Engine: its modules in our slots. Above this package's neighbours, which know no layers."""
+"""NVIDIA's Transformer Engine in place of local modules. A layer above the other extensions, which import no model
+layers."""
 
+from megatron import serve_other_names
 from megatron.core.extensions.transformer_engine.modules import (
+    INSTALL,
     NAME,
     TEColumnParallelLinear,
     TEDotProductAttention,
@@ -13,6 +16,8 @@ from megatron.core.extensions.transformer_engine.modules import (
 )  # fmt: skip
 
 __all__ = [
-    "NAME", "TEColumnParallelLinear", "TEDotProductAttention", "TENorm", "TERowParallelLinear", "kernel_variables",
-    "load_transformer_engine", "missing_package", "transformer_engine_is_installed",
+    "INSTALL", "NAME", "TEColumnParallelLinear", "TEDotProductAttention", "TENorm", "TERowParallelLinear",
+    "kernel_variables", "load_transformer_engine", "missing_package", "transformer_engine_is_installed",
 ]  # fmt: skip
+
+serve_other_names(__name__)

@@ -1,16 +1,16 @@
-"""Transformer Engine's modules in the slots of ours. The only file that imports the package, on first use.
+"""Transformer Engine modules in place of local modules. The only file that imports the package, on first use.
 
-What is taken over are kernels: GEMMs, norms, attention. What stays ours: parameters (their placement, names and
-initial values, so that a checkpoint does not know who computed), the sums over tensor-parallel ranks (operators around
-a GEMM of one rank), and where weight gradients go. On one tensor-parallel rank the norm before a GEMM is computed
-with it (``TEColumnParallelLinear.take_over``), and stays the owner of its parameters.
+Transformer Engine provides the kernels: GEMMs, norms, attention. This library keeps the parameters (placement, names
+and initial values, so that checkpoints do not depend on the implementation), the tensor-parallel collectives (around
+a single-rank GEMM), and the destination of weight gradients. On one tensor-parallel rank the norm before a GEMM is
+fused with it (``TEColumnParallelLinear.take_over``); the norm module still owns its parameters.
 
-Each module here owns its parameters and holds one of Transformer Engine's *beside* the module tree, built without
-memory, whose parameters are then replaced by ours. So names, ``state_dict`` and what hooks see are exactly those of the
-built-in modules, and the package's own state (``_extra_state``) is in no checkpoint.
+Each module here owns its parameters and holds a Transformer Engine module outside the module tree, built on the meta
+device, whose parameters are then replaced by the local ones. Names, ``state_dict`` and hooks are therefore exactly
+as in the built-in modules, and the package's own state (``_extra_state``) is in no checkpoint.
 
-A weight with ``main_grad`` gets its gradient added to that by the GEMM itself (``fuse_wgrad_accumulation``); the
-package then marks it ``grad_added_to_main_grad`` and gives autograd a stand-in of its size.
+The GEMM itself adds the gradient of a weight with ``main_grad`` to it (``fuse_wgrad_accumulation``); the package then
+marks the weight ``grad_added_to_main_grad`` and passes a dummy tensor of its size to autograd.
 
 Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head dim, t tokens.
 """
@@ -29,8 +29,9 @@ from megatron.core.config.errors import UserError
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.moved_parameters import MovableParameters
 from megatron.core.sharding.placement import Init, Ones, Shard, Zeros, parameter
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.layers import RowParallel, StackedSize
 
 NAME = "transformer_engine"
@@ -39,17 +40,18 @@ INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 
 
 def transformer_engine_is_installed() -> bool:
-    """Found without importing it."""
+    """Return whether the package is installed, without importing it."""
     return is_installed(NAME)
 
 
 def missing_package(reason: str = "the package is not installed") -> ValueError:
-    """The error where it was asked for."""
+    """Return the error, with the install command, for --transformer-impl transformer_engine without a usable
+    package."""
     return ValueError(f"--transformer-impl {NAME}: {reason}; install it: {INSTALL}; or take --transformer-impl local")
 
 
 def load_transformer_engine() -> Any:
-    """``transformer_engine.pytorch``; ValueError with the command that installs it."""
+    """Import (once) and return ``transformer_engine.pytorch``. Raises ValueError with the install command."""
     if not transformer_engine_is_installed():
         raise missing_package()
     if MODULE not in sys.modules:
@@ -62,7 +64,7 @@ def load_transformer_engine() -> Any:
 
 
 class Gemm:
-    """``x W^T + b`` by ``te.Linear`` on parameters of ours, on one rank."""
+    """``x W^T + b`` by a single-rank ``te.Linear`` on local parameters."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, fuse_weight_gradient: bool) -> None:
         out_features, in_features = weight.shape
@@ -76,7 +78,8 @@ class Gemm:
 
     @property
     def fuses(self) -> bool:
-        """Whether the gradient is added to ``main_grad``; a model outside of data parallelism has none."""
+        """Whether the GEMM adds the weight gradient to ``main_grad``; models without data-parallel buffers have
+        none."""
         return self.fuse_weight_gradient and hasattr(self.weight, "main_grad")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class Gemm:
 
 
 class NormGemm:
-    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a norm and of a linear layer of ours."""
+    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a local norm and linear layer."""
 
     def __init__(self, norm: TENorm, gemm: Gemm) -> None:
         self.gemm = gemm
@@ -109,7 +112,8 @@ class NormGemm:
 def column_parameters(
     input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight and bias of a column-parallel layer, placed as ``tensor_parallel.layers.ColumnParallelLinear`` does."""
+    """Return weight and bias of a column-parallel layer, placed as in ``tensor_parallel.layers.ColumnParallelLinear``.
+    Raises UserError if several ranks would share one K/V head."""
     if size.is_shared_over(groups.tp.size):
         raise UserError(
             f"--transformer-impl {NAME}: {size.shape[0]} key and value heads (num_query_groups) for "
@@ -122,7 +126,7 @@ def column_parameters(
 
 
 class TEColumnParallelLinear(nn.Module):
-    """As ``tensor_parallel.layers.ColumnParallelLinear``."""
+    """Counterpart of ``tensor_parallel.layers.ColumnParallelLinear``: same arguments, results and collectives."""
 
     implementation = NAME
 
@@ -140,27 +144,27 @@ class TEColumnParallelLinear(nn.Module):
             self.weight, None if skip_bias_add else self.bias, fuse_weight_gradient=config.gradient_accumulation_fusion
         )
         self._gemm: Gemm | NormGemm = gemm
-        self._enter: Callable = mappings.copy_to_tensor_model_parallel_region
+        self._enter: Callable = operators.copy_to_region
         if groups.stream(config.sequence_parallel).size > 1:
-            self._enter = mappings.gather_from_sequence_parallel_region
-        self._leave: Callable = mappings.identity
+            self._enter = operators.gather_from_sequence
+        self._leave: Callable = operators.identity
         if gather_output:
-            self._leave = mappings.gather_from_tensor_model_parallel_region
+            self._leave = operators.gather_from_region
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output = self._gemm(self._enter(x, self.group))
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def take_over(self, norm: TENorm) -> None:
-        """Compute ``norm`` too, which from now on passes its input on. Of one tensor-parallel rank: with more, the
-        sequence is gathered between the two."""
+        """Fuse ``norm`` into this layer's GEMM; ``norm`` then returns its input unchanged. Requires one tensor-parallel
+        rank: with more, the sequence is all-gathered between both."""
         assert isinstance(self._gemm, Gemm) and self.group.size == 1
         self._gemm = NormGemm(norm, self._gemm)
         norm.pass_on()
 
 
 class TERowParallelLinear(RowParallel):
-    """As ``tensor_parallel.layers.RowParallelLinear``."""
+    """Counterpart of ``tensor_parallel.layers.RowParallelLinear``: same arguments, results and collectives."""
 
     implementation = NAME
 
@@ -174,8 +178,8 @@ class TERowParallelLinear(RowParallel):
         return (output, None) if self._bias_is_fused else self._with_bias(output)
 
 
-class TENorm(nn.Module):
-    """LayerNorm or RMSNorm, as ``config.normalization`` says. ``partial``: axes of partial gradients."""
+class TENorm(MovableParameters):
+    """LayerNorm or RMSNorm (``config.normalization``). ``partial``: mesh axes over which gradients are partial sums."""
 
     implementation = NAME
 
@@ -199,7 +203,7 @@ class TENorm(nn.Module):
         self._norm: tuple[Callable[[Tensor], Tensor]] = (norm,)  # in a tuple: no submodule
 
     def pass_on(self) -> None:
-        """Own the parameters but leave the computation to a layer that took it over."""
+        """Return inputs unchanged from now on: another layer computes this norm with its parameters."""
         self._norm = (lambda x: x,)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -207,12 +211,9 @@ class TENorm(nn.Module):
 
 
 class TEDotProductAttention(nn.Module):
-    """``te.DotProductAttention`` without dropout, causal or not. Query [s, b, a, d], key and value [s, b, g, d] ->
-    [s, b, a * d].
-
-    ``window``: keys seen to the left and right of a query, -1 for all. Which kernel runs is the package's own choice,
-    narrowed by its variables (:func:`kernel_variables`).
-    """
+    """``te.DotProductAttention`` without dropout, causal or not: query [s, b, a, d], key and value [s, b, g, d] ->
+    [s, b, a * d]. ``window``: visible keys to the left and right, -1 for all. The package selects the kernel,
+    restricted by its environment variables (:func:`kernel_variables`). Dense masks raise UserError."""
 
     implementation = NAME
 
@@ -244,7 +245,7 @@ class TEDotProductAttention(nn.Module):
         if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
             return self._attention[0](query, key, value)
         length, batch = query.shape[:2]
-        # [s, b, ...] -> [b * s, ...]: documents are runs of a row
+        # [s, b, ...] -> [b * s, ...]: each document must be contiguous
         flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q or length
         mixed = self._attention[0](
@@ -255,7 +256,8 @@ class TEDotProductAttention(nn.Module):
 
 
 def kernel_variables(backend: str, *, deterministic: bool = False) -> dict[str, str]:
-    """Environment variables by which the package is told which attention kernels it may choose from."""
+    """Return the environment variables that restrict the package's attention kernels to ``backend`` (flash, fused or
+    unfused; others do not restrict) and, with ``deterministic``, to deterministic ones."""
     kinds = ("flash", "fused", "unfused")
     variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if deterministic else {}
     if backend in kinds:

@@ -1,11 +1,11 @@
-"""Messages between the GPUs of one host that cost no SM: copy engines carry them, streams wait in memory.
+"""Communication between the GPUs of one host that uses copy engines instead of SMs.
 
-NCCL's kernels wait and copy on SMs. Beside them GEMMs and attention run on fewer, and a GEMM whose
-blocks just fill the GPU takes twice as long as soon as one SM is gone. Here every rank maps memory of its
-peers (``window.py``), copies are plain memory copies, and a stream waits for a word in memory to reach a number
-(``stream_queue.py``), which the GPU's front end does by itself.
+NCCL kernels wait and copy on SMs, so that overlapped GEMMs and attention have fewer SMs. A GEMM whose thread blocks
+exactly fill the GPU takes twice as long if a single SM is missing. Here every rank maps the memory of its peers
+(``window.py``), transfers are plain memory copies, and streams wait for a flag word in memory to reach a number
+(``stream_queue.py``), which the GPU front end does without an SM.
 
-    exchange.py   gathers and exchanges among all ranks of a group
-    mailbox.py    messages from rank to rank
-    choice.py     which groups have all of this; the others use their torch.distributed handle
+    exchange.py   all-gather and all-to-all within a group
+    mailbox.py    point-to-point messages between neighbor ranks
+    choice.py     which groups support copy engines; the other groups use their torch.distributed handle
 """

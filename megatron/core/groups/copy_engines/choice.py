@@ -1,4 +1,4 @@
-"""Which groups have copy engines between their ranks."""
+"""Selection of the groups that use copy engines."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ DEVICE = "cuda"
 
 
 def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
-    """Copy engines of the group ``ranks``, in which this is number ``rank``; None, on all ranks, without any.
+    """Return copy engines for the group ``ranks``, or None (on all of its ranks) if they are not supported. Collective
+    over the group; waits for the device. Copy engines require NCCL and all ranks on one host with GPU peer access. They
+    are not used with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams then share one hardware queue, so that a waiting stream
+    would block the stream it waits for. The reason for None is logged, except without NCCL.
 
-    They need NCCL and ranks on one host whose GPUs reach each other's memory. They do not work where all streams share
-    one queue, in which a stream that waits would hold up what it waits for.
+    Args:
+        name: name of the group for the log.
+        handle: torch.distributed process group.
+        ranks: global ranks of the group.
+        rank: this rank within the group.
     """
     if dist.get_backend(handle) != "nccl":
         return None
     open_window = partial(SymmetricWindow, handle)
     reason = "CUDA_DEVICE_MAX_CONNECTIONS is 1" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else ""
-    # every rank takes part in every vote: one that returned early would leave the others in a collective
+    # every rank must take part in every vote: a rank that returned early would leave the others in a collective
     works = _all_agree(handle, not reason)
     if works and not _on_one_host(handle):
         works, reason = False, "its ranks are on several hosts"
@@ -47,7 +53,7 @@ def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyE
 
 
 def _trial(open_window: OpenWindow, rank: int) -> str:
-    """Opens a small window and signals in it; what went wrong, or nothing."""
+    """Open a small window and test a signal in it; return the error message, or "" on success."""
     try:
         window = open_window(16, 1)
         window.here().write([window.word(rank, 0)], 1)
@@ -69,5 +75,5 @@ def _on_one_host(handle: Any) -> bool:
     host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
     number = zlib.crc32(host.encode())
     extremes = torch.tensor([number, -number], dtype=torch.int64, device=DEVICE)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=handle)  # the largest, and minus the smallest
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=handle)  # [maximum, -minimum]
     return bool(extremes[0] == -extremes[1])

@@ -1,8 +1,8 @@
-"""Messages between neighbours of a ring of ranks, each in the order in which it was sent.
+"""Point-to-point messages between neighbor ranks of a ring, received in the order of sending.
 
-A sender writes into its neighbour's memory as soon as the slot is free, whether or not anybody asks; the receiver's
-stream waits where it needs the message, copies it out and frees the slot. So nothing needs to be asked for in advance,
-and a message that is awaited costs nothing but time.
+A sender writes into the neighbor's memory as soon as the slot is free, even if no receive has been posted. The
+receiver's stream waits when it needs the message, copies it out and frees the slot. Receives therefore need not be
+posted early, and waiting occupies no SM.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ _ARRIVED, _TAKEN = 0, 1
 
 
 class Mailbox:
-    """For messages of at most ``num_bytes`` each; opened by all ranks of the group together.
-
-    Every rank receives in two lanes, each with a window of its own, so that a message which waits for a free slot holds
-    up no other lane. Words: how many messages have arrived, and how many that this rank sent have been taken out.
-    """
+    """Mailbox for messages of at most ``num_bytes`` each. The constructor is collective over the group. Every rank
+    receives in two lanes, from the previous and from the next rank. Each lane has a separate window, so that a message
+    that waits for a free slot does not block the other lane. Flag words count the messages that have arrived at this
+    rank, and the messages sent by this rank that the receiver has copied out."""
 
     def __init__(self, rank: int, size: int, num_bytes: int, open_window: OpenWindow) -> None:
         self._rank, self._size, self._num_bytes = rank, size, num_bytes
         self._lanes = [open_window(SLOTS * num_bytes, 2) for _ in (_FROM_PREVIOUS, _FROM_NEXT)]
         self._sent, self._received = [0, 0], [0, 0]
-        """Messages so far, by the lane at the receiver."""
+        """Number of messages so far, by lane at the receiver."""
 
     def send(self, target: int, x: Tensor) -> None:
-        """Start to send ``x``, contiguous, to a neighbour."""
+        """Start to send contiguous ``x`` to a neighbor and return at once. ``x`` may be freed before the copy is done.
+        Raises ValueError if ``x`` is larger than the mailbox."""
         lane = self._lane(self._rank, target)
         window = self._lanes[lane]
         self._sent[lane] = number = self._sent[lane] + 1
         queue = window.beside()
-        if number > SLOTS:  # the slot held message number - SLOTS, which the receiver must have taken out
+        if number > SLOTS:  # the slot held message number - SLOTS, which the receiver must have copied out
             queue.wait([window.word(self._rank, _TAKEN)], number - SLOTS)
         queue.copy(self._slot(target, lane, number, x), x.data_ptr(), x.nbytes)
         queue.write([window.word(target, _ARRIVED)], number)
-        window.keep(x)  # the caller's stream does not wait for the copy: its memory must not be given away before
+        window.keep(x)  # the caller's stream does not wait for the copy: without this the allocator could reuse x early
 
     def receive(self, source: int, out: Tensor) -> None:
-        """``out``, contiguous, becomes the next message from a neighbour, in the order of the current stream."""
+        """Copy the next message from a neighbor into contiguous ``out``; the current stream waits, not the host."""
         lane = self._lane(source, self._rank)
         window = self._lanes[lane]
         self._received[lane] = number = self._received[lane] + 1
@@ -51,7 +51,7 @@ class Mailbox:
         queue.write([window.word(source, _TAKEN)], number)
 
     def _lane(self, source: int, target: int) -> int:
-        """Lane of a message. Of two ranks each is both before and after the other: one lane then serves both ways."""
+        """Return the receiver's lane. In a ring of two each rank is both previous and next; only one lane is used."""
         return _FROM_PREVIOUS if (source + 1) % self._size == target else _FROM_NEXT
 
     def _slot(self, rank: int, lane: int, number: int, like: Tensor) -> int:

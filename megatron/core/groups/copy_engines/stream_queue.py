@@ -1,11 +1,11 @@
-"""Operations of a CUDA stream without a kernel: memory copies, and words in memory that it waits for and writes.
+"""CUDA stream operations without kernels: memory copies, and waiting for and writing 32-bit flag words in memory.
 
-Through CUDA's driver interface, whose calls here cost the host a few microseconds each: a collective of a transformer
-layer is a dozen of them, and there are sixteen such collectives per layer and micro-batch. A stream that waits is held
-back by the GPU's front end; neither an SM nor the host waits with it.
+Uses the CUDA driver API, whose calls take a few microseconds of host time each; a collective of a transformer layer
+needs about a dozen calls, and a layer has sixteen such collectives per micro-batch. The GPU front end holds back a
+waiting stream; neither an SM nor the host waits.
 
-Words have 32 bits and may wrap around: one has reached a value if it is ahead of it by less than 2^31. What a stream
-did before it writes a word is visible to every reader of the word. (CUDA driver interface, "Stream Memory Operations".)
+Words may wrap around: a word has reached a value if (word - value) mod 2^32 < 2^31. A reader of a word sees all memory
+writes that its stream made before. (CUDA driver API, "Stream Memory Operations".)
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ def _driver() -> ctypes.CDLL:
 
 
 class StreamQueue:
-    """Puts operations behind what the stream with handle ``stream`` holds already."""
+    """Appends operations to the CUDA stream with handle ``stream``. All methods return at once and raise RuntimeError
+    if the driver rejects the operation."""
 
     def __init__(self, stream: int) -> None:
         self._stream, self._driver = stream, _driver()
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Between addresses of this GPU's memory or mapped memory of a peer."""
+        """Copy ``num_bytes`` between addresses of this GPU's memory or mapped peer memory."""
         _check(self._driver.cuMemcpyAsync(target, source, num_bytes, self._stream))
 
     def wait(self, addresses: Sequence[int], value: int) -> None:
-        """Until the words at ``addresses`` have all reached ``value``."""
+        """Let the stream wait until the words at all ``addresses`` have reached ``value``."""
         self._words(_WAIT, addresses, value)
 
     def write(self, addresses: Sequence[int], value: int) -> None:
-        """Sets words."""
+        """Set the words at ``addresses`` to ``value``, after all earlier work of the stream."""
         self._words(_WRITE, addresses, value)
 
     def _words(self, kind: int, addresses: Sequence[int], value: int) -> None:

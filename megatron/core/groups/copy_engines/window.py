@@ -1,7 +1,7 @@
-"""Memory that all ranks of a group on one host see, with words to signal through.
+"""Memory shared by all ranks of a group on one host, with flag words for signaling.
 
-Over torch's symmetric memory (``torch.distributed._symmetric_memory``), without NVLink multicast. Opening a window is a
-collective operation of the group. All else works in the order of streams and never stops the host.
+Uses torch's symmetric memory (``torch.distributed._symmetric_memory``) without NVLink multicast. Opening a window is
+collective. All other operations run in stream order and never block the host.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron.core.groups.copy_engines.stream_queue import StreamQueue
 
 SLOTS = 3
-"""Messages of one kind that may be in a window at a time."""
+"""Number of transfers that can be in a window at the same time."""
 _WORD_BYTES = 128
-"""From one word to the next: a line of cache each."""
+"""Distance between flag words: one cache line each."""
 
 
 class Queue(Protocol):
-    """``StreamQueue`` or a stand-in."""
+    """Interface of ``StreamQueue``; tests use a replacement."""
 
     def copy(self, target: int, source: int, num_bytes: int) -> None: ...
 
@@ -32,39 +32,40 @@ class Queue(Protocol):
 
 
 class Window(Protocol):
-    """``num_bytes`` on every rank, and words that start at 0."""
+    """Shared memory of ``num_bytes`` on every rank of a group, plus flag words that start at 0, and a side stream."""
 
     def address(self, rank: int) -> int:
-        """Where the memory of group rank ``rank`` begins."""
+        """Return the address of the memory of group rank ``rank``."""
 
     def word(self, rank: int, number: int) -> int:
-        """Where its word ``number`` lies."""
+        """Return the address of word ``number`` of group rank ``rank``."""
 
     def memory(self) -> Tensor:
-        """Own memory, uint8 [num_bytes]."""
+        """Return this rank's memory, uint8 [num_bytes]."""
 
     def here(self) -> Queue:
-        """Behind what the current stream holds."""
+        """Return a queue on the current stream."""
 
     def beside(self) -> Queue:
-        """On a stream of its own, which waits for what the current one holds now."""
+        """Return a queue on the side stream, after the current stream's work so far."""
 
     def mark(self) -> Any:
-        """Where the stream of its own stands."""
+        """Record an event on the side stream."""
 
     def after(self, mark: Any) -> None:
-        """Lets the current stream wait for ``mark``."""
+        """Let the current stream wait for the event ``mark``."""
 
     def keep(self, x: Tensor) -> None:
-        """Memory of ``x`` is not given to others before the stream of its own is done with it."""
+        """Protect the memory of ``x`` from reuse until the side stream's work so far is done."""
 
 
 OpenWindow = Callable[[int, int], Window]
-"""From bytes and words to a window of a group; called by all its ranks together."""
+"""(bytes, number of words) -> window of a group. Collective over the group."""
 
 
 class SymmetricWindow:
-    """On GPUs. RuntimeError where the driver or the machine does not allow it."""
+    """Window on GPUs. The constructor is collective, waits for the device, and raises RuntimeError if the driver or the
+    machine does not support symmetric memory."""
 
     def __init__(self, handle: dist.ProcessGroup, num_bytes: int, num_words: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -73,7 +74,7 @@ class SymmetricWindow:
         start = -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
         own = symmetric.empty(start + num_words * _WORD_BYTES, dtype=torch.uint8, device=device)
         self._shared = symmetric.rendezvous(own, handle)
-        # no rank may write a word of a peer that still has to set its words to 0
+        # barrier after zeroing: otherwise a peer could signal before this rank resets its words to 0
         own.zero_()
         torch.cuda.synchronize()
         dist.barrier(handle, device_ids=[device.index])

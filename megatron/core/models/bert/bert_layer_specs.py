@@ -1,6 +1,8 @@
-"""Layer specs of BERT models: those of GPT, whose tokens see all others of their sample."""
+"""Layer specs of BERT models: GPT layers with bidirectional attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -11,17 +13,31 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def get_bert_layer_local_spec() -> ModuleSpec:
-    """A layer from torch alone."""
+    """Return the spec of a layer that needs only torch."""
     return layer_spec(get_backend("local"), mask=AttnMaskType.padding)
 
 
 def get_bert_layer_with_transformer_engine_spec() -> ModuleSpec:
-    """A layer of Transformer Engine modules; ValueError with the command that installs the package where it is
-    missing."""
+    """Return the spec of a Transformer Engine layer. Without the package: local modules with its parameter names."""
     return layer_spec(get_backend("transformer_engine"), mask=AttnMaskType.padding)
 
 
+_CONSTANTS = {
+    "bert_layer_local_spec": get_bert_layer_local_spec,
+    "bert_layer_with_transformer_engine_spec": get_bert_layer_with_transformer_engine_spec,
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a new spec for each import of a constant such as ``bert_layer_local_spec``."""
+    if name not in _CONSTANTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _CONSTANTS[name]()
+
+
 def get_bert_block_spec(config: TransformerConfig, use_transformer_engine: bool = False) -> TransformerBlockSubmodules:
-    """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
+    """Return one spec per layer of the full model plus the final norm; ``config`` selects the norms of queries and
+    keys.
+    """
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     return encoder_spec(backend, config.num_layers, config.qk_layernorm, config.qk_l2_norm)

@@ -1,4 +1,4 @@
-"""BERT: an encoder that predicts masked tokens, and the order of two pieces of text.
+"""BERT: an encoder trained on masked tokens and, optionally, on the order of two text segments.
 
 Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
 """
@@ -22,16 +22,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 
 
 class LabelsAt(NamedTuple):
-    """``labels`` int64 [b, k] at ``places`` int64 [b, k] of each row, where alone the head predicts."""
+    """``labels`` int64 [b, k] at the sequence positions ``places`` int64 [b, k]; the LM head is computed only there."""
 
     labels: Tensor
     places: Tensor
 
 
 class BertModel(LanguageModule):
-    """Token ids to logits, or to per-token losses where labels are given, and the logits of the binary head.
+    """BERT model: returns logits, or per-token losses if labels are passed, and the logits of the binary head.
 
-    ``num_tokentypes`` 0: without types of tokens. Arguments are otherwise those of :class:`GPTModel`.
+    ``num_tokentypes=0`` builds no token-type embedding. The other arguments are as in :class:`GPTModel`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BertModel(LanguageModule):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | LabelsAt | None = None,
@@ -104,29 +104,32 @@ class BertModel(LanguageModule):
         position_ids: Tensor | None = None,
         first_tokens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """(logits [b, s, v], with -inf for padded entries, or losses fp32 [b, s] of every label; logits [b, 2] of the
-        binary head or None). On a pipeline stage other than the last: hidden states [s, b, h].
+        """Return (LM output, binary logits). The LM output is logits [b, s, v] (-inf for padded entries) or, with
+        labels, losses fp32 [b, s] of every label. Binary logits are [b, 2], or None without that head. Pipeline stages
+        other than the last return hidden states [s, b, h].
 
         Args:
-            input_ids: int64 [b, s]; under context parallelism this rank's tokens, as all that is [b, s].
-            attention_mask: int or bool [b, s] of *whole* sequences, 1 for tokens and 0 for the padding behind them.
-                None: no padding, or ``packed_seq_params`` says where it is (:meth:`PackedSeqParams.of_lengths`).
+            input_ids: int64 [b, s]. With context parallelism s counts this rank's tokens, here and below. None on later
+                pipeline stages.
+            attention_mask: int or bool [b, s] of *full* sequences: 1 for tokens, 0 for the padding after them. None: no
+                padding, or ``packed_seq_params`` describes it (:meth:`PackedSeqParams.of_lengths`).
             tokentype_ids: int64 [b, s].
-            lm_labels: int64 [b, s]; a valid id also where the loss does not count. :class:`LabelsAt`: losses are [b, k]
-                of these places, and the head computes nothing for others.
-            sample_index: int64 [b], the samples' places in the whole run, on which dropout masks depend.
-            position_ids: int64 [1, s], each token's place in its sample, where ``packed_seq_params`` are samples laid
-                end to end in one row; ``sample_index`` is [1, s] then. None: samples are rows.
-            first_tokens: int64 [n], where samples begin in that row (of this rank's tokens). There are n rows of the
-                binary head's logits then.
+            lm_labels: int64 [b, s]; must be a valid id even where the loss is masked. :class:`LabelsAt`: losses are [b,
+                k], and the head is computed at these positions only.
+            sample_index: int64 [b], indices of the samples in the run; dropout masks depend on them.
+            position_ids: int64 [1, s], position of each token in its sample if ``packed_seq_params`` packs samples into
+                one row; ``sample_index`` is then [1, s]. None: each row is a sample.
+            first_tokens: int64 [n], index of each sample's first token in that row (this rank's tokens). The binary
+                head then returns n rows.
 
         Raises:
-            ValueError: padding that is not behind all tokens; :class:`LabelsAt` under sequence parallelism.
+            ValueError: padding is not after all tokens; :class:`LabelsAt` with sequence parallelism.
         """
         if attention_mask is not None:
             packed_seq_params = PackedSeqParams.of_lengths(lengths_of_mask(attention_mask), attention_mask.shape[1])
         context = self.forward_context(input_ids, sample_index, packed_seq_params, position_ids)
         if self.pre_process:
+            assert input_ids is not None
             if position_ids is None:
                 position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
             hidden_states = self.embedding(input_ids, position_ids, context.dropout, tokentype_ids)

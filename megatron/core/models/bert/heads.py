@@ -1,4 +1,4 @@
-"""What BERT has behind its last layer, beside the output layer.
+"""Heads of BERT after its last layer, except the output layer.
 
 Legend: s sequence (this rank's positions), b batch, h hidden.
 """
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.operators import reduce_from_region
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.norm import make_norm
 
 
 class BertLMHead(nn.Module):
-    """[s, b, h] -> [s, b, h] before the output layer: dense, exact GELU, norm (Devlin et al. 2018)."""
+    """Transform before the output layer, [s, b, h] -> [s, b, h]: dense, exact GELU, norm (Devlin et al. 2018)."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class BertLMHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """[s, b, h] -> [b, h]: tanh of a dense layer of each sequence's first position; or of a row [s, 1, h] of samples
-    -> [n, h], that of each of the ``first_tokens``, int64 [n].
+    """Dense layer and tanh on the first position of each sequence: [s, b, h] -> [b, h]. With ``first_tokens`` int64
+    [n], the samples are packed in one row and [s, 1, h] -> [n, h].
 
-    That position is on one of the ranks that split a sequence. Tensor-parallel ranks all get its vector; of
-    context-parallel ranks only the first has it, what others return means nothing. But
-    ``first_tokens`` are those of one context-parallel rank, counted in its tokens.
+    Only one rank holds a sequence's first position. An all-reduce over the sequence-parallel ranks gives the vector to
+    all of them. With context parallelism only the first rank's result is valid; ``first_tokens`` count the tokens of
+    one context-parallel rank.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
@@ -51,10 +51,10 @@ class Pooler(nn.Module):
 
     def forward(self, hidden_states: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         if first_tokens is None:
-            first = hidden_states[0] * float(self.stream.is_first)  # the others hold later positions
+            first = hidden_states[0] * float(self.stream.is_first)  # other ranks hold later positions and add zero
         else:
             length = len(hidden_states)
             places = first_tokens - self.stream.rank * length
             here = (places >= 0) & (places < length)
             first = hidden_states[places.clamp(0, length - 1), 0] * here[:, None]
-        return torch.tanh(self.dense(reduce_from_tensor_model_parallel_region(first, self.stream))[0])
+        return torch.tanh(self.dense(reduce_from_region(first, self.stream))[0])

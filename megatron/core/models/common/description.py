@@ -1,4 +1,4 @@
-"""Describes what stands around the layers of language models. Torch-free."""
+"""Description of the embedding, output layer and vocabulary of language models. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from megatron.core.transformer.mlp_description import describe_mlp
 SETTINGS = (
     "num_layers", "mtp_num_layers", "mtp_use_repeated_layer", "position_embedding_type",
     "untie_embeddings_and_output_weights", "use_parallel_residual", "apply_embedding_scaling",
-    "final_logit_softcapping", *parts.RESIDUAL_SETTINGS,
+    "final_logit_softcapping", "embedding_multiplier", "logits_scaling", *parts.RESIDUAL_SETTINGS,
 )  # fmt: skip
-"""Settings that the weights around its layers depend on."""
+"""Settings that the weights outside the layers depend on."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Word embeddings and output layer. ``size`` is the true number of entries; a multiple of ``divisible_by`` is
-    stored, and the padding takes part in nothing."""
+    """Sizes of the word embedding and the output layer. ``size`` is the unpadded number of entries. The stored number
+    is padded to a multiple of ``divisible_by``; the padding takes part in no computation.
+    """
 
     size: int
     shared: bool
-    """Whether the output layer's weight is the embedding's."""
+    """Whether the output layer uses the embedding's weight."""
     divisible_by: int = 128
 
 
@@ -36,18 +37,19 @@ LayerDescription = Callable[[Config, LayerPlace], tuple[Piece, ...]]
 
 
 def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -> Sequence[LayerDescription]:
-    """What describes each layer of ``spec``: that of a layer, or one per layer; None: all are ``built_in``, and
-    described without torch."""
+    """Return one describing function per layer of ``spec``, which is one spec for all layers or one per layer. None
+    returns ``built_in`` for every layer and does not import torch.
+    """
     if spec is None:
         return [built_in] * num_layers
-    from megatron.core.transformer.layer_description import describe_layer  # specs are of torch's modules
+    from megatron.core.transformer.layer_description import describe_layer  # imported here: specs need torch
     from megatron.core.transformer.transformer_block import layer_specs
 
     return [partial(describe_layer, each) for each in layer_specs(spec, num_layers)]
 
 
 def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: Piece) -> tuple[Piece, ...]:
-    """The branches of a layer, or their sum where they are parallel."""
+    """Return the layer's two branches, or one combined piece with parallel residual branches."""
     branches = (
         parts.residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
         parts.residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm"),
@@ -56,12 +58,14 @@ def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: P
 
 
 def encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    """A layer of attention and one feed-forward network."""
+    """Describe a layer of attention (masked as ``place`` says) and one dense feed-forward network."""
     return attention_and_feed_forward(config, describe_attention(config, place), describe_mlp(config, place))
 
 
 def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:
-    """Word embeddings and the weight of the output layer, a copy of them where it is shared."""
+    """Return the word embedding and the output weight, both [v, h] split over TP along v. ``stored`` is padded to a
+    multiple of ``divisible_by`` and TP. A shared output weight is ``tied_to`` the embedding.
+    """
     multiple = math.lcm(vocabulary.divisible_by, config.tensor_model_parallel_size)
     table = (vocabulary.size, config.hidden_size)
     stored = (-(-vocabulary.size // multiple) * multiple, config.hidden_size)
@@ -71,13 +75,14 @@ def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:
 
 
 def describe_embedding(config: Config, word: Param, positions: int, settings: tuple[str, ...]) -> Piece:
-    """Words, and ``positions`` learned positions where there are any; the ``settings`` that weights around the layers
-    depend on."""
+    """Describe the embedding: word table, ``positions`` learned positions (0: none), look-up cost and dropout mask.
+    ``settings`` names the settings that weights outside the layers depend on.
+    """
     params = [word]
     if positions:
         params.append(Param("embedding.position_embeddings.weight", (positions, config.hidden_size)))
     elements = parts.stream_elements(config)
-    # a row is read, written and read again as a gradient, and added to a gradient of four bytes
+    # the look-up reads and writes a row, backward reads its gradient and adds it to an fp32 gradient
     traffic = (3.0 * parts.activation_bytes(config) + 2 * 4) * elements
     saved = (Saved("dropout mask", elements),) if config.hidden_dropout else ()
     look_up = Op("embedding", "embedding", traffic=traffic, saved=saved)
@@ -85,7 +90,9 @@ def describe_embedding(config: Config, word: Param, positions: int, settings: tu
 
 
 def describe_head(config: Config, output: Param, seq_length: int, final_norm: str = "decoder.final_layernorm") -> Piece:
-    """Final norm, output layer, loss. Logits that exist a chunk at a time are computed again, not kept."""
+    """Describe the final norm, output layer and loss. With ``cross_entropy_chunk_tokens`` logits are recomputed per
+    chunk, so that none are saved.
+    """
     elements, item = parts.stream_elements(config), parts.activation_bytes(config)
     assert output.stored is not None
     stored, hidden = output.stored[0] // config.tensor_model_parallel_size, config.hidden_size

@@ -1,4 +1,4 @@
-"""Token embeddings plus, where asked for, learned absolute positions and types of tokens.
+"""Token embeddings plus optional learned absolute positions and token types.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -14,12 +14,12 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import DropoutCoordinates, dropout_is_fused, make_dropout
 from megatron.core.sharding.placement import parameter
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.operators import scatter_to_sequence
 from megatron.core.transformer.initial_values import embedding_init
 
 
 class WholeEmbedding(nn.Module):
-    """A learned vector for each of ``count`` positions or types; every rank holds all of them."""
+    """Learned embedding of ``count`` positions or token types, replicated on every rank."""
 
     def __init__(self, config: TransformerConfig, count: int, groups: ProcessGroups) -> None:
         super().__init__()
@@ -32,7 +32,9 @@ class WholeEmbedding(nn.Module):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """input_ids, position_ids int64 [b, s] -> [s, b, h] (s / tp positions per rank under sequence parallelism)."""
+    """Embedding of int64 ids [b, s] as hidden states [s, b, h], scaled and with dropout. Under sequence parallelism
+    each rank returns s / tp positions.
+    """
 
     def __init__(
         self,
@@ -55,15 +57,16 @@ class LanguageModelEmbedding(nn.Module):
         self.tokentype_embeddings = WholeEmbedding(config, num_tokentypes, groups) if num_tokentypes else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
         self.scale = 1.0
-        if config.apply_embedding_scaling:  # rounded as the published models were trained
+        if config.apply_embedding_scaling:  # rounded to params_dtype, as in the training of the published models
             self.scale = torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype).item()
+        self.scale *= config.embedding_multiplier
         self.sequence_parallel = groups.stream(config.sequence_parallel).size > 1
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None,
         tokentype_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        ids_sb = input_ids.t()  # of ids, not of vectors
+        ids_sb = input_ids.t()  # transpose the ids: transposing the vectors would copy h times as much
         others = [(self.position_embeddings, position_ids), (self.tokentype_embeddings, tokentype_ids)]
         added = [(table, ids) for table, ids in others if table is not None]
         if self.sequence_parallel and not added:
@@ -73,9 +76,9 @@ class LanguageModelEmbedding(nn.Module):
             assert ids is not None, "a model with types of tokens is called with tokentype_ids"
             embeddings = embeddings + table(ids.t())
         if self.sequence_parallel:
-            embeddings = scatter_to_sequence_parallel_region(embeddings, self.group)
+            embeddings = scatter_to_sequence(embeddings, self.group)
         return self._dropped(embeddings, dropout)
 
     def _dropped(self, embeddings: Tensor, dropout: DropoutCoordinates | None) -> Tensor:
-        """Scaled first, where that is asked for."""
+        """Scale the embeddings if configured, then apply dropout."""
         return self.embedding_dropout(embeddings if self.scale == 1.0 else embeddings * self.scale, dropout)

@@ -1,5 +1,5 @@
-"""What language models have in common: the stage that a rank holds, word embeddings that are also the output layer,
-positions, the coordinates of dropout, logits and losses.
+"""Base class of language models: pipeline stage, tied embedding and output layer, positions, dropout coordinates,
+logits and losses.
 
 Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
 """
@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -29,7 +31,7 @@ from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
-from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.operators import gather_from_region
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
@@ -38,12 +40,12 @@ PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 
 
 class LanguageModule(MegatronModule):
-    """Base of the models of this package; they set ``parallel_output``, and ``output_layer`` on the
-    stages that have it.
+    """Base class of GPT, BERT and T5 models. Subclasses set ``parallel_output``, and ``output_layer`` on stages that
+    have it.
 
-    Initial weights are functions of ``seed`` (``config.seed``) and their names; with ``config.perform_initialization``
-    off, weights are zero and norms are the identity, for a checkpoint to fill. The model is built on
-    ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
+    Initial weights are functions of ``seed`` (default ``config.seed``) and the parameter names. Without
+    ``config.perform_initialization``, weights are zero and norms are the identity, to be loaded from a checkpoint. The
+    model is built on the CPU with ``config.use_cpu_initialization`` or without a GPU, else on the current GPU.
     """
 
     embedding: LanguageModelEmbedding
@@ -73,17 +75,17 @@ class LanguageModule(MegatronModule):
         self.rotary_pos_emb, self.rotary_pos_emb_local = positions.rotary(config), positions.local_rotary(config)
         self.dropout_stream = DropoutStream(self.seed)
         self._stream_split = self.groups.stream(config.sequence_parallel)
-        """Over which ranks the residual stream's positions are split."""
+        """Ranks over which the positions of the residual stream are split (sequence parallelism)."""
         self._input_tensor: Any = None
         self._forward_calls = 0
 
     # ---- stages
 
     def branches_of_this_stage(self, described: ModelDescription, layers: range | None = None) -> range:
-        """Those of ``layers``, or what this pipeline rank and ``vp_stage`` hold.
+        """Return the range of branches of ``layers``, or, if None, of this pipeline rank and ``vp_stage``.
 
         Raises:
-            UserError: the configuration and the process groups disagree on the number of pipeline ranks.
+            UserError: the configuration and the process groups have different pipeline sizes.
         """
         costs, pp = described.costs, self.groups.pp
         if layers is not None:
@@ -97,12 +99,28 @@ class LanguageModule(MegatronModule):
         return stages[pp.rank + (self.vp_stage or 0) * pp.size].branches
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the previous pipeline stage sent, hidden states [s, b, h], for the next ``forward``."""
+        """Store the hidden states [s, b, h] received from the previous pipeline stage for the next ``forward``."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def local_shape(self, input_ids: Tensor | None) -> tuple[int, int, torch.device]:
+        """Return (batch size, this context-parallel rank's tokens per row, device) of a micro-batch.
+
+        ``input_ids`` [b, s] may be None on later pipeline stages, for programs that read no data there; the shape is
+        then taken from the received hidden states.
+
+        Raises:
+            UserError: ``input_ids`` is None on a stage with the embedding.
+        """
+        if input_ids is not None:
+            return (*input_ids.shape, input_ids.device)
+        if self.pre_process:
+            raise UserError("input_ids: None, but this pipeline stage has the embedding; pass token ids [b, s]")
+        local_length, batch = self.received.shape[:2]
+        return batch, local_length * self._stream_split.size, self.received.device
 
     @property
     def received(self) -> Any:
-        """What :meth:`set_input_tensor` was given last."""
+        """Input of the last :meth:`set_input_tensor` call."""
         assert self._input_tensor is not None, "set_input_tensor comes before forward on later pipeline stages"
         return self._input_tensor
 
@@ -112,8 +130,10 @@ class LanguageModule(MegatronModule):
     def construction(
         self, *, embedding: bool | None = None, num_tokentypes: int = 0, tie_embedding: bool = False
     ) -> Iterator[None]:  # fmt: skip
-        """Where layers are built, behind the ``embedding`` (None: where :attr:`pre_process`): on the model's device.
-        At the end weights that two stages hold are marked (:meth:`tie_over_stages`), and all get their values."""
+        """Context in which a subclass builds its layers, on the model's device. Builds the embedding first
+        (``embedding``; None: if :attr:`pre_process`). On exit, marks weights that two stages hold
+        (:meth:`tie_over_stages`) and initializes all parameters unless ``config.perform_initialization`` is off.
+        """
         config, positions = self.config, self.positions
         with torch.device(_construction_device(config)):
             if self.pre_process if embedding is None else embedding:
@@ -130,11 +150,13 @@ class LanguageModule(MegatronModule):
 
     @property
     def has_embedding(self) -> bool:
-        """On the first stage, and wherever a model keeps a copy of it."""
+        """Whether this stage has the embedding: the first stage, and the last one if it keeps a copy."""
         return hasattr(self, "embedding")
 
     def build_output_layer(self, *, bias: bool = False) -> VocabParallelOutput:
-        """The output layer of the last stage, behind the embedding if that is here too."""
+        """Build the output layer. It borrows the embedding's weight if weights are shared and this stage has the
+        embedding.
+        """
         config, tied = self.config, self.share_embeddings_and_output_weights
         layer = VocabParallelOutput(
             config.hidden_size, self.vocab_size, config=config,
@@ -151,14 +173,16 @@ class LanguageModule(MegatronModule):
         return layer
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The tied weight as this stage holds it; None where it holds none."""
+        """Return this stage's copy of the tied weight; None if the stage has neither embedding nor output layer."""
         if self.has_embedding:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
     def tie_over_stages(self, *, whole_embedding: bool) -> None:
-        """Marks weights that the first and the last stage each hold: their gradients are partial sums. Those are the
-        shared output weight, or the ``whole_embedding`` of which the last stage has a copy."""
+        """Mark weights that both the first and the last stage hold, so that their gradients are all-reduced as partial
+        sums: the shared output weight or, with ``whole_embedding``, all embedding weights. No effect if one stage has
+        both ends.
+        """
         if self.pre_process == self.post_process:
             return
         weights: dict[str, Any] = {}
@@ -172,39 +196,48 @@ class LanguageModule(MegatronModule):
             weight.spec = replace(spec, grad=grad, tied_to=tied_to)
 
     def outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [b, s, v] of [s, b, h], with -inf for padded entries, or the losses fp32 [b, s] of ``labels``."""
+        """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels``.
+        Without ``parallel_output``, all-gather the logits over the tensor-parallel group.
+        """
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight
+        if self.config.logits_scaling != 1.0:  # scale the input: the chunked and fused losses accept no factor
+            hidden_states = hidden_states / self.config.logits_scaling
         if labels is not None:
             return self.output_layer(hidden_states, weight, labels.transpose(0, 1)).transpose(0, 1).contiguous()
         return self._visible_logits(self.output_layer(hidden_states, weight)).transpose(0, 1).contiguous()
 
     def _visible_logits(self, logits: Tensor) -> Tensor:
-        """Padded entries become -inf, so that no softmax or argmax over the logits sees them."""
+        """Set padded entries to -inf, so that softmax and argmax ignore them; all-gather over TP unless
+        ``parallel_output``.
+        """
         num_local = self.output_layer.num_local
         if num_local < logits.shape[-1]:
             padded = torch.arange(logits.shape[-1], device=logits.device) >= num_local
             logits = logits.masked_fill(padded, -torch.inf)
-        return logits if self.parallel_output else gather_from_tensor_model_parallel_region(logits, self.groups.tp)
+        return logits if self.parallel_output else gather_from_region(logits, self.groups.tp)
 
     # ---- positions
 
     def forward_context(
-        self, input_ids: Tensor, sample_index: Tensor | None, documents: PackedSeqParams | None = None,
+        self, input_ids: Tensor | None, sample_index: Tensor | None, documents: PackedSeqParams | None = None,
         position_ids: Tensor | None = None, **more: Any,
     ) -> ForwardContext:  # fmt: skip
-        """What layers know of tokens [b, s] of this rank, and ``more`` fields.
+        """Build the layers' context for this rank's tokens [b, s]: rotary tables, documents and dropout coordinates.
+        ``more`` sets further fields of :class:`ForwardContext`.
 
-        ``position_ids`` [1, s]: the one row is of several samples, and ``sample_index`` [1, s] says of which each token
-        is; else samples are rows, of which ``sample_index`` has one entry each.
+        ``position_ids`` [1, s] means that one row packs several samples; ``sample_index`` [1, s] then has an entry per
+        token. Otherwise each row is a sample, and ``sample_index`` is [b].
 
         Raises:
-            ValueError: ``documents`` are of other tokens.
-            UserError: a row of several samples, and dropout of attention weights, which knows rows alone.
+            ValueError: ``documents`` describe another number of tokens.
+            UserError: packed samples with attention dropout in training, which identifies samples by row.
         """
-        (batch, length), device, cp = input_ids.shape, input_ids.device, self.groups.cp
+        batch, length, device = self.local_shape(input_ids)
+        cp = self.groups.cp
         if documents is not None:
+            documents = documents.documents(batch * length * cp.size, cp.size)
             documents.check(batch, length * cp.size)
         if position_ids is not None and self.training and self.config.attention_dropout:
             raise UserError("position_ids: samples that share a row train with attention_dropout 0")
@@ -219,35 +252,60 @@ class LanguageModule(MegatronModule):
         )  # fmt: skip
 
     def local_positions(self, length: int, device: torch.device) -> Tensor:
-        """Positions in whole sequences, int64, of this context-parallel rank's ``length`` tokens."""
+        """Return the int64 positions in the full sequence of this context-parallel rank's ``length`` tokens (zig-zag
+        order).
+        """
         cp = self.groups.cp
         return zigzag.positions(length * cp.size, cp.rank, cp.size, device)
+
+    def _default_positions(self, input_ids: Tensor) -> Tensor:
+        """Return int64 positions [b, s] of full rows; raise UserError if the embedding has learned positions."""
+        if self.pre_process and self.embedding.position_embeddings is not None:
+            raise UserError("position_ids: None, but the model has learned positions; pass them, int64 [b, s]")
+        return self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
 
     def dropout_coordinates(
         self, batch: int, length: int, sample_index: Tensor | None, device: torch.device,
         position_ids: Tensor | None = None,
     ) -> DropoutCoordinates | None:  # fmt: skip
-        """None: nothing is dropped, as in evaluation."""
+        """Return the samples and positions of this rank's part of the residual stream, from which dropout masks are
+        computed; None in evaluation.
+        """
         if not self.training:
             return None
         stream = self._stream_split
         samples = self.samples(batch, sample_index, device)
-        if samples.dim() > 1:  # of every token of a row
+        if samples.dim() > 1:  # one entry per token of the packed row
             samples = samples[0].chunk(stream.size)[stream.rank]
         positions = self.local_positions(length, device) if position_ids is None else position_ids[0]
         return DropoutCoordinates(self.dropout_stream, samples, positions.chunk(stream.size)[stream.rank])
 
     def samples(self, batch: int, sample_index: Tensor | None, device: torch.device) -> Tensor:
-        """``sample_index``; without, successive calls count on: masks differ between calls, but are not tied to the
-        data."""
+        """Return ``sample_index``. If None, number the samples consecutively over calls: masks then differ between
+        calls, but do not depend on the data's position in the run.
+        """
         if sample_index is None:
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
         return sample_index
 
 
+def groups_of_program(pg_collection: Any, groups: ProcessGroups | None) -> ProcessGroups | None:
+    """Return ``groups`` after checking them against a program's ``pg_collection`` of torch groups.
+
+    Raises:
+        UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks.
+    """
+    ours = groups or parallel_state.get_process_groups()
+    for name in ("tp", "pp", "cp"):
+        theirs = getattr(pg_collection, name, None)
+        if theirs is not None and tuple(dist.get_process_group_ranks(theirs)) != getattr(ours, name).ranks:
+            raise UserError(f"pg_collection.{name}: is not the group of the running program; leave pg_collection out")
+    return groups
+
+
 def _construction_device(config: TransformerConfig) -> torch.device:
-    """Where a model is built."""
+    """Return the device on which to build a model."""
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -255,7 +313,7 @@ def _construction_device(config: TransformerConfig) -> torch.device:
 
 @dataclass(frozen=True)
 class Positions:
-    """How tokens know their position, in sequences of at most ``max_length``."""
+    """Position embedding of sequences of at most ``max_length`` tokens."""
 
     max_length: int
     kind: str = "learned_absolute"
@@ -267,14 +325,14 @@ class Positions:
 
     @property
     def are_learned(self) -> bool:
-        """Whether there is a vector for each of them."""
+        """Whether each position has a learned vector."""
         return self.kind == "learned_absolute"
 
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """The rotary embedding; None for kinds without one.
+        """Return the rotary embedding, or None for kinds without one.
 
         Raises:
-            UserError: there is no such kind.
+            UserError: ``kind`` is unknown.
         """
         if self.kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {self.kind!r}: choose learned_absolute, rope, yarn or none")
@@ -289,9 +347,11 @@ class Positions:
         )  # fmt: skip
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """That of layers with a sliding window, where they have another base."""
+        """Return the rotary embedding of sliding-window layers if ``config.rotary_base_local`` is set, else None."""
         if self.kind not in ("rope", "yarn") or config.rotary_base_local is None or config.multi_latent_attention:
             return None
         return RotaryEmbedding(
             config.kv_channels, self.percent, rotary_base=config.rotary_base_local, dtype=config.params_dtype
         )
+
+serve_other_names(__name__)

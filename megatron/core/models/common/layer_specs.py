@@ -1,4 +1,4 @@
-"""Layers of attention and a feed-forward network: slots filled from a backend."""
+"""Layer specs of attention and a feed-forward network, built from a backend."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def layer_spec(
     backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False, multi_latent_attention: bool = False,
     experts: bool = False, mask: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:  # fmt: skip
-    """A layer of one backend, dense or with ``experts``; ``mask``: which positions see each other (all latent attention
-    is causal)."""
+    """Return the spec of one layer, with a dense MLP or MoE (``experts``). ``mask`` selects causal or bidirectional
+    attention; latent attention (MLA) is always causal.
+    """
     attention = _self_attention(backend, qk_layernorm, qk_l2_norm, mask)
     if multi_latent_attention:
         attention = _latent_attention(backend, qk_layernorm)
@@ -77,6 +78,6 @@ def layer_spec(
 def encoder_spec(
     backend: Backend, num_layers: int, qk_layernorm: bool = False, qk_l2_norm: bool = False
 ) -> TransformerBlockSubmodules:  # fmt: skip
-    """Layers whose tokens see all others of their sample, and the final norm."""
+    """Return ``num_layers`` layers with bidirectional attention and the final norm."""
     layer = layer_spec(backend, qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, mask=AttnMaskType.padding)
     return TransformerBlockSubmodules([layer] * num_layers, backend.norm)

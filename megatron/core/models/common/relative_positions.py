@@ -1,7 +1,8 @@
-"""Relative positions as a bias on attention's scores (Raffel et al. 2020, section 2.1, and the published code).
+"""Relative positions as an attention-score bias (Raffel et al. 2020, section 2.1, and the published code).
 
-Distances key - query share out into buckets: the nearer ones have one each, the others grow by a factor up to the
-longest, behind which all are one bucket. Every head has a number per bucket; all layers of a stack use the same table.
+Distances key - query map to buckets: one bucket per small distance, then logarithmically growing ranges up to the
+maximum distance; larger distances share the last bucket. Each head has one value per bucket, and all layers of a stack
+share the table.
 
 Legend: n buckets, a heads (local).
 """
@@ -30,7 +31,7 @@ class _Table(nn.Module):
 
 
 class RelativePositionEmbedding(nn.Module):
-    """The table of one stack; tensor-parallel ranks hold their heads."""
+    """Relative-position table of one stack, split by heads over the tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, num_buckets: int, *, groups: ProcessGroups) -> None:
         super().__init__()
@@ -38,21 +39,23 @@ class RelativePositionEmbedding(nn.Module):
 
     @property
     def table(self) -> Tensor:
-        """[n, a]."""
+        """This rank's heads, [n, a]."""
         return self.relative_attention_bias.weight
 
 
 def position_bias(table: Tensor, length: int, *, max_distance: int, bidirectional: bool) -> Tensor:
-    """[a, 2 * length - 1], fp32 (fp64 for fp64): of ``table`` [n, a], by distance, for whole sequences of ``length``
-    that attend to themselves (``attention/position_bias.py``)."""
+    """Return the bias by distance, [a, 2 * length - 1], fp32 (fp64 for an fp64 table), from ``table`` [n, a], for
+    self-attention over full sequences of ``length`` (see ``attention/position_bias.py``).
+    """
     number = buckets(torch.arange(1 - length, length, device=table.device), len(table), max_distance, bidirectional)
     wide = table.to(torch.promote_types(table.dtype, torch.float32))  # all pairs of all layers add to its gradient
     return F.embedding(number, wide).t().contiguous()
 
 
 def buckets(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """Bucket of each ``distance`` (key - query, int64). Bidirectional: the upper half is for keys behind the query;
-    else these are at distance 0."""
+    """Return the int64 bucket of each ``distance`` (key - query). Bidirectional: keys after the query use the upper
+    half of the buckets. Otherwise those keys map to distance 0.
+    """
     offset: Tensor | int = 0
     if bidirectional:
         num_buckets //= 2
@@ -60,7 +63,7 @@ def buckets(distance: Tensor, num_buckets: int, max_distance: int, bidirectional
     else:
         distance = (-distance).clamp(min=0)
     exact = num_buckets // 2
-    # in fp32 and in this order as in the published code: rounding decides between neighbouring buckets
+    # same fp32 operations in the same order as the published code: rounding decides between neighboring buckets
     steps = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (steps * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
     return offset + torch.where(distance < exact, distance, far)

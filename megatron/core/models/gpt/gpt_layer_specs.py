@@ -1,10 +1,11 @@
-"""Layer specs of GPT models: slots filled from a backend."""
+"""Layer specs of GPT models, built from a backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
 
+from megatron import serve_other_names
 from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import get_backend
@@ -13,8 +14,13 @@ from megatron.core.transformer import multi_token_prediction as prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-_FOLLOWS_FROM_CONFIG = {"normalization", "moe_use_legacy_grouped_gemm", "use_te_op_fuser", "use_kitchen", "vp_stage"}
-"""Arguments of existing programs that choose nothing: the configuration, or the stage being built, says it."""
+_FOLLOWS_FROM_CONFIG = {
+    "experimental_attention_variant", "kitchen_attention_backend", "mla_down_proj_fusion",
+    "moe_use_legacy_grouped_gemm", "normalization", "use_grouped_gemm_for_dense_mlp", "use_kitchen",
+    "use_kitchen_attention", "use_te_activation_func", "use_te_op_fuser", "vp_stage",
+}  # fmt: skip
+"""Arguments that existing programs pass and that are ignored: the configuration or the pipeline stage determines them.
+"""
 
 
 def _accept(names: Iterable[str]) -> None:
@@ -34,23 +40,36 @@ def _layer_spec(
 
 
 get_gpt_layer_local_spec = partial(_layer_spec, "local")
-"""A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
-follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
+"""Spec of a layer that needs only torch. Norms of queries and keys are also built if the configuration enables them.
+Arguments that the configuration determines (``fp8`` and others) are accepted and ignored.
+"""
 
 get_gpt_layer_with_transformer_engine_spec = partial(_layer_spec, "transformer_engine")
-"""A layer of Transformer Engine modules; ValueError with the command that installs the package where it is missing."""
+"""Spec of a Transformer Engine layer. Without the package: local modules with its parameter names."""
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig, use_transformer_engine: bool = False, **accepted: object
+) -> list[ModuleSpec]:
+    """Return one spec per layer of the full model; ``config`` selects attention, norms and which layers are MoE.
+
+    Raises:
+        TypeError: an argument is unknown.
+    """
+    _accept({*accepted} - {"qk_l2_norm"})
+    backend = get_backend("transformer_engine" if use_transformer_engine else "local")
+    kinds = {name: getattr(config, name) for name in ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")}
+    return [
+        layer_spec(backend, **kinds, experts=has_experts(config, number)) for number in range(1, config.num_layers + 1)
+    ]
 
 
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, use_transformer_engine: bool = False, **accepted: object
 ) -> TransformerBlockSubmodules:
-    """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
-    _accept({*accepted} - {"qk_l2_norm"})
+    """Return the specs of :func:`get_gpt_decoder_layer_specs` and the final norm."""
+    layers = get_gpt_decoder_layer_specs(config, use_transformer_engine, **accepted)
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    kinds = {name: getattr(config, name) for name in ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")}
-    layers = [
-        layer_spec(backend, **kinds, experts=has_experts(config, number)) for number in range(1, config.num_layers + 1)
-    ]
     return TransformerBlockSubmodules(layers, backend.norm)
 
 
@@ -60,8 +79,10 @@ def get_gpt_mtp_block_spec(
     use_transformer_engine: bool = False,
     **accepted: object,
 ) -> prediction.MultiTokenPredictionBlockSubmodules | None:
-    """Depths that predict further tokens, each with a layer like the last one of ``spec``; None without any. For all
-    pipeline stages alike: the model knows which of them has those."""
+    """Return the spec of the multi-token prediction depths, each with a layer like the last one of ``spec``; None
+    without ``mtp_num_layers``. Pass the same result on all pipeline stages: the model builds the depths on the last
+    stage only.
+    """
     _accept({*accepted} - {"vp_stage"})
     if config.mtp_num_layers is None:
         return None
@@ -70,3 +91,6 @@ def get_gpt_mtp_block_spec(
     slots = prediction.MultiTokenPredictionLayerSubmodules(last, norm, norm, norm)
     depth = ModuleSpec(prediction.MultiTokenPredictionLayer, submodules=slots)
     return prediction.MultiTokenPredictionBlockSubmodules([depth] * config.mtp_num_layers)
+
+
+serve_other_names(__name__)

@@ -1,4 +1,4 @@
-"""Decoder-only language models: GPT-2 and GPT-3, LLaMA, Qwen and their relatives.
+"""Decoder-only language models: GPT-2 and GPT-3, LLaMA, Qwen and similar models.
 
 Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
 """
@@ -6,18 +6,26 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron import serve_other_names
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import Llama3Scaling
 from megatron.core.config.errors import UserError
 from megatron.core.config.moe import has_side_losses
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
+from megatron.core.models.common.language_module import (
+    LanguageModule,
+    PositionEmbeddingType,
+    Positions,
+    Vocabulary,
+    groups_of_program,
+)
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer import multi_token_prediction as prediction
@@ -27,15 +35,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 
 
 class GPTModel(LanguageModule):
-    """Token ids to logits, or to per-token losses where labels are given.
+    """Decoder-only model: returns logits, or per-token losses if labels are passed.
 
-    ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the
-    padding takes part in nothing. Initial weights are functions of ``seed`` (``config.seed``) and their names; with
-    ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
-    On a pipeline stage the model holds what ``pipeline_parallel.stages`` gives to this rank and ``vp_stage`` (its chunk
-    of an interleaved schedule), or ``layer_range`` (global indices of whole layers), or ``branches`` (counted from 0
-    through all layers).
-    The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
+    ``vocab_size`` is the unpadded size. The stored size is padded to a multiple of ``make_vocab_size_divisible_by``;
+    the padding takes part in no computation. Initial weights are functions of ``seed`` (default ``config.seed``) and
+    the parameter names. Without ``config.perform_initialization``, weights are zero and norms are the identity, to be
+    loaded from a checkpoint. A pipeline stage holds the branches that ``pipeline_parallel.stages`` assigns to this rank
+    and ``vp_stage`` (its chunk of an interleaved schedule). ``layer_range`` (global layer indices) or ``branches``
+    (counted from 0 over all layers) overrides that. The model is built on the CPU with
+    ``config.use_cpu_initialization`` or without a GPU, else on the current GPU. ``pg_collection`` must hold the groups
+    of the running program.
     """
 
     def __init__(
@@ -63,7 +72,12 @@ class GPTModel(LanguageModule):
         layer_range: range | None = None,
         branches: range | None = None,
         vp_stage: int | None = None,
+        pg_collection: Any = None,
+        logit_dtype: torch.dtype | None = None,
     ) -> None:
+        groups = groups_of_program(pg_collection, groups)
+        if logit_dtype not in (None, torch.float32):
+            raise UserError(f"logit_dtype {logit_dtype}: not available; leave it out")
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
@@ -88,6 +102,7 @@ class GPTModel(LanguageModule):
             branches = self.branches_of_this_stage(described, layer_range)
         self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
         self._loss_scale: Tensor | None = None
+        self._loss_is_mean = False
         self._masked_tokens: Tensor | None = None
         self._loss_is_checked = False
         self.mtp, predicts_on = None, mtp_block_spec is not None
@@ -101,13 +116,20 @@ class GPTModel(LanguageModule):
                     self.mtp = prediction.MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)
         self._has_side_losses = any(modules_with_statistics([self]))
 
-    def set_loss_scale(self, scale: Tensor | None) -> None:
-        """What the main loss is multiplied by before its backward pass (0-d; None: 1), for losses inside the model."""
-        self._loss_scale = scale
+    def set_loss_scale(self, scale: Tensor | None, is_mean: bool = False) -> None:
+        """Set the factor that the schedule applies to the main loss before backward (0-d; None: 1), for auxiliary
+        losses.
+
+        ``is_mean``: the main loss is a mean even if ``forward`` gets a ``loss_mask``, which then does not weight
+        tokens.
+        """
+        self._loss_scale, self._loss_is_mean = scale, is_mean
 
     def check_loss(self, num_tokens: Tensor | None) -> None:
-        """Refuses a main loss beside which losses inside the model would have a wrong weight. ``num_tokens``: how many
-        it sums up; None: it is a mean. Of the first micro-batch alone, as the host waits for the device."""
+        """Raise UserError if ``loss_func`` and ``loss_mask`` would give auxiliary losses a wrong weight. ``num_tokens``
+        is the number of tokens that the main loss sums over; None: it is a mean. Checks only the first micro-batch,
+        because reading the counts waits for the device.
+        """
         if self._loss_is_checked or not has_side_losses(self.config):
             return
         self._loss_is_checked, told = True, self._masked_tokens
@@ -122,8 +144,11 @@ class GPTModel(LanguageModule):
             )
 
     def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> SideLosses | None:
-        """With a ``loss_mask`` the main loss is taken for a sum over the tokens that count, else for a mean over those
-        of this rank."""
+        """Return token weights and the scale of auxiliary losses; None in evaluation, without gradients or without such
+        losses. With ``loss_mask`` the main loss is a sum over its tokens (all-reduced over context parallelism), else a
+        mean over this rank's tokens.
+        """
+        loss_mask = None if self._loss_is_mean else loss_mask
         if has_side_losses(self.config):
             self._masked_tokens = None if loss_mask is None else loss_mask.sum()
         if not self._has_side_losses or not self.training or not torch.is_grad_enabled():
@@ -140,8 +165,8 @@ class GPTModel(LanguageModule):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
@@ -149,22 +174,27 @@ class GPTModel(LanguageModule):
         sample_index: Tensor | None = None,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits [b, s, v], with -inf for padded entries, or per-token losses fp32 [b, s] of int64 ``labels`` [b, s].
+        """Return logits [b, s, v], with -inf for padded entries, or fp32 losses [b, s] of int64 ``labels`` [b, s].
+        Losses of negative labels are finite and meaningless: mask them. Pipeline stages other than the last return
+        hidden states [s, b, h].
 
-        On a pipeline stage other than the last: hidden states [s, b, h]. ``attention_mask`` (bool, True where hidden)
-        adds to causality; ``packed_seq_params`` keeps documents apart; ``sample_index`` int64 [b] are the samples'
-        places in the whole training run, on which dropout masks depend. Under context parallelism s counts this
-        rank's tokens (``attention/context_parallel/zigzag.py``); ``position_ids`` and document boundaries count tokens
-        of the whole sequences.
-        ``loss_mask`` [b, s]: which losses the caller sums up, for losses inside the model; those returned are of every
-        token.
+        Later stages accept None for ``input_ids`` and ``position_ids``, except the last one with multi-token
+        prediction; models without learned positions need no ``position_ids``. ``attention_mask`` (bool, True where
+        hidden) is combined with causality; ``packed_seq_params`` separates documents. ``sample_index`` int64 [b] holds
+        the samples' indices in the run, on which dropout masks depend. Under context parallelism s counts this rank's
+        tokens (``attention/context_parallel/zigzag.py``); ``position_ids`` and document boundaries refer to the full
+        sequences. ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned
+        losses.
         """
-        batch = len(input_ids)
-        side_losses = self._side_losses(batch, loss_mask, input_ids.device)
+        batch, _, device = self.local_shape(input_ids)
+        side_losses = self._side_losses(batch, loss_mask, device)
         context = self.forward_context(
             input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, side_losses=side_losses
         )
+        if position_ids is None and input_ids is not None:
+            position_ids = self._default_positions(input_ids)
         if self.pre_process:
+            assert input_ids is not None
             hidden_states = self.embedding(input_ids, position_ids, context.dropout)
         else:
             hidden_states = self.received
@@ -173,13 +203,17 @@ class GPTModel(LanguageModule):
             return hidden_states
         if self.mtp is None or labels is None or side_losses is None:
             return self.outputs(hidden_states, labels)
+        if input_ids is None or position_ids is None:
+            raise UserError("input_ids: None, but multi-token prediction embeds tokens; pass them and position_ids")
         tokens = prediction.shifted_tokens(
-            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, packed_seq_params
+            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, context.packed_seq_params
         )
         embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
         later = self.mtp(hidden_states, embeddings, context)
-        # one call for all: where the weight is the embedding's, its gradient from here is then in ``main_grad`` before
-        # any of the look-ups announces it
+        # one call for all depths: the gradient of a tied weight is then complete in ``main_grad`` before any look-up's
+        # backward marks it as ready
         all_labels = torch.cat([labels, *(each.labels for each in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
         return self.mtp.attach(losses, later_losses, tokens, loss_mask, side_losses.scale)
+
+serve_other_names(__name__)

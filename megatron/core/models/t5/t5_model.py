@@ -1,7 +1,7 @@
-"""T5: an encoder of a text in which spans are missing, a decoder that writes them.
+"""T5: an encoder of text with missing spans and a decoder that predicts the spans.
 
-Both stacks are one row of layers, the encoder's first, which pipeline stages share out. Between stages travels what
-each of the stacks has so far (:class:`Streams`), so that no stage but the first looks tokens up.
+Both stacks form one list of layers, the encoder's first, which is split into pipeline stages. Stages send the hidden
+states of both stacks (:class:`Streams`), so that only the first stage computes embeddings.
 
 Legend: e, s sequence of the encoder and of the decoder (this rank's positions), b batch, h hidden, v vocabulary entries
 of this rank (stored, padding included), n buckets, a heads (local).
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.models.common.relative_positions import RelativePositionEmbedding, position_bias
+from megatron.core.models.t5.masks import check_masks, token_mask
 from megatron.core.models.t5_description import EncoderDecoder, describe_t5
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.transformer.context import ForwardContext
@@ -30,23 +32,23 @@ LayerSpec = ModuleSpec | TransformerBlockSubmodules
 
 
 class Streams(NamedTuple):
-    """What travels between stages."""
+    """Tensors that one pipeline stage sends to the next."""
 
     encoder: Tensor
-    """[e, b, h], behind the encoder's last layer normed."""
+    """[e, b, h]; after the encoder's last layer, the normalized output."""
     decoder: Tensor
     """[s, b, h]."""
     encoder_table: Tensor | None = None
-    """[n, a] of relative positions, which only the first stage holds; None: positions are told otherwise."""
+    """[n, a], relative-position table, which only the first stage stores; None without relative positions."""
     decoder_table: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Streams:
-        """The same in the dtype of messages."""
+        """Cast all tensors to ``dtype``, the dtype of pipeline messages."""
         return Streams._make(None if each is None else each.to(dtype) for each in self)
 
 
 class T5LMHead(nn.Module):
-    """The output layer, under the name that checkpoints know."""
+    """Container that gives the output layer its checkpoint name, ``lm_head.output_layer``."""
 
     def __init__(self, output_layer: VocabParallelOutput) -> None:
         super().__init__()
@@ -54,11 +56,11 @@ class T5LMHead(nn.Module):
 
 
 class T5Model(LanguageModule):
-    """Token ids to logits of the decoder's tokens, or to per-token losses where labels are given.
+    """T5 model: returns logits of the decoder's tokens, or per-token losses if labels are passed.
 
-    Arguments are otherwise those of :class:`GPTModel`. ``config`` is the decoder's, ``encoder_config`` the encoder's
-    (``num_layers``; all else is the same). Stages are shared out as for sequences of
-    ``max_sequence_length`` unless ``branches`` says which of all branches this one holds.
+    ``config`` is the decoder's, ``encoder_config`` the encoder's; they differ only in ``num_layers``. Pipeline stages
+    are balanced for sequences of ``max_sequence_length``, unless ``branches`` (a range over the branches of both
+    stacks) sets this stage's layers. The other arguments are as in :class:`GPTModel`.
     """
 
     def __init__(
@@ -86,7 +88,11 @@ class T5Model(LanguageModule):
         seed: int | None = None,
         groups: ProcessGroups | None = None,
         branches: range | None = None,
+        add_encoder: bool = True,
+        add_decoder: bool = True,
     ) -> None:
+        if not (add_encoder and add_decoder):
+            raise UserError("add_encoder and add_decoder: must be True; a pipeline stage has a range of both stacks")
         relative = position_embedding_type == "relative"
         super().__init__(
             config,
@@ -127,11 +133,13 @@ class T5Model(LanguageModule):
 
     @property
     def output_layer(self) -> VocabParallelOutput:  # type: ignore[override]
-        """That of :attr:`lm_head`."""
+        """Output layer of :attr:`lm_head`."""
         return self.lm_head.output_layer
 
     def message_shapes(self, lengths: tuple[int, int], micro_batch_size: int) -> list[tuple[int, ...]]:
-        """Shapes of what travels between stages, given the whole ``lengths`` of encoder and decoder."""
+        """Return the local shapes of the :class:`Streams` that stages send, for the full (encoder, decoder)
+        ``lengths``.
+        """
         ranks, hidden = self.groups.cp.size * self._stream_split.size, self.config.hidden_size
         shapes: list[tuple[int, ...]] = [(length // ranks, micro_batch_size, hidden) for length in lengths]
         if self.num_buckets:
@@ -139,7 +147,7 @@ class T5Model(LanguageModule):
         return shapes
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """The tensors of :class:`Streams` that the previous pipeline stage sent, for the next ``forward``."""
+        """Store the tensors of :class:`Streams` received from the previous pipeline stage for the next ``forward``."""
         self._input_tensor = None if input_tensor is None else Streams(*input_tensor)
 
     def forward(
@@ -147,32 +155,46 @@ class T5Model(LanguageModule):
         encoder_input_ids: Tensor,
         decoder_input_ids: Tensor,
         encoder_attn_mask: Tensor | None = None,
+        decoder_attn_mask: Tensor | None = None,
+        encoder_decoder_attn_mask: Any = None,
         lm_labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        output_encoder_hidden_only: bool = False,
         *,
         encoder_lengths: Tensor | None = None,
         sample_index: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        output_encoder_hidden_only: bool = False,
     ) -> Tensor | Streams:
-        """Logits [b, s, v] (-inf for padded entries), or losses fp32 [b, s] of every label. On a pipeline stage other
-        than the last: :class:`Streams`.
+        """Return logits [b, s, v] (-inf for padded entries) or, with labels, losses fp32 [b, s] of every label.
+        Pipeline stages other than the last return :class:`Streams`.
 
         Args:
-            encoder_input_ids: int64 [b, e]; under context parallelism this rank's tokens, as all that is [b, ...].
-            decoder_input_ids: int64 [b, s]; padding behind its tokens is hidden from them by causality.
-            encoder_attn_mask: int or bool [b, e] of *whole* sequences, 1 for tokens and 0 for the padding behind them.
-                None: no padding, or ``encoder_lengths`` says where it is.
-            lm_labels: int64 [b, s]; a valid id also where the loss does not count.
-            encoder_lengths: int [b], tokens before the padding, at least 1 in each row; best on the host.
-            sample_index: int64 [b], the samples' places in the whole run, on which dropout masks depend.
-            encoder_hidden_states: [e, b, h], what ``output_encoder_hidden_only`` returned for the same encoder tokens:
-                they are not encoded again. Both are for a model of one pipeline stage.
+            encoder_input_ids: int64 [b, e]. With context parallelism e and s count this rank's tokens, here and below.
+            decoder_input_ids: int64 [b, s]; causality hides padding after the tokens.
+            encoder_attn_mask: int or bool [b, e] of *full* sequences, 1 for tokens and 0 for the padding after them; or
+                Megatron-LM's form, [b, 1, e, e], [b, 1, 1, e] or, with a cross mask, [b, e], True where hidden. None:
+                no padding, or ``encoder_lengths`` describes it.
+            decoder_attn_mask: [b, 1, s, s], [b, 1, 1, s] or [b, s], True where hidden. It must be causal, with padding
+                after all tokens: the model always computes that and only checks the mask.
+            encoder_decoder_attn_mask: [b, 1, s, e], True where hidden, or a pair of masks of both sequences. It must
+                hide exactly the encoder's padding; it is only checked.
+            lm_labels: int64 [b, s]. Losses of negative labels are finite and meaningless: mask them.
+            encoder_hidden_states: [e, b, h], a result of ``output_encoder_hidden_only`` for the same tokens; skips the
+                encoder. Both options require a single pipeline stage.
+            encoder_lengths: int [b], tokens before the padding, at least 1 per row; on the CPU it avoids a sync.
+            sample_index: int64 [b], indices of the samples in the run; dropout masks depend on them.
 
         Raises:
-            ValueError: padding of the encoder that is not behind all tokens, or nothing else in a row.
+            ValueError: encoder padding is not after all tokens, or a row has only padding; another mask is not as
+                required.
         """
-        if encoder_attn_mask is not None:
-            encoder_lengths = lengths_of_mask(encoder_attn_mask)
+        if encoder_attn_mask is not None and encoder_decoder_attn_mask is not None and encoder_attn_mask.dim() == 2:
+            encoder_attn_mask = encoder_attn_mask[:, None]
+        if decoder_attn_mask is not None and decoder_attn_mask.dim() == 2:
+            decoder_attn_mask = decoder_attn_mask[:, None]
+        encoder_tokens = None if encoder_attn_mask is None else token_mask(encoder_attn_mask)
+        check_masks(decoder_attn_mask, encoder_decoder_attn_mask, encoder_tokens)
+        if encoder_tokens is not None:
+            encoder_lengths = lengths_of_mask(encoder_tokens)
         (batch, length), (_, target_length) = encoder_input_ids.shape, decoder_input_ids.shape
         device = encoder_input_ids.device
         samples = self.samples(batch, sample_index, device)
@@ -198,7 +220,7 @@ class T5Model(LanguageModule):
         return streams._replace(encoder=encoded, decoder=decoded).to(self.encoder.stream_dtype)
 
     def _embedded(self, *inputs: tuple[Tensor, ForwardContext]) -> Streams:
-        """Streams at the first stage, from the ids [b, .] of both stacks."""
+        """Embed the ids [b, .] of both stacks on the first stage."""
         encoder, decoder = (
             self.embedding(ids, self.local_positions(ids.shape[1], ids.device).expand(ids.shape), context.dropout)
             for ids, context in inputs
@@ -210,7 +232,9 @@ class T5Model(LanguageModule):
     def _with_bias(
         self, context: ForwardContext, table: Tensor | None, stack: TransformerBlock, length: int
     ) -> ForwardContext:  # fmt: skip
-        """``context`` with the relative positions of a stack of which there are layers here."""
+        """Return ``context`` with the relative-position bias of ``stack``; unchanged if the stack has no layers on this
+        stage.
+        """
         if table is None or not len(stack.layers):
             return context
         whole, both = length * self.groups.cp.size, stack is self.encoder
@@ -225,7 +249,8 @@ def _depth(spec: LayerSpec, config: TransformerConfig) -> int:
 def _documents(
     lengths: Tensor, length: int, target_length: int, device: torch.device
 ) -> tuple[PackedSeqParams | None, PackedSeqParams | None]:  # fmt: skip
-    """What the encoder's tokens, and what the decoder's, see of the encoder's; None for both where there is no
-    padding, which only the host can know."""
+    """Return the encoder's self-attention mask and the decoder's cross-attention mask as packed documents on
+    ``device``; both None without padding, which only lengths on the CPU can show.
+    """
     own = PackedSeqParams.of_padding(lengths, length)
     return own and own.on(device), own and PackedSeqParams.of_keys(lengths, target_length, length).on(device)

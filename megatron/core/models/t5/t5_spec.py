@@ -1,5 +1,6 @@
-"""Layer specs of T5 models: those of BERT in the encoder; in the decoder those of GPT, with attention to the encoder's
-output between self-attention and the feed-forward network."""
+"""Layer specs of T5 models. The encoder uses BERT layers; the decoder uses GPT layers with cross-attention between
+self-attention and the feed-forward network.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +17,25 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def get_t5_encoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """An encoder from torch alone."""
+    """Return an encoder spec that needs only torch."""
     return encoder_spec(get_backend("local"), num_layers)
 
 
 def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """A decoder from torch alone."""
+    """Return a decoder spec that needs only torch."""
     return _decoder(get_backend("local"), num_layers)
 
 
 def get_t5_encoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """An encoder of Transformer Engine modules; ValueError with the command that installs the package where it is
-    missing."""
+    """Return an encoder spec of Transformer Engine modules. Without the package: local modules with its parameter
+    names.
+    """
     return encoder_spec(get_backend("transformer_engine"), num_layers)
 
 
 def get_t5_decoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """A decoder of Transformer Engine modules; raises as the encoder's."""
+    """Return a decoder spec of Transformer Engine modules. Without the package: local modules with its parameter names.
+    """
     return _decoder(get_backend("transformer_engine"), num_layers)
 
 
@@ -40,7 +43,9 @@ def get_t5_block_specs(
     config: TransformerConfig, decoder_num_layers: int, *, relative_positions: bool = False,
     use_transformer_engine: bool = False,
 ) -> tuple[TransformerBlockSubmodules, TransformerBlockSubmodules]:  # fmt: skip
-    """Encoder and decoder, as the configuration asks for them."""
+    """Return the encoder's and the decoder's spec. ``config`` selects the norms of queries and keys and the encoder's
+    depth; ``relative_positions`` selects attention with a relative-position bias.
+    """
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     if relative_positions:
         backend = replace(backend, core_attention=partial(CoreAttention, attention_type="relative"))
@@ -51,7 +56,7 @@ def get_t5_block_specs(
 def _decoder(
     backend: Backend, num_layers: int, qk_layernorm: bool = False, qk_l2_norm: bool = False
 ) -> TransformerBlockSubmodules:  # fmt: skip
-    """Padding stands behind all tokens: causal attention hides it from them."""
+    """Return the decoder's spec. Attention is only causal, because padding follows all tokens."""
     layer = layer_spec(backend, qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
     slots = CrossAttentionSubmodules(
         linear_q=backend.column_parallel_linear,

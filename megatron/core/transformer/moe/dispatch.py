@@ -1,21 +1,21 @@
-"""Tokens on their way to the experts that they chose, and back.
+"""MoE token dispatch: send tokens to the ranks of their experts and combine the results.
 
-    dispatch   tokens [t, h], their choices   ->  rows [r, h] sorted by local expert, a weight for each, where each ends
-    combine    rows [r, h]                    ->  [t, h], the sum of each token's rows
+  dispatch   tokens [t, h], routing  ->  rows [r, h] sorted by local expert, row weights, end of each expert's rows
+  combine    rows [r, h]             ->  [t, h], the sum of each token's rows
 
-local       one rank has all experts whole: a sort, and nothing waits for the device
-all-gather  every rank takes the tokens of all ranks, picks out those of its experts and scatters sums back
-all-to-all  a row goes where its expert is and comes back; of an expert that several ranks share (expert tensor
-            parallelism) to each of them, and the partial sums meet where the token is
+  local       one rank has all experts unsharded: a sort, without a host sync
+  all-gather  each rank all-gathers all tokens, selects the rows of its experts and reduce-scatters the sums
+  all-to-all  a row is sent to its expert's rank and back; with expert tensor parallelism to all ranks that share the
+              expert, and the partial sums are added on the token's rank
 
-All compute the same sums. Rows of one expert are in the order of ranks and tokens. Without capacity nothing is dropped;
-with ``moe_pad_expert_input_to_capacity`` every expert gets as many rows, the missing ones zeros, and again nothing
-waits for the device. With ``moe_static_rows`` all-gather has as many rows as can come at the most: a token's experts
-differ, so that min(k, e) of its choices are this rank's. Nothing waits then, for room that is EP times as large as the
-rows of equal load. (All-to-all with even splits would have as many rows to send as that has room, k times what
-all-gather sends.) Otherwise, with several expert-parallel ranks, the host reads how many rows come.
+All strategies compute the same sums. Rows of one expert are in the order of ranks and tokens. Without a capacity no
+token is dropped. With ``moe_pad_expert_input_to_capacity`` every expert has the same number of rows, zero-padded, and
+no host sync is needed. With ``moe_static_rows`` all-gather allocates the maximum number of rows: a token's experts
+differ, so at most min(k, e) of its choices are local. That avoids the host sync but needs EP times the memory of a
+balanced load. (All-to-all with even splits would send that many rows, k times the volume of all-gather.) Otherwise,
+with several expert-parallel ranks, the host reads the number of rows and waits for the device.
 
-A dispatch or combine that is started runs beside what is done until its result is called for.
+Started dispatches and combines overlap with all work until their result is requested.
 
 Legend: t tokens of this rank, h hidden, k choices of a token, r rows, e local experts, n ranks that exchange tokens.
 """
@@ -43,19 +43,19 @@ from megatron.core.transformer.moe.routing import Routing, expert_capacity
 
 
 class Dispatched(NamedTuple):
-    """What experts take, and what :meth:`Dispatcher.combine` needs."""
+    """Inputs of the experts and the state that :meth:`Dispatcher.combine` needs."""
 
     rows: Tensor
-    """[r, h], sorted by expert. Rows after the last end are of no expert."""
+    """[r, h], sorted by expert. Rows after the last end belong to no expert."""
     weights: Tensor
-    """[r]"""
+    """[r], router weight of each row."""
     ends: Tensor
-    """int32 [e]: where the rows of each expert of this rank end."""
+    """int32 [e]: end of each local expert's rows."""
     way_back: Any = None
 
 
 class Dispatcher:
-    """Moves the tokens of one layer. What the ranks start, each of them must start, in the same order."""
+    """Dispatcher of one layer. All ranks of the group must start the same dispatches and combines in the same order."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
         assert config.num_moe_experts is not None
@@ -67,25 +67,27 @@ class Dispatcher:
         self.pad_factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
 
     def capacity(self, tokens: int) -> int | None:
-        """Rows of every expert from each rank of so many tokens, where that is fixed."""
+        """Return the fixed number of rows per expert from each rank with ``tokens`` tokens; None without padding to
+        capacity.
+        """
         if self.pad_factor is None:
             return None
         return expert_capacity(tokens, self.num_experts, self.k, self.pad_factor)
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
-        """``tokens`` [t, h]."""
+        """Send ``tokens`` [t, h] to their experts and wait for the received rows."""
         return self.start_dispatch(tokens, routing)()
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """``rows`` [r, h] in the order of ``dispatched`` -> [t, h]."""
+        """Return ``rows`` [r, h], in the order of ``dispatched``, to their tokens and sum them: [t, h]."""
         return self.start_combine(rows, dispatched)()
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        """A function that waits for the result of :meth:`dispatch`; to be called once."""
+        """Start :meth:`dispatch`; return a function that waits for the result. Call it exactly once."""
         raise NotImplementedError
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """A function that waits for the result of :meth:`combine`; to be called once."""
+        """Start :meth:`combine`; return a function that waits for the result. Call it exactly once."""
         raise NotImplementedError
 
     def _sorted(self, key: Tensor, num_keys: int, capacity: int | None, *, is_complete: bool) -> permute.Permutation:
@@ -94,7 +96,7 @@ class Dispatcher:
 
 
 class LocalDispatcher(Dispatcher):
-    """One rank has all experts."""
+    """Dispatcher for one rank with all experts: a permutation without communication."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         permutation = self._sorted(
@@ -112,7 +114,7 @@ ReadHost = Callable[[], list[Any]]
 
 
 def start_reading(x: Tensor) -> ReadHost:
-    """The values of ``x`` on the host, for which what this returns waits; not for what the device is given since."""
+    """Start copying ``x`` to the host; return a function that waits for this copy only, not for later GPU work."""
     if not x.is_cuda:
         return x.tolist
     on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -128,20 +130,21 @@ def start_reading(x: Tensor) -> ReadHost:
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Every rank sees the tokens of all n ranks."""
+    """Dispatcher that all-gathers the tokens of all n ranks and reduce-scatters the expert outputs."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         choosing = begin_all_gather(routing.experts, self.group)
         weighting, gathering = start_all_gather(routing.weights, self.group), start_all_gather(tokens, self.group)
         capacity, is_complete = self.capacity(len(tokens)), self.ep.size == 1 and not routing.drops
-        # modulo: experts of lower ranks come behind those of this one, as dropped choices and all others are
+        # modulo maps local experts to 0..e-1 and all others above, so that clamp turns remote and dropped choices into
+        # the drop key
         behind = (choosing.wait() - self.ep.rank * self.num_local).remainder_(self.num_experts + 1)
         key = behind.clamp_(max=self.num_local)
         permutation = self._sorted(
             key, self.num_local, capacity and capacity * self.group.size, is_complete=is_complete
         )  # fmt: skip
         count = None
-        if self.ep.size > 1 and capacity is None:  # cut off the rows of other ranks' experts
+        if self.ep.size > 1 and capacity is None:  # drop the rows of other ranks' experts
             if self.static_rows:
                 permutation = permutation.head(len(key) * min(self.k, self.num_local))
             else:
@@ -162,23 +165,23 @@ class AllGatherDispatcher(Dispatcher):
 
 
 class _Exchange(NamedTuple):
-    """The way of rows between the ranks."""
+    """Split sizes of an all-to-all of rows, and the permutations before and after it."""
 
     sent: permute.Permutation
     send: list[int]
     """Rows to each of the n ranks."""
     receive: list[int]
-    """Rows from each of them."""
+    """Rows from each of the n ranks."""
     received: permute.Permutation | None = None
-    """From the order of arrival to that of local experts; None where there is one."""
+    """Permutation of received rows into the order of local experts; None with one local expert."""
 
 
 class AllToAllDispatcher(Dispatcher):
-    """A row travels to each rank that has a part of its expert."""
+    """Dispatcher that sends each row to every rank that holds a shard of its expert."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
         super().__init__(config, groups=groups)
-        # where the ranks of either axis stand in the group of both depends on the order of the grid's axes
+        # ranks of EP and ETP are strided in the joint group, with strides that depend on the order of the mesh axes
         place = groups.etp_ep.ranks.index
         self.ep_stride, self.etp_stride = (
             place(axis.ranks[1]) - place(axis.ranks[0]) if axis.size > 1 else 0 for axis in (groups.ep, groups.etp)
@@ -197,7 +200,7 @@ class AllToAllDispatcher(Dispatcher):
         return partial(self._arrived, travelling, weighting, count_ne, _Exchange(sent, send, receive))
 
     def _keys(self, experts: Tensor) -> Tensor:
-        """[t, k * etp] numbers by receiving rank and its local expert; the last one for dropped choices."""
+        """Return sort keys [t, k * etp] by receiving rank and its local expert; dropped choices get the largest key."""
         if self.etp.size == 1:
             return experts
         owner, local = experts // self.num_local, experts % self.num_local
@@ -207,8 +210,9 @@ class AllToAllDispatcher(Dispatcher):
         return key.masked_fill((experts == self.num_experts).unsqueeze(-1), self.group.size * self.num_local).flatten(1)
 
     def _begin_counting(self, ends: Tensor) -> Callable[[], tuple[Tensor, list[int], list[int]]]:
-        """Tells the ranks how many rows come for each of their experts. What it returns waits on the host: rows by
-        rank and local expert [n, e] to here, rows to and from each rank."""
+        """All-to-all the row counts of experts. Return a function that waits on the host and returns rows by rank and
+        local expert [n, e] received here, and the row counts to and from each rank.
+        """
         count = ends.diff(prepend=ends.new_zeros(1))
         even = [self.num_local] * self.group.size
         coming = begin_all_to_all(count, self.group, send=even, receive=even).wait()
@@ -246,6 +250,7 @@ _KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "fle
 
 
 def build_dispatcher(config: TransformerConfig, *, groups: ProcessGroups) -> Dispatcher:
-    """The one of ``moe_token_dispatcher_type``; with one rank that has all experts there is nothing to choose."""
+    """Build the dispatcher of ``moe_token_dispatcher_type``; a single rank with all experts always uses the local one.
+    """
     kind = LocalDispatcher if groups.etp_ep.size == 1 else _KINDS[config.moe_token_dispatcher_type]
     return kind(config, groups=groups)

@@ -1,13 +1,13 @@
-"""The feed-forward networks of a mixture of experts, all of one layer's that this rank holds.
+"""Experts of an MoE layer that this rank holds.
 
-    y_r = p_r fc2(f(fc1(x_r)))        for each row r, a token's copy for one expert, of weight p_r
+  y_r = p_r fc2(f(fc1(x_r)))        for each row r, a token's copy for one expert, with weight p_r
 
-The weight multiplies what goes into fc2, which is the same and saves keeping fc2's output for the weight's gradient.
-Rows come sorted by expert. Over expert tensor parallelism each rank computes a partial sum, which whoever takes the
-rows back to their tokens adds up (``dispatch.py``).
+The weight multiplies the input of fc2: the result is the same, and fc2's output need not be saved for the weight's
+gradient. Rows are sorted by expert. With expert tensor parallelism each rank computes a partial sum; the dispatcher
+adds the partial sums (``dispatch.py``).
 
-:class:`SequentialExperts` computes one expert after the other and is the reference; :class:`GroupedExperts` all in one
-launch. Parameters and names are the same: checkpoints are interchangeable.
+:class:`SequentialExperts`, the reference, computes one expert at a time; :class:`GroupedExperts` computes all in one
+launch. Their parameters and names are the same, so checkpoints are interchangeable.
 
 Legend: r rows, h hidden, f feed-forward width of this rank, e experts of this rank.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import weighted_activation_of
 from megatron.core.groups.process_groups import ProcessGroups
@@ -28,7 +29,9 @@ from megatron.core.transformer.recompute import activation_output
 
 
 class SequentialExperts(nn.Module):
-    """rows [r, h], ends int32 [e], weights [r] -> [r, h]. Rows after the last end are undefined, in and out."""
+    """Experts computed one at a time: rows [r, h], ends int32 [e], weights [r] -> [r, h]. Input and output rows after
+    the last end are undefined.
+    """
 
     products = LOOP
 
@@ -53,6 +56,8 @@ class SequentialExperts(nn.Module):
 
 
 class GroupedExperts(SequentialExperts):
-    """The same by grouped GEMMs, where they serve: bf16 on GPUs, sizes that are multiples of 16 bytes."""
+    """Experts computed by grouped GEMMs where supported: bf16 on GPUs with sizes that are multiples of 16 bytes."""
 
     products = GROUPED
+
+serve_other_names(__name__)

@@ -1,7 +1,6 @@
-"""Describes the mixture of experts of ``moe_layer.py``. Torch-free.
+"""Description of the mixture of experts of ``moe_layer.py``. Torch-free.
 
-Tokens are taken to be shared out equally: of T tokens of a rank, ``moe_router_topk * T`` rows come to the experts that
-it holds, from whatever rank.
+Assumes a balanced load: for T tokens per rank, the rank's experts process ``moe_router_topk * T`` rows.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from megatron.core.transformer.mlp_description import describe_mlp
 SETTINGS = (
     *MLP_SETTINGS, "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
+    "moe_router_group_score_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
 )  # fmt: skip
-"""Settings that its weights depend on."""
+"""Settings that the weights of MoE layers depend on."""
 
 
 def describe_feed_forward(config: Config, place: LayerPlace) -> Piece:
-    """A mixture of experts in the layers that have one, else one feed-forward network."""
-    number = min(place.layer_number, config.num_layers)  # layers of multi-token prediction are as the last one
+    """Describe the MoE of layers that have experts, else the dense feed-forward network."""
+    number = min(place.layer_number, config.num_layers)  # multi-token prediction layers are like the last layer
     describe = describe_moe if has_experts(config, number) else describe_mlp
     return describe(config, place)
 
 
 def describe_moe(config: Config, place: LayerPlace) -> Piece:
-    """Router, experts, shared expert."""
+    """Describe the router, the experts and the shared expert as one piece."""
     router, experts = _router(config, place), _experts(config, place)
     pieces = [router, experts]
     if config.moe_shared_expert_intermediate_size:
@@ -68,8 +67,8 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
     params.append(Param("experts.linear_fc2.weight", (count, hidden, width), {"ep": 0, "etp": 2}, **shape))
     if config.add_bias_linear:
         params.append(Param("experts.linear_fc2.bias", (count, hidden), {"ep": 0}, **shape))
-    rows = stream_elements(config) / hidden * top * split  # of each token's copies, all ranks of an expert have each
-    if config.moe_static_rows:  # the most that can come, instead of an equal share of them
+    rows = stream_elements(config) / hidden * top * split  # each ETP rank of an expert gets its rows
+    if config.moe_static_rows:  # the maximum instead of the balanced number of rows
         ranks = config.expert_model_parallel_size
         rows *= ranks * min(top, count // ranks) / top
     narrow = rows * width / split * item

@@ -1,10 +1,10 @@
-"""A mixture of experts: every token goes through ``moe_router_topk`` of many feed-forward networks (Shazeer et al.
-2017, Lepikhin et al. 2020).
+"""Mixture of experts: each token passes through ``moe_router_topk`` of many feed-forward networks (Shazeer et al. 2017,
+Lepikhin et al. 2020).
 
-    y = sum over chosen experts e of  w_e * expert_e(x)  [+ shared_expert(x)]
+  y = sum over top-k experts e of  w_e * expert_e(x)  [+ shared_expert(x)]
 
-The router chooses experts and weights, the dispatcher brings each token's copies to the ranks of their experts as rows
-in the order of experts, the experts compute, and the dispatcher brings the results back and adds them up.
+The router selects experts and weights. The dispatcher sends each token's copies to the ranks of their experts, as rows
+sorted by expert. The experts compute, and the dispatcher returns and sums the results.
 
 Legend: s sequence (local), b batch, h hidden.
 """
@@ -38,15 +38,18 @@ class MoESubmodules:
     """Slots of :class:`MoELayer`."""
 
     shared_experts: MLPSubmodules
-    """Slots of the feed-forward network beside the experts, where the configuration asks for one."""
+    """Slots of the shared expert, if the configuration has one."""
     router: ModuleSpec | Callable[..., Any] = TopKRouter
     experts: ModuleSpec | Callable[..., Any] | None = None
-    """None: grouped GEMMs, or with ``moe_fusion`` off one expert after the other."""
+    """None: grouped GEMMs, or one expert at a time with ``moe_fusion=False``."""
 
 
 class MoELayer(nn.Module):
-    """[s, b, h] -> [s, b, h]. Under tensor parallelism the positions are split (sequence parallelism): every rank
-    routes tokens of its own."""
+    """MoE layer, [s, b, h] -> [s, b, h]. Tensor parallelism requires sequence parallelism, so that each rank routes
+    different tokens; UserError otherwise.
+    """
+
+    supports_context_parallel = True  # balance statistics are all-reduced over groups.cp
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
@@ -75,11 +78,11 @@ class MoELayer(nn.Module):
 
     @property
     def overlaps(self) -> bool:
-        """Whether halves of the micro-batch may be routed apart, and its collectives be left under way."""
+        """Whether the two halves of a micro-batch may be routed independently, with collectives in flight."""
         return self._tokens_stand_alone and (self.shared_experts is None or self.shared_experts.overlaps)
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The same, stopping where a collective may be under way."""
+        """Run ``forward`` as a generator that yields where a collective may be in flight. Ignores MoE recomputation."""
         output = yield from self._through_experts(hidden_states, ctx)
         if self.shared_experts is None or self._shared_beside:
             return output
@@ -88,7 +91,7 @@ class MoELayer(nn.Module):
     def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         routing = self.router(hidden_states, ctx)
         dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
-        # in backward, too, it runs while tokens are on their way (autograd_handle.py)
+        # the shared expert overlaps with the dispatch, in backward too (autograd_handle.py)
         beside = self._run_shared(self.shared_experts, hidden_states) if self._shared_beside else None
         yield
         dispatched = dispatching()

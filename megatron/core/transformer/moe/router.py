@@ -1,12 +1,12 @@
-"""The router of a mixture of experts: a linear map to one logit per expert, a choice of k of them, weights.
+"""MoE router: a linear map to one logit per expert, top-k selection and weights.
 
 Order, as in Megatron-LM: jitter, logits, choice and weights, capacity, losses. Choice and weights are defined in
-``routing.py``, losses in ``balance.py``; here stand the parameters, the numerics of the linear map, what is drawn at
-random and what outlives a step.
+``routing.py``, losses in ``balance.py``; this module has the parameters, the numerics of the linear map, the random
+jitter and the state that persists over steps.
 
-Differences from Megatron-LM, each so that no result depends on the layout: jitter is a function of the token (and
-drawn in training alone), Sinkhorn sees the micro-batch of all tensor- and context-parallel ranks, forced balance is
-exact, and ``global_aux_loss`` takes the last complete global batch (``balance.py``).
+Differences from Megatron-LM make results independent of the layout: jitter is a function of the token (and used only in
+training), Sinkhorn sees the micro-batch of all tensor- and context-parallel ranks, forced balance is exact, and
+``global_aux_loss`` uses the last complete global batch (``balance.py``).
 
 Legend: s sequence (local), b batch, h hidden, t tokens (s * b), e experts, k choices of a token.
 """
@@ -40,14 +40,14 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` in a wider dtype."""
-    if left.is_cuda and dtype == torch.float32:  # products of 16-bit numbers are exact in fp32: no wider copies
+    """Return ``left @ right`` in the wider ``dtype``."""
+    if left.is_cuda and dtype == torch.float32:  # products of 16-bit values are exact in fp32: no wider copies
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
 
 class _WideLinear(torch.autograd.Function):
-    """x W^T with a result, and gradients up to their last rounding, in a wider dtype than x and W."""
+    """x W^T in a wider dtype than x and W. Gradients are also computed in it and cast at the end."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +60,7 @@ class _WideLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         x_th, grad_te = x.flatten(0, -2), grad.flatten(0, -2)
         if grad.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16:
-            # grad = high + low to 17 bits, in one GEMM each at the rate of bf16 and without a wider copy of x
+            # split grad = high + low (17 bits): bf16 GEMMs, one per gradient, without an fp32 copy of x
             high = grad_te.bfloat16()
             both = torch.cat((high, (grad_te - high).bfloat16()), 1)
             grad_x = both @ torch.cat((weight, weight))
@@ -71,17 +71,18 @@ class _WideLinear(torch.autograd.Function):
 
 
 class TopKRouter(nn.Module):
-    """[s, b, h] -> :class:`Routing` of t = s * b tokens.
+    """MoE router: [s, b, h] -> :class:`Routing` of t = s * b tokens.
 
-    ``weight`` [e, h], ``bias`` [e] with ``add_bias_linear``, both in ``params_dtype`` and whole on every rank. Under
-    sequence parallelism each rank routes its own positions, so that their gradients are partial sums.
+    ``weight`` [e, h], and ``bias`` [e] with ``add_bias_linear``, are in ``params_dtype`` and replicated on every rank.
+    Under sequence parallelism each rank routes its own positions, so their gradients are partial sums over TP.
     """
 
     expert_bias: Tensor | None
-    """fp32 [e], whatever the model's dtype: added to scores (quantile balancing: to logits) for the choice alone."""
+    """fp32 [e] for every model dtype: added to scores (quantile balancing: to logits) for the choice only."""
     last_choices: Tensor
-    """int64 [e]: choices of the last complete global batch, of ``global_aux_loss``; without it zeros, so that a run may
-    change how it balances."""
+    """int64 [e]: choices per expert in the last complete global batch, for ``global_aux_loss``. Zeros without that
+    loss; always present so that a run may change its balancing.
+    """
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
         super().__init__()
@@ -93,6 +94,7 @@ class TopKRouter(nn.Module):
             config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk_scaling_factor,
             sinkhorn="sinkhorn" in config.moe_router_load_balancing_type,
             quantiles="quantile_balancing" in config.moe_router_load_balancing_type,
+            group_score_topk=config.moe_router_group_score_topk,
         )  # fmt: skip
         self.losses = SideLossRule.of(config)
         fused = kernels_serve(config.params_dtype, config.moe_fusion) and not self.rule.sinkhorn
@@ -115,7 +117,7 @@ class TopKRouter(nn.Module):
         if self.counts_choices:
             sizes["_choices_per_expert"] = self.num_experts
         if self.rule.quantiles:
-            sizes["_levels"] = self.num_experts + 1  # their sum over micro-batches, and the number of these
+            sizes["_levels"] = self.num_experts + 1  # sum of thresholds over micro-batches, and their number
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
 
     def _register_buffers(self) -> None:
@@ -130,7 +132,7 @@ class TopKRouter(nn.Module):
         self.register_buffer("last_choices", choices)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """The expert bias moves between devices, but stays fp32: steps of 1e-3 would be lost in bf16."""
+        """Move the expert bias between devices, but keep it fp32: steps of 1e-3 would be lost in bf16."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
@@ -138,7 +140,9 @@ class TopKRouter(nn.Module):
         return self
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> routing.Routing:
-        """``hidden_states`` [s, b, h]. Statistics and the losses of ``ctx.side_losses`` are those of training alone."""
+        """Route ``hidden_states`` [s, b, h]. In training it also adds statistics and attaches the losses of
+        ``ctx.side_losses``; recomputation adds no statistics and replays the choices.
+        """
         logits = self._logits(self._jittered(hidden_states, ctx))
         experts = choose(lambda: self._choose(logits))
         weights, sums = self._weigh(logits, experts, self.training)
@@ -162,7 +166,7 @@ class TopKRouter(nn.Module):
         return x * factor.to(x.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """[s, b, e] in the router's dtype, by default that of ``x``."""
+        """Return [s, b, e] in ``moe_router_dtype``, by default the dtype of ``x``."""
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", x.dtype)
         if dtype.itemsize <= x.dtype.itemsize:
             return parallel_linear(x, self.weight, self.bias, self._traits)
@@ -171,12 +175,14 @@ class TopKRouter(nn.Module):
 
     @property
     def _choice_is_plain(self) -> bool:
-        """Whether the choice is the top-k of the logits, or a forced one, which balancing losses then count."""
+        """Whether the choice is the top-k of the logits, or forced, so that balancing losses can count it directly."""
         forced = self.config.moe_router_force_load_balancing
         return forced or (self.expert_bias is None and self.rule.num_groups is None and not self.rule.sinkhorn)
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """Experts int64 [s, b, k]."""
+        """Return top-k experts int64 [s, b, k]. Forced balancing ignores the logits and assigns experts round-robin by
+        position. Sinkhorn in training all-reduces over ``sharers``.
+        """
         length, batch = logits.shape[:2]
         if self.config.moe_router_force_load_balancing:
             cp, whole = self.groups.cp, length * self.sharers.size
@@ -198,7 +204,7 @@ class TopKRouter(nn.Module):
         return self.rule.weigh(logits, experts), sums
 
     def _within_capacity(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and weights [t, k] without the choices for which an expert has no room."""
+        """Return experts and weights [t, k] with the choices beyond an expert's capacity dropped."""
         factor = self.config.moe_expert_capacity_factor
         if not factor:
             return experts, weights
@@ -208,7 +214,9 @@ class TopKRouter(nn.Module):
         return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
 
     def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
-        """``weights``, in whose backward pass the losses take part."""
+        """Return ``weights`` with the auxiliary losses attached to their backward; add the losses to the statistics,
+        except during recomputation. May all-reduce choice counts over ``sharers``.
+        """
         rule, counting, shares = self.losses, not is_recomputing(), {}
         side, (length, batch) = ctx.side_losses, logits.shape[:2]
         if not rule.statistics:
@@ -238,12 +246,14 @@ class TopKRouter(nn.Module):
         if self.rule.quantiles:
             assert self.expert_bias is not None
             level_e = routing.quantile_levels(logits, self.expert_bias, self.k, self.sharers).double()
-            # all sharers know it: each adds its part, so that sums do not depend on how many there are
+            # all sharers have the same thresholds: each adds a fraction, so that sums do not depend on their number
             self.statistics.add("_levels", torch.cat((level_e, level_e.new_ones(1))) / self.sharers.size)
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:
-        """``totals``: statistics over the global batch. Biases of busy experts go down, of idle ones up."""
+        """Update the expert bias after an optimizer step from ``totals``, the statistics of the global batch: lower it
+        for overloaded experts, raise it for underloaded ones. Saves the choices for ``global_aux_loss``.
+        """
         if self.rule.quantiles:
             assert self.expert_bias is not None
             keep = self.config.moe_router_quantile_balancing_ema
@@ -252,7 +262,7 @@ class TopKRouter(nn.Module):
             self.expert_bias.copy_(self.expert_bias.double() * keep + step)
         elif self.expert_bias is not None:
             counts_e = totals["tokens_per_expert"]
-            # times e: sums of counts are exact, their mean need not be
+            # multiply by e: sums of counts are exact, their mean may not be
             step = (counts_e.sum() - counts_e * self.num_experts).sign()
             self.expert_bias.add_(step.to(self.expert_bias.dtype), alpha=self.config.moe_router_bias_update_rate)
         if self.counts_choices:

@@ -1,6 +1,6 @@
-"""A feed-forward network beside the experts of a layer, which every token passes: a dense one, with an optional gate.
+"""Shared expert of an MoE layer: a dense feed-forward network on every token, with an optional gate.
 
-    y = mlp(x)        or        y = sigmoid(x g^T) mlp(x)        (Qwen2-MoE)
+  y = mlp(x)        or        y = sigmoid(x g^T) mlp(x)        (Qwen2-MoE)
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import parameter
@@ -20,13 +21,13 @@ from megatron.core.transformer.overlap import Segments, drain
 
 
 class SharedExperts(MLP):
-    """[s, b, h] -> [s, b, h]; of several shared experts, the sum."""
+    """Shared expert, [s, b, h] -> [s, b, h]. Several shared experts are one network of their total width."""
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, groups: ProcessGroups) -> None:
         super().__init__(config, submodules, groups=groups, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
         self.gate_weight: nn.Parameter | None = None
         if config.moe_shared_expert_gate:
-            # under sequence parallelism each rank sees its own positions only
+            # partial sums: under sequence parallelism each rank sees its own positions only
             partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
             self.gate_weight = parameter(
                 (1, config.hidden_size), init=weight_init(config), partial=partial, groups=groups,
@@ -37,8 +38,10 @@ class SharedExperts(MLP):
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The same, stopping where a collective may be under way."""
+        """Run ``forward`` as a generator that yields where a collective may be in flight."""
         output = yield from super().segments(hidden_states, ctx)
         if self.gate_weight is None:
             return output
         return output * torch.sigmoid(hidden_states @ self.gate_weight.t())
+
+serve_other_names(__name__)

@@ -5,6 +5,7 @@ import torch
 
 from megatron.core.attention import packed_seq_params
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 
 LENGTHS = torch.tensor([3, 128])
 
@@ -76,3 +77,40 @@ def test_documents_of_other_rows_are_refused(bounds):
     PackedSeqParams().check(2, 8)
     with pytest.raises(ValueError, match="cu_seqlens_q must ascend from 0 to 16"):
         of(bounds).check(2, 8)
+
+
+def padded(actual, places, **more):
+    tensors = [torch.tensor(each, dtype=torch.int32) for each in (actual, places)]
+    return PackedSeqParams("thd", tensors[0], tensors[0], tensors[1], tensors[1], 9, 9, **more)
+
+
+def test_padding_after_documents_is_made_documents():
+    """Documents of 3, 4 and 0 tokens at 0, 4 and 8, in a row whose last place ends at 10, and two tokens more."""
+    found = padded([0, 3, 7, 7], [0, 4, 8, 10]).documents(12)
+    assert found.cu_seqlens_q.tolist() == [0, 3, 4, 8, 8, 8, 10, 12] and found.cu_seqlens_q.dtype == torch.int32
+    assert found.cu_seqlens_kv is found.cu_seqlens_q and found.max_seqlen_q is None
+    found.check(1, 12)
+    same = padded([0, 4, 8], [0, 4, 8]).documents(8)
+    assert same.cu_seqlens_q.tolist() == [0, 4, 4, 8, 8, 8]
+    bounds = torch.tensor([0, 4, 8], dtype=torch.int32)
+    plain = PackedSeqParams("thd", bounds, bounds, bounds, bounds, 4, 4, total_tokens=8, cp_group=None)
+    assert plain.documents(8) is plain and plain.max_seqlen_kv == 4
+    copied = PackedSeqParams("thd", bounds, bounds.clone()).documents(8)
+    assert copied.cu_seqlens_kv is copied.cu_seqlens_q
+
+
+def test_documents_that_cannot_be_are_rejected():
+    with pytest.raises(ValueError, match="longer than its place"):
+        padded([0, 5, 7], [0, 4, 8]).documents(8)
+    with pytest.raises(ValueError, match="cu_seqlens_kv: must equal"):
+        of([0, 4, 8], [0, 5, 8]).documents(8)
+    with pytest.raises(UserError, match="local_cp_size 2"):
+        PackedSeqParams("thd", local_cp_size=2)
+
+
+def test_documents_that_a_program_splits_over_context_parallel_ranks_are_rejected():
+    """Megatron-LM's programs cut each document for the ranks; this library's ring takes rows cut as a whole."""
+    for documents in (padded([0, 4, 8], [0, 4, 8]), PackedSeqParams("thd", torch.tensor([0, 4, 8]))):
+        with pytest.raises(UserError, match="2 context-parallel ranks split rows, not documents"):
+            documents.documents(8, 2)
+    assert of([0, 4, 8]).documents(8, 2).cu_seqlens_q.tolist() == [0, 4, 8]

@@ -16,8 +16,7 @@ SIZES = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
     ("settings", "problem"),
     [
         ({"moe_router_topk": 4, "expert_model_parallel_size": 2},
-         "num_moe_experts: is needed by expert_model_parallel_size, moe_router_topk; give it, or leave those out"),
-        ({"moe_ffn_hidden_size": 8}, "num_moe_experts: is needed by moe_ffn_hidden_size"),
+         "num_moe_experts: is needed by expert_model_parallel_size 2; give it, or make expert_model_parallel_size 1"),
         ({"num_moe_experts": 4, "moe_layer_freq": [0, 1]},
          "moe_layer_freq 0 1: has 2 entries for num_layers 3; give a 0 or 1 for every layer"),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk 3: is more than num_moe_experts 2"),
@@ -31,6 +30,14 @@ def test_impossible_experts_are_refused(settings, problem):
     with pytest.raises(ConfigError) as caught:
         TransformerConfig(**SIZES, **settings)
     assert [str(each) for each in caught.value.problems][0].startswith(problem)
+
+
+def test_a_dense_model_takes_settings_of_experts_and_varying_lengths():
+    """Programs pass them to every model."""
+    settings = {"moe_token_dispatcher_type": "alltoall", "moe_router_topk": 4, "moe_ffn_hidden_size": 8,
+                "moe_router_load_balancing_type": "none", "variable_seq_lengths": True}  # fmt: skip
+    dense = TransformerConfig(**SIZES, **settings)
+    assert dense.num_moe_experts is None and dense.variable_seq_lengths and dense.moe_router_topk == 4
 
 
 def test_configurations_may_be_derived_from_dense_ones_and_those_with_experts():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.megatron_dataset import EmptySplitError
@@ -288,6 +289,11 @@ def test_mock_data_can_be_learnt_and_stays_in_the_vocabulary(vocab_size):
     predictable = (labels == tokens + 1) | (labels == 1)
     assert tokens.max() < vocab_size and (predictable | (labels == eod)).all()
     assert np.mean(labels == tokens + 1) > 0.8
+
+
+def test_mock_data_in_a_vocabulary_of_one_token_names_the_flags():
+    with pytest.raises(UserError, match="^--mock-data: token id 1 is not below the vocabulary size 1; use a larger"):
+        build_mock((5, 0, 0), vocab_size=1)[0][0]
 
 
 def test_mock_data_equals_megatron_lms():

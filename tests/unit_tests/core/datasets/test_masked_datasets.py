@@ -253,6 +253,40 @@ def test_documents_with_a_long_sentence_are_counted_in_the_refusal(tmp_path):
         train("t5", prefix, 10)
 
 
+NOTHING = np.zeros(0, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [*corpus(6), [NOTHING, NOTHING, NOTHING]],
+        [*corpus(6), [np.full(48, 9), NOTHING, NOTHING]],  # its second sample is empty
+    ],
+)
+def test_samples_without_tokens_are_rejected_by_t5_and_reported_by_bert(tmp_path, documents, caplog):
+    prefix = write(tmp_path / "data_sentence", documents)
+    options = {"short_sequence_probability": 0.0}
+    with pytest.raises(UserError, match=rf"{prefix}: 1 sample of \d+ of train hold no token: .*document 6 .*empty"):
+        train("t5", prefix, **options)
+    data = train("bert", prefix, **options, classification_head=False)
+    empty = [sample for sample in data if not sample["loss_mask"].any() and sample["padding_mask"].sum() == 2]
+    assert len(empty) == 1 and (empty[0]["labels"] == -1).all()
+    assert "document 6" in caplog.text and f"1 sample of {len(data)}" in caplog.text
+
+
+def test_a_split_of_empty_sentences_is_rejected(tmp_path):
+    prefix = write(tmp_path / "data_sentence", [[NOTHING, NOTHING]] * 3)
+    for kind in ("bert", "t5"):
+        with pytest.raises(UserError, match="hold no token: the sentences of document 0"):
+            train(kind, prefix)
+
+
+def test_empty_sentences_next_to_text_are_accepted(tmp_path, caplog):
+    prefix = write(tmp_path / "data_sentence", [[np.full(5, 9), NOTHING, np.full(5, 9)]] * 3)
+    for kind in ("bert", "t5"):
+        assert len(train(kind, prefix)) and "no token" not in caplog.text
+
+
 def test_a_split_without_pairs_beside_one_that_has_some_needs_other_documents(tmp_path):
     prefix = write(tmp_path / "data", [*corpus(8), [np.full(3, 9)], [np.full(3, 9)]])
     with pytest.raises(EmptySplitError, match="4 samples of valid .* of 2 documents 2 have fewer .*; .*larger share"):

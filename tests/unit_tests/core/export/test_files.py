@@ -6,20 +6,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.core.export.files import Target, in_files
+from megatron.core.dist_checkpointing.files import TRACKER, read_tracker
+from megatron.core.export.files import Target, in_files, read_safetensors
 from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm import save_megatron_torch_dist
+from megatron.core.export.megatron_lm import load_megatron_torch_dist, save_megatron_torch_dist
 from megatron.core.export.native import load_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from tests.test_utils.power_loss import PowerLoss
 
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Path -> size, of what was synced last."""
+    """Path, and inode, as a file may be renamed later -> size, of what was synced last."""
     sizes, fsync = {}, os.fsync
 
     def note(descriptor):
-        sizes[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        status = os.fstat(descriptor)
+        sizes[os.readlink(f"/proc/self/fd/{descriptor}")] = sizes[status.st_ino] = status.st_size
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
@@ -52,7 +55,59 @@ def test_files_of_megatron_lms_format_are_synced_whole(tmp_path, synced):
     weights = {"model.embedding.word_embeddings.weight": LazyTensor.of(torch.ones(4, 2))}
     save_megatron_torch_dist(Interchange({}, weights), tmp_path)
     for path in (tmp_path / "release").iterdir():
-        assert synced[str(path)] == path.stat().st_size, path.name
+        assert synced[path.stat().st_ino] == path.stat().st_size, path.name
+
+
+def test_a_loss_of_power_leaves_a_whole_target_or_none(tmp_path, tmp_path_factory):
+    tensors = {f"layers.{number}": LazyTensor.of(torch.full((5,), float(number))) for number in range(3)}
+
+    def check(folder, promise):
+        """A folder that has its name is whole; a conversion that goes on keeps whole files only."""
+        if (folder / "a/out").exists():
+            found = load_safetensors(folder / "a/out").tensors
+            assert {name: each.read().tolist() for name, each in found.items()} == {
+                name: each.read().tolist() for name, each in tensors.items()
+            }
+            assert (folder / "a/out/config.json").read_text() == "{}\n"
+        else:
+            assert promise is None
+            with Target(folder / "a/out", "a conversion") as target:
+                for path in target.folder.rglob("*.safetensors"):
+                    assert path.name in target.done and read_safetensors(path)
+
+    with PowerLoss(tmp_path, tmp_path_factory.mktemp("states"), check).recording() as power:
+        with Target(tmp_path / "a/out", "a conversion") as target:
+            target.write_shards(tensors, max_bytes=20)
+            target.write_json("config.json", {})
+            target.publish()
+        power.promise = "published"
+    assert power.num_states > 20
+
+
+def test_a_loss_of_power_leaves_the_old_or_the_new_checkpoint_of_megatron_lms_format(tmp_path, tmp_path_factory):
+    def interchange(iteration):
+        weights = {"model.embedding.word_embeddings.weight": LazyTensor.of(torch.full((4, 2), float(iteration)))}
+        counters = {"iteration": iteration, "train_state": {"consumed_train_samples": 8}}
+        return Interchange({"num_layers": 0, "vocab_size": 4, "make_vocab_size_divisible_by": 1}, weights, counters)
+
+    def check(folder, promise):
+        """What the tracker names is whole, and so is every folder that holds ``.metadata``, which is written last."""
+        for marker in folder.glob("a/iter_*/.metadata"):
+            [weights] = load_megatron_torch_dist(marker.parent).tensors.values()
+            assert weights.read().tolist() == [[float(marker.parent.name[-1])] * 2] * 4
+        if not (folder / "a" / TRACKER).exists():
+            assert promise is None
+            return
+        which = read_tracker(folder / "a")
+        assert promise is None or which >= promise
+        [weights] = load_megatron_torch_dist(folder / "a").tensors.values()
+        assert weights.read().tolist() == [[float(which)] * 2] * 4
+
+    with PowerLoss(tmp_path, tmp_path_factory.mktemp("states"), check).recording() as power:
+        for iteration in (1, 2):
+            save_megatron_torch_dist(interchange(iteration), tmp_path / "a")
+            power.promise = iteration
+    assert power.num_states > 20
 
 
 def test_tensors_share_files_up_to_the_bound_wide_elements_first():

@@ -187,10 +187,38 @@ def test_a_crafted_pickle_is_refused_and_runs_nothing(protocol, tmp_path):
         torch.save(evil, folder / "pytorch_model.bin")
     else:
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(evil))
-    refused(folder, "pytorch_model.bin")
+    message = refused(folder, "pytorch_model.bin")
     assert not (tmp_path / "ran").exists()
+    assert "weights_only" not in message and "\n" not in message, "no advice to switch the protection off"
+    assert protocol != "torch" or "refuses the pickle: it asks for 'posix.mkdir'" in message
     torch.save([weights], folder / "pytorch_model.bin")
     refused(folder, "pytorch_model.bin", "table of tensors")
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda tensor: tensor.to("meta"), "_rebuild_meta_tensor"), (torch.Tensor.to_sparse, "_rebuild_sparse"),
+    (lambda tensor: "text", "table of tensors"), (lambda tensor: torch.tensor([[1.0]]).expand(10**4, 10**4), "hold"),
+], ids=["meta", "sparse", "text", "expanded"])  # fmt: skip
+def test_a_bin_file_holds_plain_tensors_only(change, words, old, tmp_path):
+    folder = write(tmp_path / "a", weights := random_weights(CONFIG))
+    (folder / "model.safetensors").unlink()
+    evil = {**weights, Q: change(weights[Q])}
+    torch.save(evil, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+    message = refused(folder, "pytorch_model.bin", words)
+    assert "weights_only" not in message and "\n" not in message
+
+
+def test_a_flipped_bit_of_a_bin_file_is_found(tmp_path):
+    folder = write(tmp_path / "a", weights := random_weights(CONFIG))
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save(weights, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(weights[Q].numpy().tobytes()) + 7] ^= 64
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="pytorch_model.bin: damaged: its record .*CRC-32"):
+        tensors_of(load_hf(folder))
 
 
 def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tmp_path):
@@ -223,7 +251,9 @@ def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tm
     ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": 2.0}}, ("mscale", "2.0")),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ("full_attention",)),
     ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
-    ({"rope_theta": 10000.5}, ("rope_theta", "10000.5")),
+    ({"rope_theta": 0.5}, ("rope_theta", "0.5")),
+    ({"rope_theta": float("inf")}, ("rope_theta", "inf")),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "attention_factor": 1.207}}, ("attention_factor", "1.207")),
     ({"sliding_window": 4096}, ("sliding_window", "4096")),
     ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),
     ({"a_new_key": 3}, ("a_new_key", "3")),
@@ -243,7 +273,7 @@ def test_odd_values_of_any_key_end_in_one_message(name, tmp_path):
     keys = {key for rule in known_families()[name].config for key in rule.theirs}
     (tmp_path / "a").mkdir()
     for key in sorted(keys):
-        for value in (None, True, -1, 1.5, 10**30, "x", [1], {"x": 1}):
+        for value in (None, True, -1, 1.5, 10**30, 10**400, "x", [1], {"x": 1}):
             (tmp_path / "a" / "config.json").write_text(json.dumps({**base, key: value}))
             try:
                 load_hf_settings(tmp_path / "a")
@@ -251,13 +281,14 @@ def test_odd_values_of_any_key_end_in_one_message(name, tmp_path):
                 assert str(error).startswith(str(tmp_path / "a")), error
 
 
-def test_settings_that_no_family_has_are_refused_with_a_reason_for_each(tmp_path):
+def test_settings_that_no_family_has_are_refused_with_the_reasons_of_the_nearest(tmp_path):
     model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
     model.settings["qk_l2_norm"] = True
-    with pytest.raises(UserError, match="llama: qk_l2_norm is True") as caught:
+    with pytest.raises(UserError, match="not llama: qk_l2_norm is True, the family has False alone. not") as caught:
         save_hf(model, tmp_path / "b")
     for name, family in known_families().items():  # those of other kinds of models are no answer
-        assert (f"{name}: " in str(caught.value)) == (family.model_family == "gpt")
+        named = re.search(rf"\b(not {name}:|further from it: .*\b{name}\b)", str(caught.value))
+        assert bool(named) == (family.model_family == "gpt"), name
     del model.settings["qk_l2_norm"]
     model.settings |= {"moe_router_load_balancing_type": ["quantile_balancing"], "num_moe_experts": 4}
     with pytest.raises(UserError, match="whose bias no family has"):
@@ -283,15 +314,17 @@ def test_tensors_that_do_not_fit_the_settings_are_not_written(tmp_path):
 
 def test_files_that_go_along_and_ids_of_tokens_survive(tmp_path):
     folder = write(tmp_path / "a", random_weights(CONFIG))
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true, "eos_token_id": 4}')
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "model.py").write_text("raise SystemExit")
+    (folder / "pytorch_model.bin.index.json").write_text("{}")
     save_hf(load_hf(folder), tmp_path / "b", dtype=torch.bfloat16)
     found = {path.name for path in (tmp_path / "b").iterdir()}
     assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["eos_token_id"] == [2, 3] and config["torch_dtype"] == "bfloat16"
-    assert json.loads((tmp_path / "b" / "generation_config.json").read_text())["temperature"] == 0.6
+    generation = json.loads((tmp_path / "b" / "generation_config.json").read_text())
+    assert generation == {"temperature": 0.6, "do_sample": True, "eos_token_id": 4, "bos_token_id": 1}
     stored = load_file(tmp_path / "b" / "model.safetensors")
     assert all(torch.equal(value, random_weights(CONFIG)[name].bfloat16()) for name, value in stored.items())
 
@@ -299,10 +332,35 @@ def test_files_that_go_along_and_ids_of_tokens_survive(tmp_path):
 def test_a_folder_may_be_links_into_a_cache_as_the_hub_makes_it(tmp_path):
     plain = {**CONFIG, "rope_scaling": {"type": "default", "factor": 1.0}}
     cached = write(tmp_path / "blobs", random_weights(CONFIG), plain)
-    (tmp_path / "snapshot").mkdir()
+    (cached / "vocab.txt").write_text("a")
+    snapshot = tmp_path / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
     for path in cached.iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert load_hf(tmp_path / "snapshot").tensors.keys() == load_hf(cached).tensors.keys()
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    found = load_hf(snapshot)
+    assert found.tensors.keys() == load_hf(cached).tensors.keys()
+    save_hf(found, tmp_path / "copy")
+    assert (tmp_path / "copy" / "vocab.txt").read_text() == "a"
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "config.json", "generation_config.json"])
+@pytest.mark.parametrize("cache", [False, True], ids=["folder", "cache whose blobs are a link"])
+def test_a_file_that_links_out_of_its_folder_is_refused(name, cache, tmp_path):
+    secrets = tmp_path / "private"
+    secrets.mkdir()
+    (secrets / "secret").write_text(json.dumps(CONFIG))
+    folder = tmp_path / "repository" / "snapshots" / "0" if cache else tmp_path / "folder"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(folder, random_weights(CONFIG))
+    (folder / name).unlink(missing_ok=True)
+    if cache:
+        (tmp_path / "repository" / "blobs").symlink_to(secrets)
+    (folder / name).symlink_to("../../blobs/secret" if cache else secrets / "secret")
+    refused(folder, f"{name}: is a link out of its folder, to {secrets / 'secret'}")
+    (folder / name).unlink()
+    (folder / "same").write_text(json.dumps(CONFIG))
+    (folder / name).symlink_to("same")
+    assert load_hf(folder).tensors
 
 
 def test_of_many_problems_some_are_listed(tmp_path):
@@ -397,7 +455,7 @@ def test_a_linear_stretch_is_written_as_transformers_wants_it():
     assert isinstance(factor, float) and factor == settings["rotary_seq_len_interpolation_factor"] == 4
 
 
-def test_the_guide_lists_every_family():
-    guide = (Path(__file__).parents[4] / "docs" / "guides" / "hugging_face.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", guide, re.MULTILINE)
+def test_reference_page_lists_every_family():
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "hugging_face_families.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \| \S", page, re.MULTILINE)
     assert dict(rows) == {name: family.architecture for name, family in known_families().items()}

@@ -139,6 +139,36 @@ def test_kernels_equal_the_formula(tokens, choices, width, dtype):
     )  # fmt: skip
 
 
+ABSORBED = torch.tensor([256.0, 1.0, 1.0, 1.0, 1.0])
+"""260 in fp32; in bf16 each 1 is rounded away, and a sum of pairs gives another number."""
+
+
+@pytest.mark.parametrize("moves", [PLAIN, pytest.param(TRITON, id="triton")])
+def test_half_precision_rows_are_added_up_in_fp32(moves):
+    """Outputs of experts in the forward pass, gradients of their inputs in the backward pass."""
+    if moves is TRITON:
+        pytest.importorskip("triton")
+    key = torch.arange(5).expand(3, 5).contiguous().to(DEVICE)
+    permutation = sort_choices(key, 5)
+    rows = torch.empty(15, 4, dtype=torch.bfloat16, device=DEVICE)
+    rows[permutation.place_tj] = ABSORBED.to(rows)[:, None].expand(3, 5, 4)
+    combined = combine_rows(rows, permutation, moves)
+    assert combined.dtype == torch.bfloat16 and combined.tolist() == [[260.0] * 4] * 3
+    x = torch.ones(3, 4, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    gather_rows(x, permutation, moves).backward(rows)
+    assert x.grad.dtype == torch.bfloat16 and x.grad.tolist() == [[260.0] * 4] * 3
+    padded = pad_to(permutation, key, 4)
+    wide = torch.full((20, 4), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    wide[padded.place_tj] = ABSORBED.to(rows)[:, None].expand(3, 5, 4)
+    assert combine_rows(wide, padded, moves).tolist() == [[260.0] * 4] * 3
+
+
+def test_double_precision_rows_are_added_up_in_double_precision():
+    rows = torch.tensor([[1.0], [1e-12]], dtype=DOUBLE)
+    permutation = sort_choices(torch.tensor([[0, 1]]), 2)
+    assert combine_rows(rows, permutation).item() == 1.0 + 1e-12
+
+
 def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

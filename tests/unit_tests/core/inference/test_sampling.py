@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.core.config.errors import UserError
 from megatron.core.inference.sampling import Sampling, generate
 
 GREEDY = Sampling(temperature=0)
@@ -54,3 +55,26 @@ def test_the_seed_decides_the_draws():
         return list(generate(model, [0], max_new_tokens=30, max_sequence_length=8, sampling=sampling))
 
     assert draw(1) == draw(1) != draw(2)
+
+
+@pytest.mark.parametrize("values", [
+    {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": 1e-30}, {"top_p": 1.5},
+    {"top_p": float("nan")}, {"top_k": -1}, {"seed": -1}, {"seed": 2**64},
+])  # fmt: skip
+def test_settings_out_of_range_are_rejected(values):
+    with pytest.raises(UserError, match=f"{next(iter(values))} .*must be"):
+        Sampling(**values)
+
+
+def test_the_smallest_temperature_draws_the_likeliest_token():
+    logits = torch.tensor([1.0, 3.0e4, 2.0e4, -1.0e4])
+    for temperature in (1e-6, 1e-3):
+        assert Sampling(temperature=temperature, seed=1).chooser()(logits) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_one_message(value, temperature):
+    logits = torch.tensor([1.0, value, 2.0])
+    with pytest.raises(UserError, match="logits are NaN or infinite"):
+        Sampling(temperature=temperature).chooser()(logits)

@@ -271,7 +271,7 @@ def test_the_first_and_the_last_stage_share_a_weight_and_the_work():
 def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
     gathered = []
     monkeypatch.setattr(
-        language_module, "gather_from_tensor_model_parallel_region", lambda x, group: gathered.append(group.name) or x
+        language_module, "gather_from_region", lambda x, group: gathered.append(group.name) or x
     )
     for parallel_output in (True, False):
         make("one loss, untied", parallel_output=parallel_output)[0](inputs()[0])
@@ -281,7 +281,7 @@ def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
 def test_first_tokens_come_from_the_ranks_that_hold_them(monkeypatch):
     config = TransformerConfig(**SIZES, tensor_model_parallel_size=3, sequence_parallel=True)
     hidden, first_tokens, found = torch.randn(12, 1, 24), torch.tensor([0, 3, 4, 7, 11]), []
-    monkeypatch.setattr(heads, "reduce_from_tensor_model_parallel_region", lambda x, group: found.append(x) or x)
+    monkeypatch.setattr(heads, "reduce_from_region", lambda x, group: found.append(x) or x)
     for rank in range(3):
         pooler = heads.Pooler(config, dataclasses.replace(SINGLE_PROCESS, tp=Group("tp", (0, 1, 2), rank)))
         own = hidden[4 * rank : 4 * rank + 4]

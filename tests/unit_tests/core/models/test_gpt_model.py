@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt_description import describe_gpt
 from tests.test_utils.specs import unique_parameter_count
@@ -48,6 +48,21 @@ def randomize(model):
         for param in model.parameters():
             if param.dim() == 1:
                 param.add_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("hidden_size", [24, 48])
+def test_scaled_embeddings_are_scaled_by_a_root_of_their_own_dtype(dtype, hidden_size):
+    """As Gemma: sqrt(24) is 4.89898, rounded to bf16 4.90625; positions are scaled too."""
+    sizes = {"hidden_size": hidden_size, "params_dtype": dtype}
+    scaled, plain = (make_model(**sizes, apply_embedding_scaling=each).embedding for each in (True, False))
+    tokens, _, positions = batch()
+    words = plain.word_embeddings(tokens.t()) + plain.position_embeddings(positions.t())
+    factor = torch.tensor(hidden_size, dtype=torch.float64).sqrt().to(dtype)
+    found = scaled(tokens, positions)
+    assert found.dtype == dtype and torch.equal(found, words * factor) and torch.equal(plain(tokens, positions), words)
+    if dtype == torch.bfloat16:
+        assert not torch.equal(found, words * hidden_size**0.5), "the rounding of the factor matters"
 
 
 def norm(x, w, kind, name):
@@ -324,8 +339,6 @@ def test_one_layer_spec_serves_all_layers_and_wrong_counts_are_refused():
 
 
 def test_what_is_not_available_says_so():
-    with pytest.raises(ValueError, match="--transformer-impl local"):
-        get_gpt_layer_with_transformer_engine_spec()
     with pytest.raises(ValueError, match="position_embedding_type 'mrope'"):
         make_model(position_embedding_type="mrope")
 
@@ -336,7 +349,47 @@ def test_ids_outside_of_the_vocabulary_are_refused():
     with pytest.raises(IndexError):
         model(tokens.masked_fill(tokens == tokens[0, 0], VOCAB + 1), positions)
     with pytest.raises(IndexError, match="outside of the vocabulary"):
-        model(tokens, positions, labels=labels.masked_fill(labels == labels[0, 0], -100))
+        model(tokens, positions, labels=labels.masked_fill(labels == labels[0, 0], VOCAB))
+
+
+@pytest.mark.parametrize("attention", [{}, {"multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+                                            "v_head_dim": 8, "kv_lora_rank": 8}], ids=["heads", "latent"])
+def test_documents_with_padding_between_them_have_the_outputs_of_separate_rows(attention):
+    """By Megatron-LM's arguments for packed sequences; without position_ids, which a rotary model does not read."""
+    model = make_model(position_embedding_type="rope", **attention).eval()
+    tokens, labels, _ = (each[:2] for each in batch())
+    lengths, places = [LENGTH - 2, LENGTH - 4], [0, LENGTH, 2 * LENGTH]
+    actual = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
+    given = torch.tensor(places, dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=actual, cu_seqlens_kv=actual, cu_seqlens_q_padded=given,
+        cu_seqlens_kv_padded=given, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH,
+    )  # fmt: skip
+    losses = model(tokens.view(1, -1), None, None, labels.view(1, -1), packed_seq_params=packed).view(2, LENGTH)
+    for row, length in enumerate(lengths):
+        alone = model(tokens[row : row + 1, :length], None, labels=labels[row : row + 1, :length])
+        torch.testing.assert_close(losses[row, :length], alone[0])
+    with pytest.raises(UserError, match="position_ids: None, but the model has learned positions"):
+        make_model()(tokens, None)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_negative_labels_are_positions_that_the_caller_masks(chunk):
+    """Their loss is finite and their gradient, once masked, zero; those of other positions do not change."""
+    model = make_model(cross_entropy_chunk_tokens=chunk)
+    tokens, labels, positions = batch()
+    mask = torch.ones_like(labels)
+    mask[0, 1], mask[1, 3] = 0, 0
+    gradients = []
+    for given in (labels, labels.masked_fill(mask == 0, -1), labels.masked_fill(mask == 0, -100)):
+        model.zero_grad()
+        losses = model(tokens, positions, labels=given)
+        assert losses.isfinite().all()
+        (losses * mask).sum().backward()
+        gradients.append([(losses * mask).detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    for other in gradients[1:]:
+        for mine, theirs in zip(gradients[0], other, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("backend", ["unfused", "auto"])

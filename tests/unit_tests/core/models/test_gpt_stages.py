@@ -1,5 +1,6 @@
 """Pipeline stages of GPTModel, whole layers and halves of them, and layers of a program's own."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.sharding.placement import Partial
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, batch, make_config, make_model
@@ -25,9 +27,11 @@ def test_pipeline_stages_hold_global_names_and_compose():
     last.set_input_tensor(first(tokens, positions))
     assert torch.equal(last(tokens, positions, labels=labels), whole(tokens, positions, labels=labels))
     assert len(last.decoder.layers) == 3 and last.decoder.layers[0].layer_number == 2
-    assert [layer.layer_number for layer in last.decoder.layers] == [2, 3, 4] == [
-        last.decoder.layers[i].layer_number for i in (-3, -2, -1)
-    ]
+    assert (
+        [layer.layer_number for layer in last.decoder.layers]
+        == [2, 3, 4]
+        == [last.decoder.layers[i].layer_number for i in (-3, -2, -1)]
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, LLAMA, {"apply_residual_connection_post_layernorm": True}])
@@ -65,15 +69,53 @@ class LayerOfAProgram(TransformerLayer):
 def stage_of_two(rank, spec, **fields):
     """The second of two pipeline ranks needs no process group to be built."""
     groups = replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), rank))
+    options = {name: fields.pop(name) for name in ("share_embeddings_and_output_weights", "position_embedding_type")
+               if name in fields}  # fmt: skip
     config = make_config(num_layers=3, pipeline_model_parallel_size=2, pipeline_dtype=torch.float64, **fields)
+    if config.mtp_num_layers:
+        options["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec)
     last = rank == 1
-    return GPTModel(config, spec, VOCAB, 16, pre_process=not last, post_process=last, groups=groups)
+    return GPTModel(config, spec, VOCAB, 16, pre_process=not last, post_process=last, groups=groups, **options)
+
+
+@pytest.mark.parametrize("fields", [
+    {"init_method_std": 0.02, "embedding_init_method_std": 0.5},
+    {"init_method_std": 0.02, "embedding_init_method_std": None},
+    {"init_method_xavier_uniform": True, "embedding_init_method_std": 0.5},
+    {"init_method_xavier_uniform": True},
+], ids=["own std", "one std", "own std beside Xavier", "Xavier"])  # fmt: skip
+def test_the_last_stages_copy_of_a_tied_embedding_begins_equal(fields):
+    spec = get_gpt_layer_local_spec()
+    first, last = (stage_of_two(rank, spec, share_embeddings_and_output_weights=True, **fields) for rank in (0, 1))
+    words = first.embedding.word_embeddings.weight
+    assert torch.equal(last.output_layer.weight, words) and last.output_layer.weight is not words
+    copy = last.output_layer.weight.spec
+    assert copy.tied_to == "embedding.word_embeddings.weight" and words.spec.tied_to is None
+    assert copy.grad["embedding"] == words.spec.grad["embedding"] == Partial(), "each holds a part of the gradient"
+    std = fields.get("embedding_init_method_std") or fields.get("init_method_std")
+    assert std is None or words[:VOCAB].std().item() == pytest.approx(std, rel=0.1)
+    untied = stage_of_two(1, spec, **fields).output_layer.weight[:VOCAB]
+    other = fields.get("init_method_std", math.sqrt(2 / (VOCAB + 24)))
+    assert untied.std().item() == pytest.approx(other, rel=0.15) and not torch.equal(untied, words[:VOCAB])
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+def test_the_last_stages_copy_of_the_embedding_for_later_tokens_begins_equal(positions):
+    spec, fields = get_gpt_layer_local_spec(), {"mtp_num_layers": 1, "embedding_init_method_std": 0.5}
+    first, last = (
+        stage_of_two(rank, spec, share_embeddings_and_output_weights=True, position_embedding_type=positions, **fields)
+        for rank in (0, 1)
+    )
+    mine, copy = (dict(stage.embedding.named_parameters()) for stage in (first, last))
+    assert mine.keys() == copy.keys() and all(torch.equal(mine[name], copy[name]) for name in mine)
 
 
 def held(model):
     layers = zip(model.decoder.layers.indices, model.decoder.layers)
-    return [(index, "self_attention" in dict(layer.named_children()), "mlp" in dict(layer.named_children()))
-            for index, layer in layers]
+    return [
+        (index, "self_attention" in dict(layer.named_children()), "mlp" in dict(layer.named_children()))
+        for index, layer in layers
+    ]
 
 
 def test_layers_that_are_one_piece_stay_whole():

@@ -5,11 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core import parallel_state
+from megatron.core.attention.context_parallel import zigzag
 from megatron.core.config.errors import UserError
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.pipeline_parallel.microbatches import run_without_pipeline
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from tests.test_utils import training_steps as steps
 from tests.unit_tests.core.models.test_gpt_model import BATCH, LENGTH, batch, make_config, make_model
 
 EXPERTS = {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": [0.3], "swiglu": True}
@@ -29,7 +33,7 @@ def gradients(micro_batches, *, is_sum, masked=None, transform=None, **overrides
     def loss_of_tokens(output):
         return (output.sum(), torch.tensor(output.numel()), {}) if is_sum else (output.mean(), {})
 
-    forward_backward_no_pipelining(
+    run_without_pipeline(
         forward_step_func=forward_step, data_iterator=iter(micro_batches), model=model,
         num_microbatches=len(micro_batches), loss_transform=transform,
     )  # fmt: skip
@@ -62,6 +66,53 @@ def test_means_of_context_parallel_ranks_add_up():
     model = make_model(**EXPERTS).train()
     model.groups = replace(SINGLE_PROCESS, cp=Group("cp", (0, 1)))
     assert model._side_losses(4, None, torch.device("cpu")).tokens_b.sum() == 2
+
+
+def gradients_of_ranks(rank, size, sizes, is_sum):
+    """This rank's shards of the gradients of a global batch in two micro-batches, every token of which counts."""
+    groups = parallel_state.initialize_model_parallel(**sizes)
+    aux = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.2]}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    model = steps.build(groups, **{**EXPERTS, **aux, **dropout, **sizes, "sequence_parallel": groups.tp.size > 1})
+    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(), model, groups=groups)
+    tokens = torch.randint(0, steps.VOCAB, (4, steps.LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(steps.LENGTH).expand(4, -1)
+    rows = torch.arange(4).chunk(groups.dp.size)[groups.dp.rank]
+
+    def forward_step(iterator, model):
+        part = next(iterator)
+        whole = (tokens[part, :-1], positions[part], tokens[part, 1:])
+        ids, at, labels = (zigzag.local_part(each, groups.cp.rank, groups.cp.size) for each in whole)
+        mask = torch.ones_like(ids, dtype=torch.float64) if is_sum else None
+        return model(ids, at, labels=labels, loss_mask=mask), loss_of
+
+    def loss_of(output):
+        return (output.sum(), torch.tensor(output.numel()), {}) if is_sum else (output.mean(), {})
+
+    ddp.zero_grad_buffer()
+    results = run_without_pipeline(
+        forward_step_func=forward_step, data_iterator=iter(rows.chunk(2)), model=ddp, num_microbatches=2
+    )
+    finalize_model_grads([ddp], sum(each.num_tokens for each in results), groups=groups)
+    return steps.shards(model, groups, lambda parameter: parameter.main_grad)
+
+
+@pytest.mark.parametrize(
+    "size, sizes",
+    [
+        (2, {}),
+        (2, {"context_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2,
+             "expert_tensor_parallel_size": 1}),
+    ],
+    ids=["dp2", "cp2", "tp2-cp2-ep2"],
+)  # fmt: skip
+def test_sums_and_means_have_the_same_gradients_on_any_ranks(gloo_pool, size, sizes):
+    """A router's losses weigh the same whether the main loss is a sum over tokens or a mean of each micro-batch."""
+    expected = steps.assembled(gloo_pool.run(gradients_of_ranks, 1, {}, True))
+    for is_sum in (True, False):
+        found = steps.assembled(gloo_pool.run(gradients_of_ranks, size, sizes, is_sum))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_tensor_parallel_ranks_that_would_route_the_same_tokens_are_refused():

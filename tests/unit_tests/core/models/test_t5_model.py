@@ -13,12 +13,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.masks import check_masks, token_mask
 from megatron.core.models.t5.t5_spec import (
     get_t5_block_specs,
     get_t5_decoder_with_local_block_spec,
@@ -166,15 +169,16 @@ def test_no_token_sees_padding():
     model = make_model().eval()
     text, answer, labels, lengths = arrays()
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    losses = model(text, answer, mask, labels)
+    losses = model(text, answer, mask, lm_labels=labels)
     assert torch.equal(losses, model(text, answer, lm_labels=labels, encoder_lengths=lengths))
     padded, longer = text.clone(), answer.clone()
     padded[1, 7:], longer[:, 9:] = 5, 6
-    torch.testing.assert_close(model(padded, longer, mask, labels)[:, :9], losses[:, :9], rtol=1e-12, atol=1e-12)
+    other = model(padded, longer, mask, lm_labels=labels)
+    torch.testing.assert_close(other[:, :9], losses[:, :9], rtol=1e-12, atol=1e-12)
     shorter = model(text[1:, :7], answer[1:], lm_labels=labels[1:])
     torch.testing.assert_close(shorter, losses[1:], rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="padding stands behind all tokens"):
-        model(text, answer, 1 - mask, labels)
+        model(text, answer, 1 - mask, lm_labels=labels)
     with pytest.raises(ValueError, match="a row of padding alone"):
         model(text, answer, lm_labels=labels, encoder_lengths=torch.tensor([LENGTH, 0]))
 
@@ -231,12 +235,18 @@ def test_relative_positions_count_where_kernels_without_a_bias_would_serve(stack
         assert not torch.allclose(before, model(text, answer, lm_labels=labels), rtol=1e-6)
 
 
+def test_a_stage_of_one_stack_is_rejected():
+    with pytest.raises(UserError, match="add_encoder and add_decoder: must be True"):
+        make_model(add_decoder=False)
+
+
 def test_a_program_builds_it_by_the_names_of_megatron_lm():
     config = make_config(attention_dropout=0.0)  # else all kernels but the one for relative positions are out
     encoder, decoder = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(1)
     model = T5Model(
         config=config, encoder_config=config, transformer_encoder_layer_spec=encoder,
-        transformer_decoder_layer_spec=decoder, vocab_size=VOCAB, max_sequence_length=LENGTH,
+        transformer_decoder_layer_spec=decoder, vocab_size=VOCAB, max_sequence_length=LENGTH, add_encoder=True,
+        add_decoder=True,
     ).eval()  # fmt: skip
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
     assert [layer.layer_number for layer in (*model.encoder.layers, *model.decoder.layers)] == [1, 2, 3]
@@ -248,3 +258,17 @@ def test_a_program_builds_it_by_the_names_of_megatron_lm():
     gpt, t5 = (inspect.signature(each).parameters for each in (GPTModel, T5Model))
     assert all(t5[name].default == gpt[name].default for name in gpt.keys() & t5.keys())
     assert (t5["relative_attention_num_buckets"].default, t5["relative_attention_max_distance"].default) == (32, 128)
+
+
+def test_masks_that_programs_build_from_data_sets_are_those_of_the_model():
+    """Of every release: [b, keys], [b, 1, queries, keys] that hide all from rows of padding, [b, 1, 1, keys]."""
+    encoder, decoder = (torch.arange(length) < torch.tensor([[length], [5]]) for length in (8, 6))
+    for use_local in (True, False):
+        masks = T5MaskedWordPieceDataset.config_attention_mask(None, None, ~encoder, ~decoder, use_local)
+        assert torch.equal(token_mask(masks[0]), encoder)
+        check_masks(masks[1], masks[2], encoder)
+        with pytest.raises(ValueError, match="encoder_decoder_attn_mask"):
+            check_masks(masks[1], masks[2], torch.ones_like(encoder))
+    local = T5MaskedWordPieceDataset.config_attention_mask(None, None, ~encoder, ~decoder, True)[1]
+    with pytest.raises(ValueError, match="must be causal"):
+        check_masks(local.transpose(2, 3), None, None)

@@ -149,6 +149,12 @@ LAYOUTS = {
 def test_every_layout_equals_one_rank(gloo_pool, kind):
     [(expected, state)] = gloo_pool.run(trained, 1, kind, {})
     expected_state = [gathered([part]) for part in state]
+    for step, (gradients, norm, zeros, _) in enumerate(expected):
+        values = torch.cat([tensor.flatten() for tensor in gathered([gradients]).values()])
+        assert zeros == (values == 0).sum() > 0, "of true elements alone: a row of padding has zeros, too"
+        assert norm == pytest.approx(values.norm().item(), rel=1e-12), step
+    weights = torch.cat([tensor.flatten() for tensor in expected_state[1].values()])
+    assert expected[-1][-1] == pytest.approx(weights.norm().item(), rel=1e-12)
     for name, (world, options, instances) in LAYOUTS.items():
         results = gloo_pool.run(trained, world, kind, options, instances)
         for step, (gradients, norm, zeros, params_norm) in enumerate(expected):

@@ -11,10 +11,10 @@ import torch
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.pipeline_parallel import p2p
 from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.microbatches import of_rows
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward
-from megatron.core.pipeline_parallel.schedules import of_rows
 
 SHAPES = ((4, 2, 3), (2, 2, 3))
 SCHEDULE = one_forward_one_backward(2, 2)

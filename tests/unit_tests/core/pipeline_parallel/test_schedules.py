@@ -1,15 +1,25 @@
-"""Both conventions of loss functions, and gradients that accumulate over micro-batches."""
+"""Loops of programs written for Megatron-LM: what they get back, and the scale of their gradients."""
 
 import dataclasses
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from megatron.core.pipeline_parallel.results import split_loss
+from megatron.core.pipeline_parallel import get_forward_backward_func, microbatches, schedules
+from tests.unit_tests.core.models.test_gpt_model import batch, make_model
+
+EXPERTS = {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": [0.3], "swiglu": True}
+
+
+def linear(**config):
+    model = torch.nn.Linear(3, 1, bias=False)
+    model.config = ModelParallelConfig(**config)
+    return model
 
 
 def run(model, batches, returned, **options):
@@ -17,124 +27,166 @@ def run(model, batches, returned, **options):
         return chunk(next(iterator)), returned
 
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        **options,
-    )
+        forward_step_func=forward_step, data_iterator=iter(batches), model=[model], num_microbatches=len(batches),
+        seq_length=2, micro_batch_size=1, **options,
+    )  # fmt: skip
 
 
-def test_gradients_of_all_micro_batches_add_up():
-    model = torch.nn.Linear(3, 1, bias=False)
+def test_whatever_the_loss_function_returns_comes_back_untouched():
+    """Per-token tensors, lists, strings, several counts, or no dictionary at all."""
     batches = [torch.randn(2, 3) for _ in range(4)]
-    results = run(model, batches, lambda output: (output.sum(), torch.tensor(2), {"lm loss": (output.sum(), 2)}))
-    expected = torch.cat(batches).sum(dim=0, keepdim=True)
-    torch.testing.assert_close(model.weight.grad, expected)
-    assert sum(result.num_tokens.item() for result in results) == 8
-    assert results[0].logged["lm loss"].shape == (2,)
+    made = [
+        {"lm loss": torch.tensor(1.5), "log_probs": torch.randn(16), "ids": [1, 2, 3], "name": "a"},
+        {"lm loss": (torch.tensor(3.0), torch.tensor(2)), "values": torch.randn(4, 5), "none": None},
+        [torch.randn(3), {"nested": []}],
+        torch.randn(7),
+    ]
+    left = iter(made)
+    found = run(linear(), batches, lambda output: (output.sum(), next(left)))
+    assert all(mine is theirs for mine, theirs in zip(found, made, strict=True))
+    left = iter(made)
+    found = run(linear(), batches, lambda output: (output.sum(), torch.tensor(2), next(left)), forward_only=True)
+    assert all(mine is theirs for mine, theirs in zip(found, made, strict=True))
 
 
-def test_callbacks_of_a_programs_own_configuration_are_called_around_backward():
-    model, told = torch.nn.Linear(3, 1, bias=False), []
-    model.config = ModelParallelConfig(grad_scale_func=lambda loss: 4 * loss)
-    model.config.finalize_model_grads_func = lambda chunks, num_tokens: told.append((chunks, num_tokens.item()))
-    batches = [torch.randn(2, 3) for _ in range(3)]
-    returned = lambda output: (output.sum(), torch.tensor(2), {})  # noqa: E731
-    run(model, batches, returned)
-    torch.testing.assert_close(model.weight.grad, 4 * torch.cat(batches).sum(dim=0, keepdim=True))
-    assert told == [([model], 6)]
-    run(model, batches, returned, forward_only=True)
+def gradient(batches, weights):
+    return sum(weight * each.sum(0, keepdim=True) for weight, each in zip(weights, batches, strict=True))
+
+
+@pytest.mark.parametrize("kind, weights", [
+    ("mean", [1 / 3, 1 / 3, 1 / 3]), ("counted", [1 / 12, 1 / 3, 1 / 6]), ("per token", [1.0, 1.0, 1.0]),
+])  # fmt: skip
+def test_losses_are_scaled_as_megatron_lm_does(kind, weights):
+    """A mean by the number of micro-batches; a sum by its tokens (at least 1) too, unless losses are per token."""
+    told, counts = [], [4, 0, 2]
+    model = linear(calculate_per_token_loss=kind == "per token", grad_scale_func=lambda loss: 8 * loss)
+    model.config.finalize_model_grads_func = lambda chunks, num_tokens: told.append((chunks, num_tokens))
+    batches, left = [torch.randn(2, 3) for _ in range(3)], iter(counts)
+    more = (lambda: ()) if kind == "mean" else lambda: (torch.tensor(next(left)),)
+    run(model, batches, lambda output: (output.sum(), *more(), {}))
+    torch.testing.assert_close(model.weight.grad, 8 * gradient(batches, weights))
+    ((chunks, num_tokens),) = told
+    assert chunks == [model] and (num_tokens.item() == 6 if kind == "per token" else num_tokens is None)
+    run(model, batches, lambda output: (output.sum(), {}), forward_only=True)
     assert len(told) == 1
 
 
-def test_forward_only_leaves_no_gradient():
-    model = torch.nn.Linear(3, 1)
-    run(model, [torch.randn(2, 3)], lambda output: (output.sum(), torch.tensor(2), {}), forward_only=True)
-    assert model.weight.grad is None
+def test_a_mean_counts_for_every_context_parallel_rank(monkeypatch):
+    """Its value is that of all ranks' tokens, of which each rank differentiates its own."""
+    groups = dataclasses.replace(SINGLE_PROCESS, cp=Group("cp", (0, 1), 0))
+    monkeypatch.setattr(parallel_state, "get_process_groups", lambda: groups)
+    model, batches = linear(), [torch.randn(2, 3) for _ in range(2)]
+    run(model, batches, lambda output: (output.sum(), {}))
+    torch.testing.assert_close(model.weight.grad, gradient(batches, [1.0, 1.0]))
+    model.weight.grad = None
+    run(model, batches, lambda output: (output.sum(), torch.tensor(4), {}))
+    torch.testing.assert_close(model.weight.grad, gradient(batches, [1 / 8, 1 / 8]))
+
+
+def test_tokens_are_counted_exactly():
+    told, counts = [], iter([2**24, 1])
+    model = linear(finalize_model_grads_func=lambda _, num_tokens: told.append(num_tokens.item()))
+    model.config.calculate_per_token_loss = True
+    run(model, [torch.randn(2, 3)] * 2, lambda output: (output.sum(), torch.tensor(next(counts)), {}))
+    assert told == [2**24 + 1]
+
+
+def _wrapped_gradients(rank, world_size, per_token, sharded):
+    """The gradient after the reduction over two ranks, and what it must be."""
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(3)
+    module = linear(finalize_model_grads_func=finalize_model_grads)
+    module.config.calculate_per_token_loss = per_token
+    model = DistributedDataParallel(
+        module.config, DistributedDataParallelConfig(use_distributed_optimizer=sharded), module
+    )
+    batches = [torch.randn(2, 3) for _ in range(4)]
+    counts = [1, 5, 2, 2]
+    left = iter(counts[2 * rank : 2 * rank + 2])
+    run(model, batches[2 * rank : 2 * rank + 2], lambda output: (output.sum(), torch.tensor(next(left)), {}))
+    weights = [1 / 10] * 4 if per_token else [1 / (4 * count) for count in counts]
+    difference = (module.weight.main_grad - gradient(batches, weights)).abs().flatten()
+    owned = [(shard.start, shard.stop) for shard in (model.parameter_shards() or {}).values()] if sharded else [(0, 3)]
+    return [value for start, stop in owned for value in difference[start:stop].tolist()]
+
+
+@pytest.mark.parametrize("per_token, sharded", [(False, False), (True, False), (False, True)])
+def test_gradients_of_wrapped_models_are_means_over_data_parallel_ranks(gloo_pool, per_token, sharded):
+    differences = sum(gloo_pool.run(_wrapped_gradients, 2, per_token, sharded), [])
+    assert len(differences) == (3 if sharded else 6) and max(differences) < 1e-6
+
+
+def expert_gradients(batches, kind, mask=False):
+    model = make_model(**EXPERTS).train()
+
+    def loss_func(output):
+        if kind == "mean":
+            return output.mean(), {}
+        return output.sum(), torch.tensor(output.numel()), {}
+
+    def forward_step(iterator, model):
+        tokens, labels, positions = next(iterator)
+        mask_bs = torch.ones_like(tokens, dtype=torch.float64) if mask else None
+        return model(tokens, positions, labels=labels, loss_mask=mask_bs), loss_func
+
+    model.config.calculate_per_token_loss = kind == "per token"
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=iter(batches), model=model, num_microbatches=len(batches)
+    )
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_auxiliary_losses_of_experts_weigh_the_same_whatever_the_loss_function_returns():
+    """Also where the model is told which tokens count, as newer programs do for their own reasons."""
+    batches = [batch(seed=seed) for seed in range(2)]
+    expected = expert_gradients(batches, "mean")
+    count = batches[0][0].numel() * len(batches)
+    kinds = [("mean", True, 1), ("counted", False, 1), ("counted", True, 1), ("per token", True, count)]
+    for kind, mask, factor in kinds:
+        found = expert_gradients(batches, kind, mask)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name] / factor, value, rtol=1e-5, atol=1e-7, msg=f"{kind} {mask} {name}")
 
 
 def test_a_model_and_an_iterator_may_stand_alone_or_in_lists():
     model, batches = torch.nn.Linear(3, 1, bias=False), [torch.randn(2, 3) for _ in range(3)]
 
     def forward_step(iterator, chunk):
-        return chunk(next(iterator)), lambda output: (output.sum(), torch.tensor(2), {})
+        return chunk(next(iterator)), lambda output: (output.sum(), {})
 
     for data, chunks in ((iter(batches), model), ([iter(batches)], (model,))):
         model.weight.grad = None
         call = {"data_iterator": data, "model": chunks, "num_microbatches": 2}
         get_forward_backward_func()(forward_step_func=forward_step, **call)
-        torch.testing.assert_close(model.weight.grad, torch.cat(batches[:2]).sum(dim=0, keepdim=True))
-
-
-def test_tokens_are_counted_exactly():
-    model, told, counts = torch.nn.Linear(3, 1, bias=False), [], iter([2**24, 1])
-    model.config = ModelParallelConfig(finalize_model_grads_func=lambda _, num_tokens: told.append(num_tokens.item()))
-    run(model, [torch.randn(2, 3)] * 2, lambda output: (output.sum(), torch.tensor(next(counts)), {}))
-    assert told == [2**24 + 1]
+        torch.testing.assert_close(model.weight.grad, gradient(batches[:2], [0.5, 0.5]))
 
 
 def test_other_data_than_losses_are_collected_without_a_backward_pass():
-    model, batches = torch.nn.Linear(3, 1), [torch.randn(2, 3) for _ in range(2)]
+    model, batches = linear(), [torch.randn(2, 3) for _ in range(2)]
     results = run(model, batches, lambda output, non_loss_data: (non_loss_data, output), collect_non_loss_data=True)
-    assert [result.num_tokens.item() for result in results] == [0, 0] and model.weight.grad is None
-    for result, batch in zip(results, batches, strict=True):
-        assert result.non_loss[0] is True and torch.equal(result.non_loss[1], model(batch))
+    assert model.weight.grad is None
+    for (flag, output), each in zip(results, batches, strict=True):
+        assert flag is True and torch.equal(output, model(each))
+    results = run(model, batches, None, forward_only=True)  # no loss function: the outputs themselves
+    assert all(torch.equal(output, model(each)) for output, each in zip(results, batches, strict=True))
 
 
-def test_only_ranks_of_a_pipeline_run_its_schedules(monkeypatch):
-    for axis in ("dp", "pp"):
-        groups = dataclasses.replace(SINGLE_PROCESS, **{axis: Group(axis, (0, 1), 0)})
-        monkeypatch.setattr(schedules.parallel_state, "get_process_groups", lambda groups=groups: groups)
-        assert (get_forward_backward_func() is schedules.forward_backward_pipelining) == (axis == "pp")
-
-
-@pytest.mark.parametrize("options, kind", [
-    ({}, "chosen"), ({"forward_only": True}, "forward"), ({"collect_non_loss_data": True}, "forward"),
-])  # fmt: skip
-def test_a_pipeline_runs_the_schedule_of_its_ranks_with_messages_of_its_rows(options, kind, monkeypatch):
-    groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1), dp=Group("dp", (0, 1, 2), 2))
-    monkeypatch.setattr(schedules.parallel_state, "get_process_groups", lambda: groups)
-    monkeypatch.setattr(schedules.dist, "get_backend", lambda handle: "gloo")
-    monkeypatch.setattr(schedules, "schedule_of", lambda config, *counts: ("chosen", counts))
-    monkeypatch.setattr(schedules, "forward_only_schedule", lambda pp, number, size: ("forward", (pp, size, number)))
-    monkeypatch.setattr(schedules, "Messages", lambda *given: given)
-    monkeypatch.setattr(schedules, "PipelineRun", lambda *given, lookahead: (*given, lookahead))
-    monkeypatch.setattr(schedules, "_run", lambda run: run)
-    config = SimpleNamespace(sequence_parallel=False, hidden_size=5, pipeline_dtype=torch.half, overlap_p2p_comm=False)
-    chunks = [SimpleNamespace(config=each) for each in (config, None)]
-    given = {"forward_step_func": print, "data_iterator": iter([7]), "model": chunks, "num_microbatches": 6,
-             "seq_length": 16, "micro_batch_size": 3, "loss_transform": abs, **options}  # fmt: skip
-    schedule, rank, work, (same, its_groups, shape), lookahead = schedules.forward_backward_pipelining(**given)
-    assert schedule == same == (kind, (2, 2, 6)) and (rank, lookahead) == (1, 0) and its_groups is groups
-    assert [work.forward_step, work.chunks, work.loss_transform] == [print, chunks, abs]
-    assert work.collect_non_loss_data == ("collect_non_loss_data" in options)
-    assert [next(each) for each in work.iterators] == [7, 7] and shape.shapes == ((16, 3, 5),)
-    rows = schedules.forward_backward_pipelining(**given, row_lengths=[8, 48])[3][2]
-    assert rows.shapes == ((48, 1, 5),) and rows.lengths == (8, 48)
-
-
-@pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda:3")])
-@pytest.mark.parametrize("sequence_parallel, length", [(False, 32), (True, 8)])
-def test_stages_pass_on_their_part_of_the_sequence_or_what_the_model_says(
-    backend, device, sequence_parallel, length, monkeypatch
-):
-    axes = {name: Group(name, tuple(range(size)), 0) for name, size in (("cp", 2), ("tp", 4))}
-    groups = dataclasses.replace(SINGLE_PROCESS, **axes)
-    monkeypatch.setattr(schedules.dist, "get_backend", lambda handle: backend)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    config = SimpleNamespace(sequence_parallel=sequence_parallel, hidden_size=5, pipeline_dtype=torch.float16)
-    shape = schedules.message_shape(SimpleNamespace(config=config), groups, (64, 40), 3)
-    assert shape == (((length, 3, 5),), torch.float16, torch.device(device), *shape[3:])
-    of_its_own = SimpleNamespace(config=config, message_shapes=lambda lengths, size: [(*lengths, size)])
-    assert schedules.message_shape(of_its_own, groups, (64, 40), 3).shapes == ((64, 40, 3),)
-
-
-def test_a_mean_loss_counts_once_per_micro_batch():
-    loss, num_tokens, logged = split_loss((torch.tensor(2.0), {"lm loss": torch.tensor(2.0)}))
-    assert loss == 2.0 and num_tokens == 1 and logged["lm loss"].tolist() == [2.0, 1.0]
-
-
-def test_other_returns_are_refused():
+def test_mistakes_are_named():
+    model, batches = linear(), [torch.randn(2, 3)]
+    with pytest.raises(ValueError, match="no loss function; return one, or pass forward_only=True"):
+        run(model, batches, None)
     with pytest.raises(ValueError, match="loss_func returned 1 values"):
-        split_loss((torch.tensor(1.0),))
+        run(model, batches, lambda output: (output.sum(),))
+    with pytest.raises(TypeError, match="no arguments micro_batches"):
+        run(model, batches, lambda output: (output.sum(), {}), micro_batches=1)
+
+
+def test_arguments_of_megatron_lm_are_taken(monkeypatch):
+    given = dict.fromkeys(
+        ["first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "decoder_seq_length"]
+    )
+    run(linear(), [torch.randn(2, 3)], lambda output: (output.sum(), {}), force_all_reduce=False, **given)
+    assert get_forward_backward_func(pp_size=1, vp_size=None) is schedules.forward_backward_no_pipelining
+    groups = replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 0))
+    monkeypatch.setattr(microbatches.parallel_state, "get_process_groups", lambda: groups)
+    assert get_forward_backward_func() is schedules.forward_backward_pipelining_without_interleaving

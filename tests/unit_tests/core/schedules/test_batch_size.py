@@ -47,6 +47,26 @@ def test_the_step_schedule_counts_tokens():
     assert {n: global_batch_size(steps, n) for n in expected} == expected
 
 
+@pytest.mark.parametrize("seq_length", [1, 7, 64, 100, 333])
+def test_a_step_begins_at_the_first_sample_whose_tokens_reach_it(seq_length):
+    """Thresholds that are no multiple of the sequence length, one that is, and two within one sample."""
+    steps = [(0, 16), (1, 8), (50, 24), (700, 32), (705, 40), (1999, 320)]
+    text = " ".join(f"{tokens}:{size}" for tokens, size in steps)
+    cfg = config(global_batch_size=None, step_batch_size_schedule=text, seq_length=seq_length)
+    for consumed in range(2001 // seq_length + 2):
+        expected = [size for tokens, size in steps if consumed * seq_length >= tokens][-1]
+        assert global_batch_size(cfg, consumed) == expected, consumed
+        assert num_microbatches(cfg, consumed, 4) == expected // 8
+
+
+@pytest.mark.parametrize("start, increment, samples", [(16, 16, 100), (8, 8, 3), (4, 12, 77), (16, 48, 5)])
+def test_a_ramp_grows_at_the_first_sample_of_each_equal_share(start, increment, samples):
+    ramp, steps = config(rampup_batch_size=[start, increment, samples]), (64 - start) // increment
+    for consumed in range(samples + 5):
+        grown = min(consumed * steps // samples, steps)
+        assert global_batch_size(ramp, consumed) == start + grown * increment, consumed
+
+
 @pytest.mark.parametrize("text, count", [("0", 0), ("17", 17), ("1.5k", 1500), ("2.4B", 2_400_000_000), ("1T", 10**12)])
 def test_token_counts(text, count):
     assert parse_token_count(text) == count
@@ -110,5 +130,11 @@ def test_iterations_and_samples_convert_as_a_walk_does(start, increment, steps, 
         decrease_batch_size_if_needed=lower,
     )  # fmt: skip
     dp = 3 if lower else 1
+    stepped = config(
+        step_batch_size_schedule=f"0:{4 * start} {1 + 90 * ramp}:{final} {2 + 130 * ramp}:{8 * increment}",
+        micro_batch_size=1, decrease_batch_size_if_needed=lower,
+    )  # fmt: skip
+    assert train_iters_from_samples(stepped, length, dp) == walk(stepped, dp, samples=length)
+    assert samples_from_iters(stepped, length // 8, dp) == walk(stepped, dp, iterations=length // 8)
     assert train_iters_from_samples(ramped, length, dp) == walk(ramped, dp, samples=length)
     assert samples_from_iters(ramped, length // 8, dp) == walk(ramped, dp, iterations=length // 8)

@@ -56,6 +56,8 @@ TABLE = [
     ("cosine quarter", 325, 0.1 + 0.9 * (0.5 + math.sqrt(0.5) / 2), {"lr_decay_style": "cosine"}),
     ("cosine half way", 550, 0.55, {"lr_decay_style": "cosine"}),
     ("inverse square root", 400, 0.5, {"lr_decay_style": "inverse-square-root"}),
+    ("inverse square root at the end", 1000, math.sqrt(0.1), {"lr_decay_style": "inverse-square-root"}),
+    ("inverse square root after the end", 1001, 0.1, {"lr_decay_style": "inverse-square-root"}),
     ("inverse square root, floor", 900, 0.5, {"lr_decay_style": "inverse-square-root", "min_lr": 0.5}),
     ("inverse square root without warm-up", 4, 0.5, {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 0}),
     ("WSD plateau", 800, 1.0, WSD),
@@ -72,6 +74,35 @@ TABLE = [
 @pytest.mark.parametrize("what, samples, expected, changes", TABLE, ids=[row[0] for row in TABLE])
 def test_learning_rate_equals_the_table(what, samples, expected, changes):
     assert lr(config(**changes), samples) == pytest.approx(expected, rel=1e-12)
+
+
+LENGTHS = {
+    "train_iters": 50, "lr_decay_iters": 40, "lr_warmup_iters": 3, "lr_wsd_decay_iters": 5, "train_samples": None,
+    "lr_decay_samples": 230, "lr_warmup_samples": 11, "lr_wsd_decay_samples": 31, "global_batch_size": 7,
+    "lr_decay_style": "WSD",
+}  # fmt: skip
+"""Every length is another number, and so is its product with the batch size."""
+
+
+@pytest.mark.parametrize("changes, samples", [
+    ({}, (350, 280, 21, 35)),
+    ({"lr_decay_iters": None}, (350, 350, 21, 35)),
+    ({"lr_warmup_fraction": 0.25}, (350, 280, 70, 35)),
+    ({"train_iters": None, "train_samples": 290}, (290, 230, 11, 31)),
+    ({"train_iters": None, "train_samples": 290, "lr_decay_samples": None}, (290, 290, 11, 31)),
+    ({"train_samples": 290}, (290, 230, 11, 31)),
+    ({"train_samples": 290, "lr_warmup_fraction": 0.5}, (290, 230, 115, 31)),
+    ({"train_iters": None, "train_samples": 290, "global_batch_size": None}, (290, 230, 11, 31)),
+], ids=["iterations", "default decay", "fraction of the decay", "samples", "default decay in samples",
+        "samples with iterations filled in", "fraction of the decay in samples", "samples of any batch"])  # fmt: skip
+def test_every_length_of_a_plan_is_in_samples(changes, samples):
+    plan = schedule_plan(config(**{**LENGTHS, **changes}))
+    assert (plan.wd_incr_steps, plan.lr_decay_steps, plan.lr_warmup_steps, plan.wsd_decay_steps) == samples
+
+
+def test_weight_decay_grows_over_the_training_not_over_the_decay():
+    ramp = config(lr_decay_iters=50, start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style="linear")
+    assert weight_decay(ramp, 500) == pytest.approx(0.2) and weight_decay(ramp, 750) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("style, samples, expected", [

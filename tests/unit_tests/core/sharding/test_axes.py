@@ -28,9 +28,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.sharding.placement import Normal, Ones, Replicate, Shard, initialize_parameters, parameter
 from megatron.core.sharding.sharded_tensor import module_tensors
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+from megatron.core.tensor_parallel.operators import (
+    gather_from_sequence,
+    reduce_scatter_to_sequence,
 )
 from tests.test_utils.gloo_pool import WorkerError
 
@@ -49,9 +49,9 @@ class Dense(nn.Module):
         self.down = parameter((HIDDEN, FFN), init=Normal(0.6), mesh={"tp": Shard(1)}, **made)
 
     def forward(self, x_th):
-        whole_th = gather_from_sequence_parallel_region(x_th * self.scale, self.tp)
+        whole_th = gather_from_sequence(x_th * self.scale, self.tp)
         partial_th = torch.tanh(whole_th @ self.up.T) @ self.down.T
-        return x_th + reduce_scatter_to_sequence_parallel_region(partial_th, self.tp)
+        return x_th + reduce_scatter_to_sequence(partial_th, self.tp)
 
 
 class Experts(nn.Module):
@@ -92,9 +92,9 @@ class Mixture(nn.Module):
 
     def forward(self, x_th):
         gates_te = torch.softmax(x_th @ self.router.T, dim=-1)
-        everyone = gather_from_sequence_parallel_region(torch.cat((x_th, gates_te), dim=-1), self.group)
+        everyone = gather_from_sequence(torch.cat((x_th, gates_te), dim=-1), self.group)
         out_th = self.experts(everyone[:, :HIDDEN], everyone[:, HIDDEN:])
-        return x_th + reduce_scatter_to_sequence_parallel_region(out_th, self.group)
+        return x_th + reduce_scatter_to_sequence(out_th, self.group)
 
 
 class Toy(nn.Module):
@@ -143,9 +143,13 @@ def wrap(model, groups, options):
 
 def build(sizes, options, kind="adam"):
     groups = parallel_state.initialize_model_parallel(**sizes)
+    return groups, *build_on(groups, options, kind)
+
+
+def build_on(groups, options, kind):
     ddp = wrap(Toy(groups), groups, options)
     config = OptimizerConfig(optimizer=kind, lr=0.05, weight_decay=0.1, clip_grad=0.3, log_num_zeros_in_grad=True)
-    return groups, ddp, get_megatron_optimizer(config, [ddp], groups=groups)
+    return ddp, get_megatron_optimizer(config, [ddp], groups=groups)
 
 
 def tensors_of(ddp, optimizer, groups, state=None):
@@ -161,9 +165,7 @@ def trained(rank, world, sizes, options, kind="adam", steps=STEPS, load_from=Non
         first = 0
         if load_from:
             first = STEPS
-            state = optimizer.state_dict()
-            load(tensors_of(ddp, optimizer, groups, state), load_from)
-            optimizer.load_state_dict({**state, "step": first})
+            resume(ddp, optimizer, groups, load_from)
         history = []
         for step in range(first, first + steps):
             step_once(ddp, optimizer, step, groups)
@@ -175,6 +177,35 @@ def trained(rank, world, sizes, options, kind="adam", steps=STEPS, load_from=Non
             save(live, save_to)
         differing = check_replicas([ddp], groups, optimizer.replicas())
         return history, pieces(live.values()), differing
+
+
+def resume(ddp, optimizer, groups, folder):
+    """Load the checkpoint of step ``STEPS``."""
+    state = optimizer.state_dict()
+    load(tensors_of(ddp, optimizer, groups, state), folder)
+    optimizer.load_state_dict({**state, "step": STEPS})
+
+
+def changed_by_a_resume(rank, world, sizes, options, folder):
+    """Optimizer -> (names of its state, tensors that differ in a bit from those of an uninterrupted run)."""
+    groups, found = parallel_state.initialize_model_parallel(**sizes), {}
+    for kind in ("adam", "sgd"):
+        runs = []
+        for load_from in (None, f"{folder}/{kind}"):
+            ddp, optimizer = build_on(groups, options, kind)
+            if load_from:
+                resume(ddp, optimizer, groups, load_from)
+            for step in range(STEPS if load_from else 0, 2 * STEPS):
+                step_once(ddp, optimizer, step, groups)
+                optimizer.step()
+                if step == STEPS - 1:
+                    save(tensors_of(ddp, optimizer, groups), f"{folder}/{kind}")
+            runs.append({name: each.local.clone() for name, each in tensors_of(ddp, optimizer, groups).items()})
+        straight, resumed = runs
+        assert straight.keys() == resumed.keys()
+        changed = [name for name, tensor in straight.items() if not torch.equal(tensor, resumed[name])]
+        found[kind] = {name.split(".")[1] for name in straight if not name.startswith("model.")}, changed
+    return found
 
 
 def pieces(shards):
@@ -214,6 +245,7 @@ LAYOUTS = {
     "tp2·ep2, zero": (4, sizes(tp=2, ep=2), ZERO_OVERLAP),
     "tp2·ep2·etp1": (4, sizes(tp=2, ep=2, etp=1), ZERO_OVERLAP),
     "tp2·ep4·etp1": (4, sizes(tp=2, ep=4, etp=1), ZERO),
+    "tp2·ep4·etp1·dp4": (8, sizes(tp=2, ep=4, etp=1), ZERO),
     "tp2·etp1": (4, sizes(tp=2, etp=1), ZERO_OVERLAP),
     "etp2·ep2": (4, sizes(etp=2, ep=2), ZERO_OVERLAP),
     "etp2": (4, sizes(etp=2), ZERO_OVERLAP),
@@ -274,6 +306,19 @@ def test_a_checkpoint_of_one_layout_goes_on_on_another(gloo_pool, one_rank, tmp_
     folder = str(tmp_path / "checkpoint")
     gloo_pool.run(trained, *layouts[saved], "adam", STEPS, None, folder)
     compare(gloo_pool.run(trained, *layouts[loaded], "adam", STEPS, folder), further)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp2", "ep2·dp2, zero", "ep2·dp2, two instances", "tp2·ep2·etp1", "etp2, two instances", "pp2·ep2",
+     "fsdp2", "ep2·dp2, fsdp2"],
+)  # fmt: skip
+def test_a_resume_on_the_same_layout_changes_no_bit(gloo_pool, tmp_path, name):
+    """For both optimizers, with state that is whole, sharded over all or some ranks, or sharded by FSDP2."""
+    ranks = gloo_pool.run(changed_by_a_resume, *LAYOUTS[name], str(tmp_path))
+    for kind, state in {"adam": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}}.items():
+        assert set().union(*(found[kind][0] for found in ranks)) >= state
+        assert not any(found[kind][1] for found in ranks)
 
 
 # ---- faults, each of which some layout must find

@@ -16,7 +16,7 @@ from megatron.core.sharding.placement import (
 )
 from megatron.core.tensor_parallel import VocabParallelEmbedding, padded_vocab_size, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.operators import copy_to_region
 from tests.test_utils.specs import named_specs
 
 DOUBLE = torch.float64
@@ -88,7 +88,7 @@ def _layers(rank, world_size):
     assert second[1].shape == (8,)
     ids = torch.randint(0, 19, (5, 2), generator=torch.Generator().manual_seed(0))
     hidden = first + second[0] + second[1] + net.embedding(ids)
-    logits = F.linear(copy_to_tensor_model_parallel_region(hidden, groups.tp), net.embedding.weight)
+    logits = F.linear(copy_to_region(hidden, groups.tp), net.embedding.weight)
     losses = vocab_parallel_cross_entropy(logits, ids, vocab_size=19, divisible_by=4, group=groups.tp)
     losses.sum().backward()
     return losses.detach(), x.grad, collect_gradients(net, groups)
@@ -123,7 +123,7 @@ def test_split_layers_equal_whole_ones(gloo_pool):
     torch.testing.assert_close(assemble([s[2] for s in split]), assemble([gradients]), rtol=1e-11, atol=1e-12)
 
 
-def _gpt(rank, world_size, sequence_parallel, tied):
+def _gpt(rank, world_size, sequence_parallel, tied, parallel_output=True):
     groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     config = TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, params_dtype=DOUBLE, swiglu=True,
@@ -133,7 +133,7 @@ def _gpt(rank, world_size, sequence_parallel, tied):
     )  # fmt: skip
     model = GPTModel(
         config, get_gpt_decoder_block_spec(config), vocab_size=50, max_sequence_length=8, groups=groups,
-        share_embeddings_and_output_weights=tied,
+        share_embeddings_and_output_weights=tied, parallel_output=parallel_output,
     )  # fmt: skip
     tokens = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(8).expand(3, 8)
@@ -150,3 +150,27 @@ def test_a_split_gpt_equals_a_whole_one_with_dropout_on(gloo_pool, sequence_para
     for other, _ in split:
         torch.testing.assert_close(other, losses, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(assemble([s[1] for s in split]), assemble([gradients]), rtol=1e-9, atol=1e-11)
+
+
+def test_a_gpt_that_gathers_its_logits_has_the_losses_of_their_slices(gloo_pool):
+    """A loss over the gathered logits would count every entry once per rank."""
+    ((losses, gradients),) = gloo_pool.run(_gpt, 1, False, True)
+    split = gloo_pool.run(_gpt, 2, False, True, False)
+    for other, _ in split:
+        torch.testing.assert_close(other, losses, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(assemble([s[1] for s in split]), assemble([gradients]), rtol=1e-9, atol=1e-11)
+
+
+def _loss_of_slices_and_gathered(rank, world_size):
+    """Losses of the logits 0, 1, 2, 3 and the label 3."""
+    group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp
+    logits, label = torch.arange(4, dtype=DOUBLE).view(1, 4), torch.tensor([3])
+    options = {"group": group, "vocab_size": 4, "divisible_by": 4}
+    with pytest.raises(ValueError, match="pass logits that are not gathered"):
+        vocab_parallel_cross_entropy(logits, label, **options)
+    return vocab_parallel_cross_entropy(logits.chunk(world_size, -1)[rank], label, **options).item()
+
+
+def test_gathered_logits_are_rejected_where_the_vocabulary_size_is_known(gloo_pool):
+    expected = torch.arange(4, dtype=DOUBLE).softmax(0)[3].log().neg().item()
+    assert gloo_pool.run(_loss_of_slices_and_gathered, 2) == pytest.approx([expected] * 2, rel=1e-14)

@@ -12,9 +12,9 @@ from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
 from megatron.core.config.transformer_config import MLATransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
+from megatron.core.tensor_parallel.operators import (
+    copy_to_region,
+    gather_from_sequence,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -109,5 +109,5 @@ def test_the_key_of_all_heads_is_gathered_where_positions_are_split_alone(split)
     groups = replace(SINGLE_PROCESS, tp=Group("tp", (0, 1)))
     config = configured(tensor_model_parallel_size=2, sequence_parallel=split)
     attention = build_module(slots, config, groups=groups)
-    spread = gather_from_sequence_parallel_region if split else copy_to_tensor_model_parallel_region
+    spread = gather_from_sequence if split else copy_to_region
     assert attention._for_all_heads is spread

@@ -1,5 +1,6 @@
 """Multi-token prediction against its definition, and over context-parallel ranks; what is refused."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,19 @@ VOCAB, LENGTH, BATCH, DEPTHS, FACTOR = 50, 12, 3, 2, 0.3
 BOUNDS = torch.tensor([0, 5, 12, 13, 24, 36], dtype=torch.int32)
 
 
-def make_model(tied=True, **overrides):
+MASKS = {
+    "every token": torch.ones(BATCH, LENGTH),
+    "no token": torch.zeros(BATCH, LENGTH),
+    "first tokens": (torch.arange(LENGTH) == 0).float().repeat(BATCH, 1),  # later depths have no target
+    "last tokens": (torch.arange(LENGTH) == LENGTH - 1).float().repeat(BATCH, 1),
+    "early half": (torch.arange(LENGTH) < LENGTH // 2).float().repeat(BATCH, 1),
+    "uneven rows": (torch.arange(LENGTH) < torch.tensor([[2], [7], [12]])).float(),
+    "one row": torch.tensor([[0.0], [1.0], [0.0]]) * (torch.arange(LENGTH) % 3 > 0),
+}
+"""Loss masks under which ranks count different numbers of tokens, or none."""
+
+
+def make_model(tied=True, groups=SINGLE_PROCESS, **overrides):
     settings = {
         "num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "params_dtype": torch.float64,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True, "init_method_std": 0.3,
@@ -28,7 +41,7 @@ def make_model(tied=True, **overrides):
     spec = get_gpt_decoder_block_spec(config)
     return GPTModel(
         config, spec, vocab_size=VOCAB, max_sequence_length=16, share_embeddings_and_output_weights=tied,
-        make_vocab_size_divisible_by=64, mtp_block_spec=get_gpt_mtp_block_spec(config, spec), groups=SINGLE_PROCESS,
+        make_vocab_size_divisible_by=64, mtp_block_spec=get_gpt_mtp_block_spec(config, spec), groups=groups,
     )  # fmt: skip
 
 
@@ -63,8 +76,8 @@ def objective(model, ids, positions, labels, mask, packed):
 
     context = ForwardContext(packed_seq_params=PackedSeqParams(cu_seqlens_q=BOUNDS) if packed else None)
     hidden = model.decoder(embed(ids, positions), context)
-    total, means = (losses_of(hidden, labels) * mask).sum(), []
-    for depth in range(1, DEPTHS + 1):
+    total, means, depths = (losses_of(hidden, labels) * mask).sum(), [], model.mtp.num_depths
+    for depth in range(1, depths + 1):
         at, rows = f"mtp.layers.{depth - 1}", []
         next_ids, next_positions, next_labels, left = (torch.zeros_like(x) for x in (ids, positions, labels, mask))
         for row in range(BATCH):
@@ -81,7 +94,7 @@ def objective(model, ids, positions, labels, mask, packed):
             if left[row].sum():
                 rows.append(losses[row].sum() * mask[row].sum() / left[row].sum())
         means.append((losses.sum() / left.sum()).item())
-        total = total + FACTOR / DEPTHS * sum(rows)
+        total = total + FACTOR / depths * sum(rows)
     return total, means
 
 
@@ -115,6 +128,47 @@ def test_gradients_and_logged_means_are_those_of_the_definition(tied, packed, ch
         torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
+@pytest.mark.parametrize("depths", [1, 3])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients_are_those_of_the_definition_under_every_mask(name, depths):
+    model, mask = make_model(mtp_num_layers=depths), MASKS[name]
+    ids, positions, labels, _ = batch()
+    losses = model(ids, positions, labels=labels, loss_mask=mask)
+    (losses * mask).sum().backward()
+    found = gradients(model)
+    objective(model, ids, positions, labels, mask, False)[0].backward()
+    for weight, expected in gradients(model).items():  # None: the definition has no loss that reads the weight
+        expected = torch.zeros_like(found[weight]) if expected is None else expected
+        torch.testing.assert_close(found[weight], expected, rtol=1e-9, atol=1e-11, msg=weight)
+
+
+def gradients_under_every_mask(rank, size, cp_size, depths):
+    """Mask -> gradients of the sum over all ranks, each rank with its rows and its part of the sequences."""
+    groups = parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
+    model = make_model(groups=groups, mtp_num_layers=depths, context_parallel_size=cp_size)
+    model.set_loss_scale(torch.tensor(5.0, dtype=torch.float64))
+    *tokens, _ = batch()
+    found = {}
+    for name, mask in MASKS.items():
+        rows = (each.chunk(groups.dp.size)[groups.dp.rank] for each in (*tokens, mask))
+        ids, positions, labels, own = (zigzag.local_part(each, groups.cp.rank, cp_size) for each in rows)
+        ((model(ids, positions, labels=labels, loss_mask=own) * own).sum() * 5).backward()
+        found[name] = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
+        if size > 1:
+            torch.distributed.all_reduce(found[name])
+    return {name: gradient.numpy() for name, gradient in found.items()}
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+def test_uneven_tokens_of_data_and_context_parallel_ranks_change_no_gradient(gloo_pool, depths):
+    (expected,) = gloo_pool.run(gradients_under_every_mask, 1, 1, depths)
+    for size, cp_size in ((3, 1), (2, 2), (6, 2)):
+        found = gloo_pool.run(gradients_under_every_mask, size, cp_size, depths)[0]
+        for name, gradient in expected.items():
+            scale = abs(gradient).max()
+            np.testing.assert_allclose(found[name], gradient, rtol=0, atol=1e-12 * scale, err_msg=f"{name}, {size}")
+
+
 @pytest.mark.parametrize("passes_mask", [True, False])
 def test_a_mean_loss_weighs_later_tokens_like_its_own(passes_mask):
     """Loss functions of two values differentiate a mean."""
@@ -144,9 +198,7 @@ def shifted_parts(rank, size):
     local = [zigzag.local_part(each, rank, size) for each in (ids, positions, labels, mask)]
     found = shifted_tokens(local[:3], local[3], 3, groups.cp, packed)
     whole = shifted_tokens((ids, positions, labels), mask, 3, SINGLE_PROCESS.cp, packed)
-    parts = [
-        (*(zigzag.local_part(each, rank, size) for each in tokens[:4]), tokens.weight_b) for tokens in whole
-    ]
+    parts = [(*(zigzag.local_part(each, rank, size) for each in tokens[:4]), tokens.weight_b) for tokens in whole]
     return all(torch.equal(one, other) for a, b in zip(found, parts) for one, other in zip(a, b, strict=True))
 
 

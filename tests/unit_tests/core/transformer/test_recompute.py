@@ -1,6 +1,7 @@
 """Recomputation changes memory and nothing else."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch.utils._pytree import tree_leaves
 from megatron.core import parallel_state
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.transformer.recompute import keep, layer_runs, recomputed_modules
+from megatron.core.transformer.recompute import (
+    keep,
+    layer_runs,
+    recompute,
+    recompute_from_split_input,
+    recomputed_modules,
+    run_of,
+)
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
 NETWORK = {
@@ -110,6 +118,58 @@ def _kept_on_ranks(rank, world_size, variant):
 def test_saved_inputs_are_spread_over_the_ranks(gloo_pool):
     whole, spread = (gloo_pool.run(_kept_on_ranks, 2, name)[0] for name in ("uniform", "distributed"))
     assert whole - spread == 4 * 8 * 2 * 16 * 8 // 2  # half of each of four inputs
+
+
+class Noisy(torch.nn.Module):
+    """A user's module that draws from torch's generators, with and without a dropout of torch."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6, 6), 0.3, device=device))
+        self.dropout = torch.nn.Dropout(0.4)
+
+    def forward(self, x):
+        return torch.tanh(self.dropout(x @ self.weight)) * torch.rand_like(x) * torch.rand(1).item()
+
+
+def drawn(make_run, device):
+    """Output, gradients, and the numbers that come after backward; others are drawn between the passes."""
+    torch.manual_seed(3)
+    module, x = Noisy(device), torch.linspace(-1, 1, 24, device=device).view(4, 6).requires_grad_()
+    y = make_run()(module, make_run()(module, x))
+    torch.rand(7), torch.rand(7, device=device)
+    y.sum().backward()
+    return y.detach(), x.grad, module.weight.grad, torch.rand(2), torch.rand(2, device=device)
+
+
+RUNS = {
+    "recompute": lambda: recompute,
+    **{f"full, {method}": lambda method=method: layer_runs(
+        RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=1), 1,
+        SINGLE_PROCESS)[0][0] for method in ("uniform", "block")},
+    **{name: lambda name=name: run_of(
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=[name]), name)
+       for name in ("core_attn", "mlp", "moe", "shared_experts")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_users_module_draws_is_drawn_again(name, device):
+    """Its gradient is that of the numbers of the forward pass, and nobody's next number changes."""
+    assert RUNS[name]() is not keep
+    expected, found = drawn(lambda: keep, device), drawn(RUNS[name], device)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def _drawn_on_ranks(rank, world_size):
+    groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    split = drawn(lambda: partial(recompute_from_split_input, groups.tp), "cpu")
+    return all(torch.equal(one, other) for one, other in zip(split, drawn(lambda: keep, "cpu"), strict=True))
+
+
+def test_what_a_users_module_draws_is_drawn_again_from_split_input(gloo_pool):
+    assert gloo_pool.run(_drawn_on_ranks, 2) == [True, True]
 
 
 def test_layers_run_in_the_groups_that_were_asked_for():

@@ -16,8 +16,8 @@ from megatron.core.export.hf import load_hf, save_hf
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.native import load_native, load_safetensors, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.tools.checkpoint import convert, formats
 from tests.test_utils.hf_folders import LLAMA, random_model, tiny_llama
-from tools.checkpoint import convert, formats
 
 ROOT = Path(__file__).resolve().parents[4]
 QUERY = "model.decoder.layers.0.self_attention.linear_qkv.weight"
@@ -315,7 +315,7 @@ def test_a_folder_of_no_known_format_is_named(tmp_path):
 KILLED = """
 import os, signal, sys
 from megatron.core.export import files
-from tools.checkpoint import convert
+from megatron.tools.checkpoint import convert
 write, left = files._write, [int(sys.argv[1])]
 def dying(file, name, tensor):
     for checksum in write(file, name, tensor):
@@ -328,9 +328,9 @@ sys.exit(convert.main(sys.argv[2:]))
 """
 LIMITED = """
 import resource, sys
-from tools.checkpoint import convert, formats
+from megatron import console
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-sys.exit(formats.program(convert.main))
+sys.exit(console.run_tool('convert', sys.argv[1:]))
 """
 
 
@@ -396,7 +396,7 @@ def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypa
 def test_no_space_is_one_message_and_no_target(warm_python, folders, tmp_path):
     places = ["--load-dir", folders / "hf", "--save-dir", tmp_path / "out"]
     result = run_python(warm_python, LIMITED, "--saver", "native", *places)
-    assert result.returncode == 1 and "no space" in result.stderr and "repeat the command" in result.stderr
+    assert result.returncode == 2 and "no space" in result.stderr and "repeat the command" in result.stderr
     assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
 
 

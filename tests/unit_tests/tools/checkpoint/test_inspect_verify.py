@@ -1,4 +1,4 @@
-"""tools/checkpoint/inspect.py and verify.py: what they show, what they find, and their exit codes."""
+"""tools/checkpoint/inspect_checkpoint.py and verify.py: what they show, what they find, and their exit codes."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ import torch
 from megatron.core.export.files import Target
 from megatron.core.export.native import load_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.tools.checkpoint import convert, formats, inspect_checkpoint, verify
 from tests.test_utils.hf_folders import tiny_llama
-from tools.checkpoint import convert, formats, inspect, verify
 
 ROOT = Path(__file__).resolve().parents[4]
 FINAL = "model.decoder.final_layernorm.weight"
@@ -48,7 +48,7 @@ def set_value(value):
 
 
 def test_the_tree_shows_shapes_types_and_norms(native, capsys):
-    assert inspect.main([str(native), "--norms"]) == 0
+    assert inspect_checkpoint.main([str(native), "--norms"]) == 0
     found = capsys.readouterr()
     assert found.err.startswith("read 0.000 GB in ")
     lines = found.out.splitlines()
@@ -63,13 +63,13 @@ def test_the_tree_shows_shapes_types_and_norms(native, capsys):
 
 def test_the_largest_value_is_that_farthest_from_zero(native, tmp_path, capsys):
     other = changed(native, tmp_path / "other", set_value(-9.0))
-    assert inspect.main([str(other), "--norms", "--json"]) == 0
+    assert inspect_checkpoint.main([str(other), "--norms", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["names"][FINAL]
     assert found["largest"] == 9.0 and 9.0 < found["norm"] < 12.0
 
 
 def test_json_holds_the_same(native, capsys):
-    assert inspect.main([str(native), "--json"]) == 0
+    assert inspect_checkpoint.main([str(native), "--json"]) == 0
     out = capsys.readouterr().out
     assert out.startswith('{\n  "folder"'), "a person may read it, too"
     found = json.loads(out)
@@ -78,7 +78,7 @@ def test_json_holds_the_same(native, capsys):
 
 
 def test_two_formats_of_the_same_weights_are_equal(native, capsys):
-    assert inspect.main([str(native), str(native.parent / "hf")]) == 0
+    assert inspect_checkpoint.main([str(native), str(native.parent / "hf")]) == 0
     found = capsys.readouterr()
     assert "15 tensors are equal, 0 differ" in found.out and found.err.startswith("compared 0.000 GB in ")
 
@@ -86,14 +86,14 @@ def test_two_formats_of_the_same_weights_are_equal(native, capsys):
 def test_what_differs_is_named_with_how_much(native, tmp_path, capsys):
     before = load_native(native / "release").tensors[FINAL].read()[3].item()
     other = changed(native, tmp_path / "other", set_value(before + 0.5))
-    assert inspect.main([str(native), str(other), "--json"]) == 1
+    assert inspect_checkpoint.main([str(native), str(other), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["differ"].keys() == {FINAL} and found["equal"] == 14
     assert found["differ"][FINAL]["elements"] == 1
     assert found["differ"][FINAL]["largest difference"] == pytest.approx(0.5)
     norm = load_native(native / "release").tensors[FINAL].read().norm().item()
     assert found["differ"][FINAL]["relative norm"] == pytest.approx(0.5 / norm)
-    assert inspect.main([str(native), str(other), "--tolerance", "0.6"]) == 0
+    assert inspect_checkpoint.main([str(native), str(other), "--tolerance", "0.6"]) == 0
 
 
 def test_names_of_one_alone_and_other_shapes_are_named(native, tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_names_of_one_alone_and_other_shapes_are_named(native, tmp_path, capsys)
         tensors["model.extra"] = tensors.pop("model.output_layer.weight")
         tensors[FINAL] = LazyTensor.of(torch.ones(16))
 
-    assert inspect.main([str(native), str(changed(native, tmp_path / "other", change))]) == 1
+    assert inspect_checkpoint.main([str(native), str(changed(native, tmp_path / "other", change))]) == 1
     out = capsys.readouterr().out
     assert "only in the first: model.output_layer.weight" in out and "only in the second: model.extra" in out
     assert f"{FINAL}: shapes [32] | [16]" in out
@@ -142,14 +142,20 @@ def test_a_missing_tensor_and_a_missing_file_are_damage(native, tmp_path, capsys
     assert "model_00000.safetensors is missing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["inspect nothing", "verify nothing",
+@pytest.mark.parametrize("command", ["inspect_checkpoint nothing", "verify nothing",
                                      "convert --saver hf --load-dir nothing --save-dir out"])  # fmt: skip
-def test_the_tools_run_as_programs_beside_the_standard_librarys_inspect(tmp_path, command):
+def test_tools_run_as_scripts(tmp_path, command):
     tool, *arguments = command.split()
     program = [sys.executable, str(ROOT / "tools" / "checkpoint" / f"{tool}.py"), *arguments]
     result = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "nothing: there is no such folder" in result.stdout + result.stderr
+
+
+def test_no_script_hides_a_module_of_the_standard_library():
+    """A script's folder comes first on sys.path of the programs in it."""
+    scripts = {path.stem for folder in ("tools", "megatron/tools") for path in (ROOT / folder).rglob("*.py")}
+    assert scripts & sys.stdlib_module_names == set()
 
 
 def test_flags_are_not_abbreviated():

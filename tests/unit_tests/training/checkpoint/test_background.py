@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, staging, writer
@@ -38,13 +39,16 @@ def test_training_goes_on_and_does_not_leak_into_the_copy(tmp_path, gb):
     assert plain.save()
     gate = threading.Event()
     run = Run(settings(tmp_path / "behind", async_save=True, async_save_staging_gb=gb), fault=held(gate)).train(2)
+    began = time.perf_counter()
     assert run.checkpointer.start_save(run.state, background=True) is None and run.checkpointer.saving == 2
+    free = time.perf_counter()
     run.train(3)
+    free = time.perf_counter() - free
     assert run.checkpointer.finish_save(wait=False) is None and not saved_iterations(tmp_path / "behind")
     gate.set()
     report = run.checkpointer.finish_save(wait=True)
     assert report.saved and report.background and report.state.iteration == 2 and run.checkpointer.saving is None
-    assert 0 < report.stall < report.seconds
+    assert report.seconds > free and 0 < report.stall < time.perf_counter() - began - free
     assert report.num_bytes == plain.checkpointer.start_save(plain.state).num_bytes
     assert contents(tmp_path / "behind/iter_0000002") == contents(tmp_path / "plain/iter_0000002")
     assert run.bits() == plain.train(3).bits(), "training is not disturbed either"
@@ -77,6 +81,78 @@ def test_a_small_limit_makes_staging_and_writing_alternate(tmp_path, monkeypatch
         assert both._slabs_left == 0
         thread.join(20)
         assert found == expected and both._slabs_left == 3
+
+
+class LateStream:
+    """A CUDA stream whose work begins when somebody waits for it, as late as a GPU may do it."""
+
+    current: "LateStream"
+
+    def __init__(self):
+        self.queue, self.done = [], 0
+
+    def wait_stream(self, other):
+        queued = len(other.queue)
+        self.queue.append(lambda: other.run(queued))
+
+    def run(self, until):
+        while self.done < until:
+            self.done += 1
+            self.queue[self.done - 1]()
+
+    def synchronize(self):
+        time.sleep(0.02)  # a writer that was handed memory too early has read it by now
+        self.run(len(self.queue))
+
+    def __enter__(self):
+        self.before, LateStream.current = LateStream.current, self
+
+    def __exit__(self, *_):
+        LateStream.current = self.before
+
+
+class LateCopies(TorchFunctionMode):
+    """Copies that do not block are work of the current stream."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.copy_ and kwargs.get("non_blocking"):
+            LateStream.current.queue.append(lambda: args[0].copy_(args[1]))
+            return args[0]
+        if function is torch.empty:  # there is no pinned memory without a GPU
+            kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("slabs", [1, 3, 100])
+def test_copies_of_a_gpu_are_complete_before_training_goes_on(monkeypatch, slabs):
+    """The last update of the weights is still under way when the save begins; the next one comes when it returns."""
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(staging, "SLAB_BYTES", 256)
+    monkeypatch.setattr(staging, "ALIGNMENT", 16)
+    training = LateStream.current = LateStream()
+    monkeypatch.setattr(torch.cuda, "Stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: LateStream.current)
+    weights = [torch.full((size,), float(size)) for size in (16, 40, 7, 100, 1)]
+    expected = [(each + 1).tolist() for each in weights]
+    both, found = staging.Staging(slabs * 256, "cuda"), []
+
+    def write():
+        for each in weights:
+            found.append(torch.cat([torch.frombuffer(bytearray(block), dtype=torch.float32)
+                                    for block in both.blocks(each.to("meta"))]).tolist())  # fmt: skip
+        both.end()
+
+    writer_thread = threading.Thread(target=write)
+    writer_thread.start()
+    training.queue += [lambda each=each: each.add_(1) for each in weights]
+    with LateCopies():
+        both.stage(iter(weights))
+    for each in weights:
+        each.zero_()
+    writer_thread.join(20)
+    assert found == expected and training.done == len(training.queue)
 
 
 def test_a_failing_writer_lets_staging_end(monkeypatch):
@@ -227,5 +303,3 @@ def test_copies_off_a_gpu_hold_the_moment_of_the_save(tmp_path, gb, monkeypatch)
     assert ours[1] == theirs[1] and {k: v for k, v in ours[0].items() if k[:4] != "rng."} == {
         k: v for k, v in theirs[0].items() if k[:4] != "rng."
     }
-
-

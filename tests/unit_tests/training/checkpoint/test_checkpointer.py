@@ -22,7 +22,15 @@ from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 
 
 def draws():
-    return random.random(), np.random.rand(), np.random.randn(), torch.rand(1).item()
+    normal = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0), np.random.randn(), np.random.randn()
+    return random.random(), np.random.rand(), *normal, torch.rand(1).item(), torch.randn(1).item()
+
+
+def move_generators(seed):
+    """Into states that no checkpoint of these tests holds; python's and numpy's with a second normal number cached."""
+    for start in (random.seed, np.random.seed, torch.manual_seed):
+        start(seed)
+    random.gauss(0.0, 1.0), np.random.randn(), torch.randn(3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -34,6 +42,7 @@ def test_2n_steps_equal_n_and_resume_and_n(tmp_path, dtype):
     expected_draws = draws()
     straight.train(3)
     resumed = Run(cfg, dtype=dtype)
+    move_generators(seed=5)
     state = resumed.load()
     assert draws() == expected_draws
     assert state == TrainState(iteration=3, consumed_train_samples=18)
@@ -92,6 +101,33 @@ def test_any_number_of_ranks_continues(gloo_pool, tmp_path):
     assert files == {"model_00000.safetensors", "model_00001.safetensors"}, "the ranks share the writing"
     [alone] = gloo_pool.run(ranks_train, 1, tmp_path, 4, 0)
     assert alone == second[0]
+
+
+def ranks_draw(rank, world, folder, seed, save):
+    """What this rank draws after saving, or after loading."""
+    parallel_state.initialize_model_parallel()
+    run = Run(settings(folder), parallel_state.get_process_groups())
+    move_generators(seed + rank)
+    assert run.train(1).save() if save else run.load().iteration == 1
+    run.checkpointer.close()
+    return draws()
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(gloo_pool, tmp_path):
+    saved = gloo_pool.run(ranks_draw, 3, tmp_path, 10, True)
+    assert len({*saved}) == 3 and not any(set(one) & set(other) for one, other in zip(saved, saved[1:]))
+    assert gloo_pool.run(ranks_draw, 3, tmp_path, 20, False) == saved
+    assert gloo_pool.run(ranks_draw, 2, tmp_path, 30, False) == gloo_pool.run(ranks_draw, 2, tmp_path, 30, False)
+
+
+@pytest.mark.parametrize("changes", [{"no_load_rng": True}, {"finetune": True}])
+def test_random_numbers_that_are_not_asked_for_stay(two, changes):
+    run = Run(settings(two, **changes))
+    move_generators(seed=5)
+    expected = draws()
+    move_generators(seed=5)
+    run.load()
+    assert draws() == expected
 
 
 # ---- flags
@@ -257,6 +293,21 @@ def test_tokenizer_files_travel_along(tmp_path):
     assert (tmp_path / "c/iter_0000001/tokenizer/tokenizer.json").read_text() == '{"vocab": {}}'
     Run(settings(tmp_path / "d", tokenizer_model="x" * 5000)).train(1).save()  # no file can have that name
     assert not (tmp_path / "d/iter_0000001/tokenizer").exists()
+
+
+def test_of_a_tokenizers_folder_only_its_own_files_travel_along(tmp_path):
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "trainer.json",
+                 "model.safetensors.index.json", "requirements.txt"):  # fmt: skip
+        (folder / name).write_text("{}")
+    Run(settings(tmp_path / "a", tokenizer_model=str(folder))).train(1).save()
+    held = {path.name for path in (tmp_path / "a/iter_0000001/tokenizer").iterdir()}
+    assert held == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    named = {"tokenizer_model": str(folder / "tokenizer.json"), "tokenizer_type": "HuggingFaceTokenizer"}
+    Run(settings(tmp_path / "b", **named)).train(1).save()
+    held = {path.name for path in (tmp_path / "b/iter_0000001/tokenizer").iterdir()}
+    assert held == {"tokenizer.json", "tokenizer_config.json"}  # the latter names the end of text
 
 
 def test_no_checkpoint_code_can_unpickle():

@@ -97,4 +97,4 @@ def test_where_checkpoints_were_moved_to_outlives_a_loss_of_power(two, monkeypat
     synced = []
     monkeypatch.setattr(history, "fsync_path", synced.append)
     history.set_aside(str(two), 1)
-    assert synced == [two / "set-aside-001", two]
+    assert synced == [two, two / "set-aside-001", two]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.config.errors import UserError
 from megatron.training.checks.finite import FiniteCheck, named_by_origin
 from megatron.training.observe.metrics import NonFiniteError
 from tests.test_utils.layout_table import row
@@ -18,28 +19,39 @@ from tests.test_utils.layouts import VOCAB_SIZE, configure
 FLAGS = ["--micro-batch-size", "4", "--train-iters", "6", "--log-interval", "100"]
 
 
+TOKENS = torch.tensor(4.0, dtype=torch.float64)
+
+
 def pair(value):
     return {"lm loss": torch.tensor([value, 4.0], dtype=torch.float64)}
 
 
 def test_the_host_hears_one_iteration_later_and_the_device_at_once():
     check = FiniteCheck(rank=3)
-    assert not check.skip_update(pair(1.0))
-    check.note(1, 0, named_by_origin({}, pair(1.0)), torch.tensor(False))
+    assert not check.skip_update(pair(1.0), TOKENS)
+    check.note(1, 0, named_by_origin({}, pair(1.0)), TOKENS, torch.tensor(False))
     check.read(keep=1)
-    assert check.skip_update(pair(float("nan")))
-    check.note(2, 8, named_by_origin(pair(2.0), pair(float("nan"))), torch.tensor(True))
+    assert check.skip_update(pair(float("nan")), TOKENS)
+    check.note(2, 8, named_by_origin(pair(2.0), pair(float("nan"))), TOKENS, torch.tensor(True))
     check.read(keep=1)
-    assert check.skip_update(pair(1.0)), "every later update is held back too"
-    check.note(3, 16, named_by_origin(pair(1.0), pair(1.0)), torch.tensor(True))
+    assert check.skip_update(pair(1.0), TOKENS), "every later update is held back too"
+    check.note(3, 16, named_by_origin(pair(1.0), pair(1.0)), TOKENS, torch.tensor(True))
     words = r"rank 3, iteration 2 \(samples from 8 on\): lm loss \(of another rank\) is nan. The weights have not been"
     with pytest.raises(NonFiniteError, match=words):
         check.read(keep=1)
 
 
+def test_an_iteration_without_tokens_in_the_loss_holds_its_update_back_and_is_named():
+    check, none = FiniteCheck(rank=0), torch.zeros((), dtype=torch.float64)
+    assert check.skip_update(pair(0.0), none)
+    check.note(4, 24, pair(0.0), none, torch.tensor(True))
+    with pytest.raises(UserError, match=r"iteration 4 \(samples from 24 on\): no token contributes to the loss"):
+        check.read()
+
+
 def test_a_gradient_is_told_from_a_loss():
     check = FiniteCheck(rank=0)
-    check.note(7, 56, pair(1.0), torch.tensor(True))
+    check.note(7, 56, pair(1.0), TOKENS, torch.tensor(True))
     with pytest.raises(NonFiniteError, match=r"iteration 7 \(samples from 56 on\): the gradient norm is not finite"):
         check.read()
 

@@ -62,9 +62,19 @@ def test_global_batches_do_not_depend_on_the_layout(dp, micro_batch_size):
     assert positions == list(range(8 * 3 + 16 * 3))
 
 
-def test_a_resumed_stream_continues_where_it_stopped():
-    whole = global_batches(2, 2, lambda n: 8)
-    assert global_batches(2, 2, lambda n: 8, consumed=24)[:3] == whole[3:]
+@pytest.mark.parametrize("dp, micro_batch_size", [(2, 2), (1, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize("order", [sequential, EpochShuffle(20, seed=3)], ids=["sequential", "cyclic"])
+def test_a_resumed_stream_reads_every_sample_once_on_any_number_of_ranks(dp, micro_batch_size, order):
+    """The batch size grows at sample 24, where the run on two ranks stopped."""
+
+    def sizes(consumed):
+        return 8 if consumed < 24 else 16
+
+    before = global_batches(2, 2, sizes, order=order)
+    after = global_batches(dp, micro_batch_size, sizes, consumed=24, order=order)
+    assert after[:3] == before[3:]
+    read = [key for batch in before[:3] + after for key in batch]
+    assert read == [(position, order(position)) for position in range(24 + 6 * 16)]
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_sizes():

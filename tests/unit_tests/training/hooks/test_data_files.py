@@ -11,7 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.data.blend import Split
 from megatron.data.index_format import IndexedDatasetError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.training.hooks.data_files import DataFilesHook, data_file_hooks, opened_files
+from megatron.training.hooks.data_files import BusErrorGuard, DataFilesHook, data_file_hooks, opened_files
 from megatron.training.train_state import TrainState
 from tests.test_utils.gpt_runs import write_dataset
 
@@ -72,8 +72,9 @@ def test_the_files_below_any_data_set_are_found_once(data, tmp_path, monkeypatch
     ]
     blend = BlendedDataset(pair, [0.5, 0.5], 8, config)
     assert list(opened_files([blend])) == [data, other]
-    [hook] = data_file_hooks((blend, [pair[0]], None), log_interval=1)
-    assert len(hook.files) == 2
+    guard, hook = data_file_hooks((blend, [pair[0]], None), log_interval=1)
+    assert len(hook.files) == len(guard.datasets) == 2
     assert data_file_hooks((None, iter(()), object(), [1, 2]), log_interval=1) == []
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert data_file_hooks((blend, None, None), log_interval=1) == []
+    [guard] = data_file_hooks((blend, None, None), log_interval=1)  # SIGBUS ends any rank; one rank per host compares
+    assert isinstance(guard, BusErrorGuard)

@@ -4,7 +4,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.pipeline_parallel.schedules import MicroBatchResult
+from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.training.observe.loss_sums import LossSums
 
 

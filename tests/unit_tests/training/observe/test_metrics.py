@@ -251,7 +251,8 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path, caplog):
             return self.raw.write(data[:10])
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(module, "open", lambda *args, **kwargs: Full(open(*args, **kwargs)), raising=False)  # noqa: SIM115
+        real = module.open_to_append
+        patch.setattr(module, "open_to_append", lambda *args, **kwargs: Full(real(*args, **kwargs)))
         for iteration in (2, 3):
             file.append(record(iteration))
             file.flush()

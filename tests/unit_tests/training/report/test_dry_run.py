@@ -64,10 +64,7 @@ def test_report_says_what_an_iteration_computes_and_takes():
     (row,) = (row for row in dry_run_report(settings(text, 2)).splitlines() if "computation" in row)
     per_token = 6 * (3 * 12 * 64 * 64 + 64 * 1000) + 3 * 6 * 32 * 64
     per_rank = per_token * 32 * 16 / 2
-    assert row.split() == (
-        f"computation {per_token:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration: "
-        f"{per_rank / 500e12:.3g} s at 500 TFLOP/s"
-    ).split()
+    assert row.split() == f"computation {per_token:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration".split()
 
 
 def test_report_of_experts_tells_their_ranks_and_what_a_token_meets():

@@ -122,6 +122,18 @@ def test_a_cuda_graph_of_padded_rows_holds_no_lengths(family, text, problem, eve
     assert problems("--cuda-graph-impl local --softmax-type learnable") == []
 
 
+def test_nccl_needs_gpus_if_a_launcher_started_the_process(monkeypatch):
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
+    assert problems("--distributed-backend nccl") == []  # builds no process group
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (found,) = problems("--distributed-backend nccl", 2)
+    assert found.startswith("--distributed-backend nccl: requires NVIDIA GPUs") and found.endswith("use gloo")
+    assert problems("--distributed-backend nccl --dry-run", 2) == []
+    assert problems("--distributed-backend gloo", 2) == []
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
+    assert problems("--distributed-backend nccl", 2) == []
+
+
 def test_a_cuda_graph_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
     assert "records what NVIDIA GPUs do" in problems("--cuda-graph-impl local")[0]

@@ -10,7 +10,7 @@ from megatron.core.config.errors import UserError
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.rules.inputs import check_inputs
-from tests.test_utils.tiny_tokenizers import bert_vocab
+from tests.test_utils.tiny_tokenizers import bert_vocab, byte_level_bpe
 
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --seq-length 32 --lr 1e-3 "
@@ -110,3 +110,62 @@ def test_what_a_good_start_asks_gives_the_tokenizer(family, tmp_path):
     assert check_inputs(other, (20, 0, 0), files=False) is not None
     with pytest.raises(UserError, match=NO_FILES):
         check_inputs(other, (20, 0, 0))
+
+
+@pytest.mark.parametrize("path, fix", [
+    ("corpus.jsonl", "--input corpus.jsonl --output-prefix corpus --append-eod ...; then use corpus_text_document"),
+    ("folder/corpus.txt.gz", "--input folder/corpus.txt.gz --output-prefix folder/corpus --append-eod"),
+    ("documents.bin", "no data set at documents.bin: leave out .bin: documents"),
+    ("documents.idx", "leave out .idx: documents"),
+    (".", "is a folder; give the path of a data set without .bin and .idx, such as ./documents or ./long"),
+    ("folder", "is a folder; give the path of a data set without .bin and .idx"),
+])  # fmt: skip
+def test_a_data_path_that_is_no_prefix_says_what_to_do(path, fix):
+    Path("folder").mkdir()
+    for name in ("corpus.jsonl", "folder/corpus.txt.gz"):
+        Path(name).write_text("text")
+    message = " ".join(refusal("gpt", f"--hidden-size 15 --data-path {path}"))
+    assert fix in message
+
+
+@pytest.mark.parametrize("name, meant", [
+    ("AutoTokenizer", "HuggingFaceTokenizer"), ("LlamaTokenizerFast", "HuggingFaceTokenizer"),
+    ("tiktoken", "TikTokenizer"), ("huggingfacetokenizer", "HuggingFaceTokenizer"),
+])  # fmt: skip
+def test_tokenizer_types_of_other_libraries_name_the_type_to_use(name, meant):
+    [message] = refusal("gpt", f"--tokenizer-type {name}")
+    assert message.startswith(f"--tokenizer-type {name}: must be one of ") and message.rstrip("?").endswith(meant)
+
+
+@pytest.mark.parametrize("family, program", [("gpt", "pretrain_gpt.py"), ("bert", "pretrain_bert.py"),
+                                             ("t5", "pretrain_t5.py")])  # fmt: skip
+def test_a_layout_without_a_launcher_names_the_command_that_starts_it(family, program, monkeypatch):
+    for flags, ranks in (("--tensor-model-parallel-size 2", 2), ("--context-parallel-size 3", 3)):
+        (message,) = (each for each in refusal(family, flags) if each.startswith("world size 1"))
+        assert message.endswith(f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ...")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    found = refusal(family, "--tensor-model-parallel-size 2")
+    assert any(each.endswith("start a multiple of 2 ranks") for each in found)
+
+
+def test_experts_without_a_launcher_name_the_command_that_starts_them():
+    experts = "--num-experts 4 --moe-ffn-hidden-size 8 --expert-model-parallel-size 4"
+    assert refusal("gpt", experts)[0].endswith("torchrun --nproc_per_node=4 pretrain_gpt.py ...")
+
+
+@pytest.mark.parametrize("size, is_rejected", [(1, True), (2, False)])
+def test_mock_data_needs_two_tokens(size, is_rejected):
+    flags = f"--mock-data --hidden-size 15 --tokenizer-type NullTokenizer --vocab-size {size}"
+    expected = "--vocab-size 1: is too small for --mock-data, whose token ids start at 1; use at least 2"
+    assert (expected in refusal("gpt", flags)) is is_rejected
+
+
+def test_a_tokenizer_folder_whose_files_link_out_is_refused_where_checkpoints_hold_copies(tmp_path):
+    (tmp_path / "folder").mkdir()
+    byte_level_bpe(tmp_path / "folder" / "tokenizer.json")
+    (tmp_path / "folder" / "vocab.txt").symlink_to(tmp_path / "nomask.txt")
+    line = f"{TINY} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path / 'folder'}"
+    argv = line.replace("--data-path documents ", "").split()
+    assert check_inputs(parse_args(argv), (0, 0, 0)).vocab_size
+    with pytest.raises(UserError, match="vocab.txt: is a link out of its folder, to .*nomask.txt; replace it"):
+        check_inputs(parse_args([*argv, "--save", "out"]), (0, 0, 0))

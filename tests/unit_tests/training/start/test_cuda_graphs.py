@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.pipeline_parallel.microbatches import run_without_pipeline
 from megatron.core.random import philox
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.training.data.loader import KeyedDataset, collate
@@ -92,9 +92,9 @@ def assert_equal_bits(found, expected):
 
 def test_replays_equal_plain_execution():
     device, recorded = torch.device("cpu"), []
-    expected = train(make_model(), forward_backward_no_pipelining, device)
+    expected = train(make_model(), run_without_pipeline, device)
     graphed = GraphedForwardBackward(
-        forward_backward_no_pipelining, device, warmup_steps=2, record=lambda run, stream: recorded.append(run) or run
+        run_without_pipeline, device, warmup_steps=2, record=lambda run, stream: recorded.append(run) or run
     )
     assert_equal_bits(train(make_model(), graphed, device), expected)
     assert len(recorded) == 1
@@ -103,7 +103,7 @@ def test_replays_equal_plain_execution():
 def test_other_shapes_are_refused():
     device, model = torch.device("cpu"), make_model()
     graphed = GraphedForwardBackward(
-        forward_backward_no_pipelining, device, warmup_steps=0, record=lambda run, stream: run
+        run_without_pipeline, device, warmup_steps=0, record=lambda run, stream: run
     )
     train(model, graphed, device, steps=1)
     short = [{name: value[:1] for name, value in batch.items()} for batch in batches(1)]
@@ -120,9 +120,9 @@ def test_cuda_graphs_equal_plain_execution_bit_for_bit(precision):
     """With dropout on; unfused attention, since cuDNN's backward pass does not repeat its own bits."""
     device = torch.device("cuda", torch.cuda.current_device())
     choices = {**precision, "attention_backend": "unfused"}
-    expected = train(make_model(**choices), forward_backward_no_pipelining, device)
+    expected = train(make_model(**choices), run_without_pipeline, device)
     graphed = GraphedForwardBackward(
-        forward_backward_no_pipelining, device, warmup_steps=3, stream=torch.cuda.Stream(device)
+        run_without_pipeline, device, warmup_steps=3, stream=torch.cuda.Stream(device)
     )
     assert_equal_bits(train(make_model(**choices), graphed, device), expected)
 
@@ -133,9 +133,9 @@ def test_cuda_graphs_with_fused_attention_agree(length, monkeypatch):
     monkeypatch.setitem(globals(), "LENGTH", length)
     device = torch.device("cuda", torch.cuda.current_device())
     choices = {"bf16": True, "attention_dropout": 0.0}
-    expected = train(make_model(**choices), forward_backward_no_pipelining, device)
+    expected = train(make_model(**choices), run_without_pipeline, device)
     graphed = GraphedForwardBackward(
-        forward_backward_no_pipelining, device, warmup_steps=3, stream=torch.cuda.Stream(device)
+        run_without_pipeline, device, warmup_steps=3, stream=torch.cuda.Stream(device)
     )
     for found, wanted in zip(train(make_model(**choices), graphed, device), expected):
         torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-3)
@@ -210,7 +210,7 @@ def task_and_model(family, flags, precision="fp32"):
 def train_task(family, flags, precision="fp32", *, graphs=None):
     """What :func:`train` finds, plain or with the options of ``graphs``."""
     task, model = task_and_model(family, flags, precision)
-    device, run = next(model.parameters()).device, forward_backward_no_pipelining
+    device, run = next(model.parameters()).device, run_without_pipeline
     if graphs is not None:
         run = GraphedForwardBackward(run, device, warmup_steps=2, **graphs)
     return train(model, run, device, steps=5, task=task)

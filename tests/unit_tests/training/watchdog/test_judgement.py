@@ -103,6 +103,42 @@ def test_an_error_that_all_ranks_raise_is_nobodys():
     assert {str(each) for each in found} == {"all ranks failed together: the training data is used up"}
 
 
+def declared(consequences, *reports):
+    """Return what the run declares after all ranks raised, and the seconds until they all knew."""
+    ranks = monitors(len(reports), timeout=20.0)
+
+    def raise_on(monitor):
+        own, spoken = reports[monitor.rank], []
+        monitor.main_thread_raised(own, consequence=monitor.rank in consequences, speak=spoken.append)
+        monitor.store.acknowledge()
+        return monitor.store.failure()
+
+    for each in ranks:
+        each._guards_itself = False
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        found = [pool.submit(raise_on, monitor) for monitor in ranks]
+        while not all(monitor.store.failure() for monitor in ranks) and time.monotonic() - began < 60.0:
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        for monitor in ranks:
+            monitor.store.acknowledge()
+        return [each.result() for each in found], seconds
+
+
+def test_equal_errors_of_collectives_are_one_failure_without_a_wait():
+    """Such as a communication library that is not installed: no rank is gone, so none is waited for."""
+    text = "Distributed package doesn't have NCCL built in"
+    found, seconds = declared({0, 1}, report(0, text), report(1, text))
+    assert {str(each) for each in found} == {f"all ranks failed together: {text}"}
+    assert seconds < Limits.of(20.0).heartbeat
+
+
+def test_an_error_of_a_collective_does_not_hide_the_error_that_caused_it():
+    found, _ = declared({0}, report(0, "gloo: connection closed by peer"), report(1, "a bug"))
+    assert [each.rank for each in found] == [1, 1] and "a bug" in found[0].reason
+
+
 def test_a_rank_that_raises_alone_is_named_after_a_moment():
     first, second = monitors(2)
     assert first._first_of_all(report(0, "a bug")) == Failure(0, "iteration 3: a bug", "trace")

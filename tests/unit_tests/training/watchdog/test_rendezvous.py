@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -79,6 +80,31 @@ def test_a_process_number_that_was_given_away_is_not_signalled(victim):
     Process(victim.pid, opened.started, None).send(signal.SIGKILL)
     assert victim.wait(10) == -signal.SIGKILL and not opened.alive
     opened.close()
+
+
+SECOND = """
+import sys
+from megatron.training.start.rendezvous import Place, RendezvousError, open_store, roll_call
+place = Place(1, 2, "127.0.0.1", int(sys.argv[1]), agent_holds_store=False, attempt="0")
+try:
+    roll_call(open_store(place, 10.0), place, 10.0)
+except RendezvousError as error:
+    print(error)
+"""
+
+
+def test_a_second_process_of_a_rank_is_rejected_and_leaves_the_job_alone():
+    run = place()
+    held = open_store(run, 10.0, holds=True)
+    second = Place(1, 2, run.host, run.port, agent_holds_store=False, attempt="0")
+    with ThreadPoolExecutor(2) as pool:
+        signed_in = [pool.submit(roll_call, open_store(each, 10.0), each, 10.0) for each in (run, second)]
+    before = [each.result() for each in signed_in]
+    program = [sys.executable, "-c", SECOND, str(run.port)]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert f"RANK 1: process {os.getpid()} on" in result.stdout and "another MASTER_PORT" in result.stdout, result
+    assert json.loads(held.get("arrival/1")) == asdict(before[0][1])
+    assert roll_call(open_store(second, 10.0), second, 10.0) == before[0]  # a second run in the same process
 
 
 def test_the_store_listens_on_the_masters_address_alone():

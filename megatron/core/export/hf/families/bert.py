@@ -79,7 +79,8 @@ OLD_NAMES = {
 }  # fmt: skip
 
 BERT = Family(
-    "bert", "BertForPreTraining",
+    "bert", "BertForPreTraining", models="BERT; `BertForMaskedLM` is read too",
+    limits=("models that decode",),
     config=(*COMMON, has_pairs("BertForMaskedLM"), Ours({"apply_residual_connection_post_layernorm": True})),
     weights={**WEIGHTS, **POST_NORMS},
     unused=(r"bert\.embeddings\.position_ids",),
@@ -87,7 +88,7 @@ BERT = Family(
     optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_kind_of_token,
 )  # fmt: skip
 MEGATRON_BERT = replace(
-    BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining",
+    BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining", models="Megatron-LM's BERT",
     config=(*COMMON, has_pairs("MegatronBertForMaskedLM")), also_read=("MegatronBertForMaskedLM",),
     weights={
         **WEIGHTS,

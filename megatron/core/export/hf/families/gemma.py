@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.export.hf.attention_settings import FULL, SLIDING, Rope, Window, groups, unstretched_base, whole_base
+from megatron.core.export.hf.attention_settings import (
+    FULL,
+    SLIDING,
+    Rope,
+    Window,
+    groups,
+    rotary_base,
+    unstretched_base,
+)
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Rule, Same, Table, Theirs, get, refuse
@@ -17,7 +25,7 @@ COMMON: tuple[Rule, ...] = (
 GEGLU = {"gelu_pytorch_tanh": {"geglu": True}}
 
 GEMMA = Family(
-    "gemma", "GemmaForCausalLM",
+    "gemma", "GemmaForCausalLM", models="Gemma 1",
     config=(
         *COMMON, groups(16), Rope(), Theirs({"hidden_activation": "gelu_pytorch_tanh"}),
         Choice("hidden_act", {**GEGLU, "gelu": {"geglu": True}}, default="gelu_pytorch_tanh"),  # both mean the former
@@ -52,7 +60,7 @@ SECOND: tuple[Rule, ...] = (
 )  # fmt: skip
 
 GEMMA2 = Family(
-    "gemma2", "Gemma2ForCausalLM",
+    "gemma2", "Gemma2ForCausalLM", models="Gemma 2",
     config=(
         *SECOND, Rope(), Window(4096, every=2), cap("attn_logit_softcapping", 50.0),
         cap("final_logit_softcapping", 30.0),
@@ -79,7 +87,7 @@ class TwoRopes(Rope):
                 raise refuse("rope_parameters", sorted(strange), f"beside {FULL} and {SLIDING}")
             local = unstretched_base(SLIDING, given, "rope_local_base_freq", local)
             config = {**config, "rope_parameters": given.get(FULL) or {}}
-        local = whole_base("rope_local_base_freq", local)
+        local = rotary_base("rope_local_base_freq", local)
         has_windows = WINDOW.load(config)["window_size"] is not None
         return {**super().load(config), "rotary_base_local": local if has_windows else None}
 
@@ -93,7 +101,8 @@ class TwoRopes(Rope):
 
 
 GEMMA3 = Family(
-    "gemma3_text", "Gemma3ForCausalLM",
+    "gemma3_text", "Gemma3ForCausalLM", models="Gemma 3, text",
+    limits=("models with an image encoder",),
     config=(
         *SECOND, TwoRopes(), WINDOW, Ours({"qk_layernorm": True}), Theirs({"attn_logit_softcapping": None}),
         cap("final_logit_softcapping", None),

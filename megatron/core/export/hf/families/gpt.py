@@ -4,7 +4,7 @@ from megatron.core.export.hf.attention_settings import Rope, equal_heads
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Layout, QueryKeyValue
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Same, Theirs, same
+from megatron.core.export.hf.settings import Choice, Ignored, Ours, Rule, Same, Theirs, same
 
 GELU = {
     "gelu_new": {"bias_gelu_fusion": True}, "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
@@ -12,17 +12,20 @@ GELU = {
 }  # fmt: skip
 """Activations of layers with biases: the fused form is the tanh approximation."""
 
+SIZES: tuple[Rule, ...] = (
+    *same(num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", vocab_size="vocab_size",
+          max_position_embeddings="n_positions"),
+    Same("ffn_hidden_size", "n_inner", default=lambda config: 4 * config["n_embd"]),
+    Same("norm_epsilon", "layer_norm_epsilon", default=1e-5), llama.tied(True),
+    Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
+    Same("attention_dropout", "attn_pdrop", default=0.1),
+    Same("hidden_dropout", "resid_pdrop", default=0.1), Same("hidden_dropout", "embd_pdrop", default=0.1),
+)  # fmt: skip
+"""Rules of models with GPT-2's names."""
 GPT2 = Family(
-    "gpt2", "GPT2LMHeadModel",
+    "gpt2", "GPT2LMHeadModel", models="GPT-2 and models of its shape",
     config=(
-        *same(num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", vocab_size="vocab_size",
-              max_position_embeddings="n_positions"),
-        Same("ffn_hidden_size", "n_inner", default=lambda config: 4 * config["n_embd"]),
-        Same("norm_epsilon", "layer_norm_epsilon", default=1e-5),
-        equal_heads("n_head", "n_embd"), llama.tied(True), Choice("activation_function", GELU, default="gelu_new"),
-        Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
-        Same("attention_dropout", "attn_pdrop", default=0.1),
-        Same("hidden_dropout", "resid_pdrop", default=0.1), Same("hidden_dropout", "embd_pdrop", default=0.1),
+        *SIZES, equal_heads("n_head", "n_embd"), Choice("activation_function", GELU, default="gelu_new"),
         Theirs({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}),
         Ignored(("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
                  "summary_proj_to_labels", "summary_first_dropout")),
@@ -45,7 +48,7 @@ GPT2 = Family(
 """Learned positions, matrices [in, out]."""
 
 GPT_NEOX = Family(
-    "gpt_neox", "GPTNeoXForCausalLM",
+    "gpt_neox", "GPTNeoXForCausalLM", models="GPT-NeoX-20B, Pythia",
     config=(
         *llama.SIZES, llama.FFN, Same("norm_epsilon", "layer_norm_eps", default=1e-5),
         equal_heads("num_attention_heads", "hidden_size"), llama.tied(False),

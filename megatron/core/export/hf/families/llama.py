@@ -68,7 +68,8 @@ POST_NORMS: Weights = {
 """Of layers with norms behind their branches too."""
 
 LLAMA = Family(
-    "llama", "LlamaForCausalLM",
+    "llama", "LlamaForCausalLM", models="LLaMA 1 to 3.3 and models of their shape",
+    limits=("biases of attention only, or of the feed-forward network only",),
     config=(
         *common(), FFN, HEAD_SIZE, groups(), Rope(),
         Same("add_bias_linear", "attention_bias", default=False), Same("add_bias_linear", "mlp_bias", default=False),
@@ -78,14 +79,14 @@ LLAMA = Family(
 )  # fmt: skip
 
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM",
+    "mistral", "MistralForCausalLM", models="Mistral 7B, Nemo",
     config=(*common(), FFN, HEAD_SIZE, groups(8), Rope(), NO_BIASES, Window(4096)),
     weights=WEIGHTS,
 )  # fmt: skip
 """A sliding window."""
 
 PHI3 = Family(
-    "phi3", "Phi3ForCausalLM",
+    "phi3", "Phi3ForCausalLM", models="Phi-3, Phi-4",
     config=(
         *SIZES, FFN, HEAD_SIZE, groups(), *rms_norm(1e-5), tied(False),
         SILU_GATED, NO_BIASES, Window(), Rope(share=1.0, kinds=("default",)),
@@ -103,7 +104,7 @@ PHI3 = Family(
 """Also Phi-4: one matrix for queries, keys and values, one for both halves."""
 
 QWEN2 = Family(
-    "qwen2", "Qwen2ForCausalLM",
+    "qwen2", "Qwen2ForCausalLM", models="Qwen2, Qwen2.5",
     config=(
         *common(), FFN, HEAD_SIZE, groups(32), Rope(),
         Ours({"add_bias_linear": False, "add_qkv_bias": True}), Window(4096, switch=True, first="max_window_layers"),
@@ -113,7 +114,7 @@ QWEN2 = Family(
 """Also Qwen2.5: biases of queries, keys and values."""
 
 QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM",
+    "qwen3", "Qwen3ForCausalLM", models="Qwen3",
     config=(
         *common(), FFN, groups(32), Rope(), NO_BIASES,
         Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
@@ -124,7 +125,7 @@ QWEN3 = Family(
 """Normed queries and keys."""
 
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM",
+    "olmo2", "Olmo2ForCausalLM", models="OLMo 2",
     config=(
         *SIZES, FFN, HEAD_SIZE, groups(), *rms_norm(1e-5), *DROPOUT, tied(False), SILU_GATED, NO_BIASES, Rope(),
         Ours({"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}),

@@ -1,5 +1,7 @@
 """Mixtures of experts: Mixtral, Qwen, DeepSeek, GPT-OSS."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from megatron.core.config.errors import UserError
@@ -7,7 +9,19 @@ from megatron.core.export.hf.attention_settings import Rope, Window, groups
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Halves, Interleaved, Weights
-from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Same, Table, Theirs, get, refuse, same
+from megatron.core.export.hf.settings import (
+    Choice,
+    Computed,
+    Ignored,
+    Ours,
+    Rule,
+    Same,
+    Table,
+    Theirs,
+    get,
+    refuse,
+    same,
+)
 
 
 def _pattern(has: list[bool]) -> int | list[int]:
@@ -36,9 +50,14 @@ EXPERT_LAYERS = Computed(
 """Qwen: every so many layers, without some."""
 
 
-def _load_first_dense(config: Table) -> dict[str, Any]:
-    first, count = get(config, ("first_k_dense_replace",), 3), config["num_hidden_layers"]
-    return {"moe_layer_freq": _pattern([layer >= first for layer in range(count)])}
+def first_dense(default: int) -> Computed:
+    """DeepSeek: all layers but the first ones have experts; ``default``: dense layers if config.json has no number."""
+
+    def load(config: Table) -> dict[str, Any]:
+        first, count = get(config, ("first_k_dense_replace",), default), config["num_hidden_layers"]
+        return {"moe_layer_freq": _pattern([layer >= first for layer in range(count)])}
+
+    return Computed(("first_k_dense_replace",), ("moe_layer_freq",), load, _save_first_dense)
 
 
 def _save_first_dense(settings: Table) -> dict[str, Any]:
@@ -49,18 +68,14 @@ def _save_first_dense(settings: Table) -> dict[str, Any]:
     return {"first_k_dense_replace": first}
 
 
-FIRST_DENSE = Computed(("first_k_dense_replace",), ("moe_layer_freq",), _load_first_dense, _save_first_dense)
-"""DeepSeek: all but the first ones."""
-
-
-def _shared_expert(theirs: str) -> Weights:
+def shared_expert(theirs: str) -> Weights:
     """Where the expert that every token goes to lies."""
     ours = "decoder.layers.*.mlp.shared_experts.linear_fc"
     return {f"{ours}1": Halves(f"{theirs}.gate_proj", f"{theirs}.up_proj"), f"{ours}2": f"{theirs}.down_proj"}
 
 
 MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM",
+    "mixtral", "MixtralForCausalLM", models="Mixtral 8x7B, 8x22B",
     config=(
         *llama.common(1e-5), llama.HEAD_SIZE, groups(8), llama.NO_BIASES, Rope(1e6), Window(),
         Same("num_moe_experts", "num_local_experts", "num_experts", default=8),
@@ -89,7 +104,7 @@ MIXTURE = (
 """What Qwen's mixtures have in common."""
 
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM",
+    "qwen3_moe", "Qwen3MoeForCausalLM", models="Qwen3-30B-A3B, 235B-A22B",
     config=(
         *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(4), Rope(), llama.NO_BIASES, *MIXTURE,
         Window(4096, switch=True), Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
@@ -103,7 +118,7 @@ QWEN3_MOE = Family(
 
 
 QWEN2_MOE = Family(
-    "qwen2_moe", "Qwen2MoeForCausalLM",
+    "qwen2_moe", "Qwen2MoeForCausalLM", models="Qwen1.5-MoE, Qwen2-57B-A14B",
     config=(
         *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(16), Rope(), *MIXTURE,
         Window(4096, switch=True, first="max_window_layers"),
@@ -115,7 +130,7 @@ QWEN2_MOE = Family(
     ),
     weights={
         **llama.WEIGHTS, **llama.EXPERTS,
-        **_shared_expert("model.layers.*.mlp.shared_expert"),
+        **shared_expert("model.layers.*.mlp.shared_expert"),
         "decoder.layers.*.mlp.shared_experts.gate_weight": "model.layers.*.mlp.shared_expert_gate.weight",
     },
 )  # fmt: skip
@@ -128,58 +143,119 @@ LATENTS = {
 }  # fmt: skip
 
 
-def _shared_width(config: Table) -> dict[str, Any]:
+def _load_shared_width(config: Table) -> dict[str, Any]:
     width = get(config, ("n_shared_experts",)) * get(config, ("moe_intermediate_size",))
     return {"moe_shared_expert_intermediate_size": width or None}
 
 
-def _query_rank(config: Table) -> dict[str, Any]:
+def _save_shared_width(settings: Table) -> dict[str, Any]:
+    width, of_one = settings["moe_shared_expert_intermediate_size"] or 0, settings["moe_ffn_hidden_size"]
+    if width % of_one:
+        raise refuse("moe_shared_expert_intermediate_size", width, f"the family supports multiples of {of_one} only")
+    return {"n_shared_experts": width // of_one}
+
+
+def _load_query_rank(config: Table) -> dict[str, Any]:
     if "q_lora_rank" not in config:  # null says that there is no latent
         raise UserError("config.json: q_lora_rank is missing")
     return {"q_lora_rank": config["q_lora_rank"]}
 
 
+def expert_groups(scored: int) -> Computed:
+    """Rule of a choice limited to some groups of experts; a group's score is the sum of its ``scored`` best scores.
+
+    ``moe_router_group_score_topk`` is left at None where its default has the same meaning, so that a model of
+    Megatron-LM's has the same settings. A single group is no limit, whatever its score.
+    """
+    groups, chosen, score = names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
+
+    def load(config: Table) -> dict[str, Any]:
+        count, limit = get(config, ("n_group",)), get(config, ("topk_group",))
+        by_default = count == 1 or get(config, ("num_experts_per_tok",)) == scored * limit
+        return {groups: count, chosen: limit, score: None if by_default else scored}
+
+    def save(settings: Table) -> dict[str, Any]:
+        if settings[groups] is None:
+            return {"n_group": 1, "topk_group": 1}
+        found = settings[score] or settings["moe_router_topk"] // settings[chosen]
+        if settings[groups] > 1 and found != scored:
+            raise refuse(score, found, f"the family adds up the {scored} best scores of a group")
+        return {"n_group": settings[groups], "topk_group": settings[chosen]}
+
+    return Computed(("n_group", "topk_group"), names, load, save)
+
+
+def _load_normalized(config: Table) -> dict[str, Any]:
+    count, normalized = get(config, ("num_experts_per_tok",)), get(config, ("norm_topk_prob",), True)
+    if normalized != (count != 1):
+        raise refuse("norm_topk_prob", normalized, f"but must be {count != 1} for num_experts_per_tok {count}")
+    return {}
+
+
+NORMALIZED_IF_SEVERAL = Computed(
+    ("norm_topk_prob",), (), _load_normalized, lambda ours: {"norm_topk_prob": ours["moe_router_topk"] != 1}
+)
+"""Sigmoid scores are divided by the sum of the chosen ones, here only if several are chosen."""
+
+SHARED_EXPERTS = Computed(
+    ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _load_shared_width, _save_shared_width
+)
+SIGMOID_ROUTER: tuple[Rule, ...] = (
+    *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
+          moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor"),
+    expert_groups(2), NORMALIZED_IF_SEVERAL,
+    Ours({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+          "moe_router_pre_softmax": False}),
+    Theirs({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+)  # fmt: skip
+"""DeepSeek-V3: normalized sigmoid scores, a bias per expert for the choice, groups of experts."""
+PREDICTION = Computed(
+    ("num_nextn_predict_layers",), ("mtp_num_layers",),
+    lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
+    lambda ours: {"num_nextn_predict_layers": ours["mtp_num_layers"] or 0},
+)  # fmt: skip
+"""DeepSeek-V3: layers of multi-token prediction."""
+PREDICTION_WEIGHTS: Weights = {
+    **{f"mtp.layers.*.{each}": f"model.layers.*.{each}" for each in ("enorm", "hnorm", "eh_proj")},
+    "mtp.layers.*.final_layernorm": "model.layers.*.shared_head.norm",
+}
+PREDICTION_COPIES = {
+    "model.layers.*.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.*.shared_head.head.weight": "lm_head.weight",
+}
+PREDICTION_IF_HELD = {"num_nextn_predict_layers": "model.layers.{num_hidden_layers}.eh_proj.weight"}
+PREDICTION_UNUSED = r"model\.layers\.{num_layers}\..*"
+EXPERT_BIAS: Weights = {"decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias"}
+LATENT_ATTENTION: tuple[Rule, ...] = (
+    *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
+          v_head_dim="v_head_dim"),
+    Computed(("q_lora_rank",), ("q_lora_rank",), _load_query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
+    Same("num_attention_heads", "num_key_value_heads"), Rope(latent=True),
+    # the norms of its latents have this epsilon whatever the key says
+    Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True}),
+    Theirs({"rms_norm_eps": 1e-6, "attention_bias": False}),
+    Ignored(("head_dim", "qk_head_dim")),
+)  # fmt: skip
+"""DeepSeek-V2 and V3: queries, keys and values of low rank."""
+LATENT_WEIGHTS: Weights = {
+    f"decoder.layers.*.self_attention.{ours}": f"model.layers.*.self_attn.{theirs}" for ours, theirs in LATENTS.items()
+}
+
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM",
+    "deepseek_v3", "DeepseekV3ForCausalLM", models="DeepSeek-V3, R1",
+    limits=("fp8 files",),
     config=(
         *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
-        FIRST_DENSE, Rope(latent=True),
-        # the norms of its latents have this epsilon whatever the key says
-        Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True,
-              "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-              "moe_router_pre_softmax": False}),
-        *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
-              v_head_dim="v_head_dim", num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
-              moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor",
-              moe_router_num_groups="n_group", moe_router_group_topk="topk_group"),
-        Computed(("q_lora_rank",), ("q_lora_rank",), _query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
-        Same("num_attention_heads", "num_key_value_heads"),
-        Computed(
-            ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _shared_width,
-            lambda ours: {"n_shared_experts":
-                          (ours["moe_shared_expert_intermediate_size"] or 0) // ours["moe_ffn_hidden_size"]},
-        ),
-        Theirs({"rms_norm_eps": 1e-6, "attention_bias": False, "norm_topk_prob": True, "rope_interleave": True,
-                "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
-        Computed(
-            ("num_nextn_predict_layers",), ("mtp_num_layers",),
-            lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
-            lambda ours: {"num_nextn_predict_layers": ours["mtp_num_layers"] or 0},
-        ),
-        Ignored(("head_dim", "qk_head_dim", "output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
+        first_dense(3), *LATENT_ATTENTION, *SIGMOID_ROUTER, SHARED_EXPERTS, PREDICTION,
+        Theirs({"rope_interleave": True}), Ignored(("output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
     ),
     weights={
-        **llama.WEIGHTS, **llama.EXPERTS, **_shared_expert("model.layers.*.mlp.shared_experts"),
-        **{f"decoder.layers.*.self_attention.{ours}": f"model.layers.*.self_attn.{theirs}"
-           for ours, theirs in LATENTS.items()},
-        "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-        **{f"mtp.layers.*.{each}": f"model.layers.*.{each}" for each in ("enorm", "hnorm", "eh_proj")},
-        "mtp.layers.*.final_layernorm": "model.layers.*.shared_head.norm",
+        **llama.WEIGHTS, **llama.EXPERTS, **shared_expert("model.layers.*.mlp.shared_experts"), **LATENT_WEIGHTS,
+        **EXPERT_BIAS, **PREDICTION_WEIGHTS,
     },
-    repeated={"model.layers.*.embed_tokens.weight": "model.embed_tokens.weight",
-              "model.layers.*.shared_head.head.weight": "lm_head.weight"},
-    counts_if_held={"num_nextn_predict_layers": "model.layers.{num_hidden_layers}.eh_proj.weight"},
-    unused=(r"model\.layers\.{num_layers}\..*", r".*\.rotary_emb\.inv_freq"),
+    repeated=PREDICTION_COPIES,
+    counts_if_held=PREDICTION_IF_HELD,
+    unused=(PREDICTION_UNUSED, r".*\.rotary_emb\.inv_freq"),
 )  # fmt: skip
 """Also R1: latent attention, experts in groups beside a shared one.
 
@@ -188,7 +264,8 @@ Files that ``transformers`` wrote lack them, whatever their config.json says.
 """
 
 GPT_OSS = Family(
-    "gpt_oss", "GptOssForCausalLM",
+    "gpt_oss", "GptOssForCausalLM", models="GPT-OSS, in bf16",
+    limits=("MXFP4 files",),
     config=(
         *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False),
         Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # where nothing is said it is YaRN there

@@ -49,7 +49,8 @@ LAYERS = Computed(
 OURS, LAYER = "encoder.layers.*", "model.layers.*"
 
 MODERNBERT = Family(
-    "modernbert", "ModernBertForMaskedLM",
+    "modernbert", "ModernBertForMaskedLM", models="ModernBERT",
+    limits=("rotary scaling",),
     config=(
         *llama.SIZES, llama.FFN, attention.equal_heads("num_attention_heads", "hidden_size"), llama.tied(True), LAYERS,
         Same("norm_epsilon", "norm_eps", default=1e-5), Same("norm_bias", "norm_bias", default=False),
@@ -60,8 +61,9 @@ MODERNBERT = Family(
               "bert_binary_head": False}),
         Theirs({"attention_bias": False, "mlp_bias": False, "classifier_bias": False, "decoder_bias": True,
                 "classifier_activation": "gelu"}),
-        Ignored(("classifier_pooling", "classifier_dropout", "deterministic_flash_attn", "sparse_prediction",
-                 "sparse_pred_ignore_index", "initializer_cutoff_factor", "reference_compile",
+        Theirs({"position_embedding_type": "absolute"}, written=False),  # published, although positions are rotated
+        Ignored(("layer_norm_eps", "classifier_pooling", "classifier_dropout", "deterministic_flash_attn",
+                 "sparse_prediction", "sparse_pred_ignore_index", "initializer_cutoff_factor", "reference_compile",
                  "repad_logits_with_grad")),
     ),
     weights={

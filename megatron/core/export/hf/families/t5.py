@@ -53,7 +53,8 @@ def _stack(stack: str, mlp: int) -> Weights:
 
 CROSS = "decoder.block.*.layer.1"
 T5 = Family(
-    "t5", "T5ForConditionalGeneration",
+    "t5", "T5ForConditionalGeneration", models="T5 1.0, 1.1, Flan-T5",
+    limits=("an output layer that is shared and has a bias (Megatron-LM's default)",),
     config=(
         *same(hidden_size="d_model", num_attention_heads="num_heads", vocab_size="vocab_size", kv_channels="d_kv",
               ffn_hidden_size="d_ff", num_layers="num_layers"),

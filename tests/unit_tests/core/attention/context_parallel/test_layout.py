@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.compat.training_utils import get_batch_on_this_cp_rank
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.forms import comm_type_of_layer, layout_of_layer
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
+from megatron.training.tasks.gpt import GPTTask
 
 
 def two_levels(rank, size):
@@ -51,6 +54,47 @@ def sliced(rank, size):
     for name in ("sample_index", "cu_seqlens", "attention_mask"):
         assert part[name] is batch[name]
     return part["tokens"], part["loss_mask"]
+
+
+def sliced_with_images(rank, size):
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    tokens = torch.arange(32).view(2, 16)
+    batch = {"tokens": tokens, "images": torch.rand(2, 4, 3, 16, 16), "weight": tokens * 2.0, "boxes": torch.rand(2, 4)}
+    with pytest.raises(UserError) as error:
+        get_batch_on_this_cp_rank(batch)
+    part = get_batch_on_this_cp_rank(batch, sequence_keys=("weight",), whole_keys=["images", "boxes"])
+    assert part["images"] is batch["images"] and part["boxes"] is batch["boxes"]
+    assert torch.equal(part["weight"], part["tokens"] * 2.0) and part["tokens"].shape == (2, 8)
+    assert get_batch_on_this_cp_rank({"tokens": tokens}, whole_keys=["tokens"])["tokens"] is tokens
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert get_batch_on_this_cp_rank(batch, alone) is batch
+    same = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=dist.group.WORLD)
+    assert torch.equal(same["tokens"], part["tokens"])
+    return str(error.value)
+
+
+def test_only_named_tensors_are_split_and_unknown_ones_are_rejected(gloo_pool):
+    for message in gloo_pool.run(sliced_with_images, 2):
+        names = "batch: images [2, 4, 3, 16, 16], weight [2, 16], boxes [2, 4]: --context-parallel-size 2 splits"
+        assert message.startswith(names)
+
+
+def sliced_by_task(rank, size):
+    """Batches of a task with tensors of its own, and of each built-in task."""
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+
+    class Weighted(GPTTask):
+        sequence_keys, whole_keys = ("weights",), ("pictures",)
+
+    task = object.__new__(Weighted)
+    numbers = torch.arange(16).view(1, 16)
+    batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)
+    return {name: value.shape[1] for name, value in task.get_batch(iter([batch])).items() if value is not None}
+
+
+def test_a_task_names_the_tensors_of_its_own_data(gloo_pool):
+    for shapes in gloo_pool.run(sliced_by_task, 2):
+        assert shapes.pop("pictures") == 16 and set(shapes.values()) == {8} and "weights" in shapes
 
 
 def test_batches_are_sliced_by_token_and_keep_what_is_per_sample(gloo_pool):

@@ -120,3 +120,28 @@ def test_a_cap_is_of_scores_that_layer_scaling_has_not_divided():
     plain = UnfusedAttention(SCALE, soft_cap=0.7)
     mask = Mask(Visibility(True))
     torch.testing.assert_close(scaled.attend(*inputs, mask), plain.attend(*inputs, mask))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_is_added_to_scores_that_layer_scaling_has_not_divided(soft_cap, causal):
+    """Layer scaling is a matter of rounding: outputs and all gradients are those without, and those of blocks."""
+    inputs, length = tensors(5, 5, CHANNELS), 5
+    bias = torch.randn(HEADS, 2 * length - 1, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
+    bias.requires_grad_()
+    mask = Mask(Visibility(causal), bias=bias)
+    plain = UnfusedAttention(SCALE, soft_cap=soft_cap).attend(*inputs, mask)
+    upstream = torch.randn(plain.shape, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+    expected = torch.autograd.grad(plain, [*inputs, bias], upstream)
+    without = UnfusedAttention(SCALE, soft_cap=soft_cap).attend(*inputs, Mask(Visibility(causal)))
+    assert not torch.allclose(plain, without, atol=1e-2), "the bias does nothing"
+    scaled = UnfusedAttention(SCALE, layer_scale=3.0, softmax_in_fp32=True, soft_cap=soft_cap)
+    found = scaled.attend(*inputs, mask)
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(torch.autograd.grad(found, [*inputs, bias], upstream), expected)
+    query, key, value = (x.detach().permute(1, 2, 0, 3) for x in inputs)
+    blocks, tile = scaled.with_mask(mask), whole_tile(length, length, mask.visibility)
+    out, lse = blocks.forward(query, key, value, tile)
+    torch.testing.assert_close(out.permute(2, 0, 1, 3), plain)
+    *grads, of_bias = blocks.backward(upstream.permute(1, 2, 0, 3), query, key, value, out, lse, tile)
+    torch.testing.assert_close((*(x.permute(2, 0, 1, 3) for x in grads), of_bias), expected)

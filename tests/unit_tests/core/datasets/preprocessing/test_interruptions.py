@@ -129,14 +129,14 @@ def test_a_killed_worker_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_a_killed_worker_is_one_message_of_the_program(tmp_path, monkeypatch, capfd):
-    from tools.preprocess_data import main
+    from megatron.console import run_tool
 
     monkeypatch.setattr("megatron.core.tokenizers.simple.ByteLevelTokenizer.tokenize_batch", lambda *_: os._exit(9))
     (tmp_path / "in.jsonl").write_bytes(jsonl())
     argv = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "2"]
-    assert main([*argv, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    assert run_tool("preprocess", [*argv, "--tokenizer-type", "ByteLevelTokenizer"]) == 2
     [line] = capfd.readouterr().err.strip().splitlines()
-    assert line.startswith("preprocess_data.py: error: a worker process died") and "--workers" in line
+    assert line.startswith("error: a worker process died") and "--workers" in line
 
 
 def test_two_runs_with_one_prefix_are_refused(tmp_path):

@@ -20,7 +20,7 @@ from megatron.core.export.megatron_lm import (
 )
 from megatron.core.export.megatron_lm.model import objects_of
 from megatron.core.export.megatron_lm.names import find_place
-from megatron.core.export.megatron_lm.unpickler import Record
+from megatron.core.export.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 HIDDEN, HEADS, GROUPS, WIDTH, LAYERS, VOCABULARY, PADDED = 16, 4, 2, 12, 4, 50, 64
@@ -312,7 +312,7 @@ def test_what_tensor_parallel_ranks_divide():
         (lambda f: (f / "latest_checkpointed_iteration.txt").write_text("8"), "iter_0000008: holds no"),
         (lambda f: (f / "latest_checkpointed_iteration.txt").write_text("x/../y"), "instead of an iteration"),
         (lambda f: (f / "latest_checkpointed_iteration.txt").unlink(), "no checkpoint of this format"),
-        (lambda f: cut(f / "iter_0000007/mp_rank_00/model_optim_rng.pt"), "not a complete zip"),
+        (lambda f: cut(f / "iter_0000007/mp_rank_00/model_optim_rng.pt"), "not a complete file of torch.save"),
     ],
 )
 def test_a_damaged_torch_folder_is_one_message(harm, message, tmp_path):
@@ -320,6 +320,24 @@ def test_a_damaged_torch_folder_is_one_message(harm, message, tmp_path):
     harm(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load_megatron_torch(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc2.weight"])
+@pytest.mark.parametrize("values", [WEIGHTS, SQUARES])
+def test_a_flipped_bit_in_the_values_of_a_tensor_is_found(name, values, written, tmp_path):
+    write_torch(tmp_path / "torch")
+    shutil.copytree(written, tmp_path / "dist")
+    for file, load in (
+        ("torch/iter_0000007/mp_rank_00/model_optim_rng.pt", load_megatron_torch),
+        ("dist/iter_0000007/__0_0.distcp", load_megatron_torch_dist),
+    ):
+        path = tmp_path / file
+        data = bytearray(path.read_bytes())
+        place = data.index(values[name].numpy().tobytes()) + 7
+        data[place] ^= 64  # of an exponent: -0.05 becomes -1.8e37
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=f"{path.name}: damaged: its record .*CRC-32"):
+            expect(load(path.parents[2] if "mp_rank" in file else path.parents[1]))
 
 
 def cut(path):

@@ -36,7 +36,7 @@ def chosen_by_definition(rule, z, bias):
     scores = [score + add for score, add in zip(scores, bias)]
     allowed = set(range(len(z)))
     if rule.num_groups is not None:
-        size, best = len(z) // rule.num_groups, rule.topk // rule.group_topk
+        size, best = len(z) // rule.num_groups, rule.group_score_topk or rule.topk // rule.group_topk
         groups = [range(first, first + size) for first in range(0, len(z), size)]
         groups.sort(key=lambda group: -sum(sorted((scores[e] for e in group), reverse=True)[:best]))
         allowed = {e for group in groups[: rule.group_topk] for e in group}
@@ -60,6 +60,10 @@ RULES = [
     for groups in [(None, None), (4, 2), (3, 1)]
     for scale in (None, 2.5)
     if groups[0] is None or (k % groups[1] == 0 and k <= 12 // groups[0] * groups[1])
+]
+RULES += [  # sums of other than k / group_topk scores; k that group_topk does not divide
+    RoutingRule(12, k, "sigmoid", False, *groups, group_score_topk=scored)
+    for k, groups, scored in [(2, (4, 2), 2), (2, (4, 2), 3), (4, (4, 2), 1), (5, (4, 2), 2), (3, (3, 1), 4)]
 ]
 
 
@@ -129,6 +133,7 @@ def test_underflown_softplus_has_no_gradient():
 @pytest.mark.parametrize(
     "sizes, message",
     [((4, 5), "moe_router_topk 5"), ((8, 2, "sigmoid", False, 3, 1), "num_groups 3"),
+     ((8, 2, "sigmoid", False, 4, 2, None, False, False, 3), "moe_router_group_score_topk 3: choose 1 to 2"),
      ((8, 3, "sigmoid", False, 4, 2), "group_topk 2"), ((8, 2, "sigmoid", False, 4, 5), "group_topk 5"),
      ((8, 2, "sigmoid", False, 4, None), "group_topk None"), ((8, 4, "sigmoid", False, 4, 1), "1 groups of 2")],
 )  # fmt: skip

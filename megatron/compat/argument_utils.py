@@ -1,0 +1,36 @@
+"""Containers between parsing and :func:`pretrain` in entry scripts since 2026: the settings of a command line, and the
+model that they describe."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.compat.classic import PretrainConfigContainer
+from megatron.compat.program import settings_of
+from megatron.core.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class GPTModelConfig:
+    """The GPT model of a command line, which the training program builds."""
+
+
+def gpt_config_from_args(args: Namespace, config: Any = None, model_config_cls: Any = GPTModelConfig) -> GPTModelConfig:
+    """The model that ``args`` describes.
+
+    Raises:
+        UserError: another configuration or class, which would be ignored.
+    """
+    if config is not None or model_config_cls is not GPTModelConfig:
+        raise UserError("gpt_config_from_args: the model follows from args only; pass a model_provider to pretrain()")
+    return GPTModelConfig()
+
+
+def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
+    """The settings for :func:`pretrain`: those of the command line, with what the script has changed in ``args``.
+
+    ``model_cfg``: of :func:`gpt_config_from_args`; None: :func:`pretrain` gets a ``model_provider``.
+    """
+    return PretrainConfigContainer(settings_of(args), model_cfg)

@@ -1,0 +1,41 @@
+"""Layers of a pipeline stage, counted as programs ask: how many there are, and how many stages before hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.config.errors import UserError
+from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stages, virtual_pipeline_size
+
+
+def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Number of layers of a stage: of pipeline rank ``pp_rank`` (this rank's) and its chunk ``vp_stage``."""
+    return len(_layers(config, vp_stage, pp_rank))
+
+
+def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Number of layers on the stages before that of :func:`get_num_layers_to_build`."""
+    return _layers(config, vp_stage, pp_rank).start
+
+
+def _layers(config: Any, vp_stage: int | None, pp_rank: int | None) -> range:
+    """Layers of a stage, counted from 0; UserError for stages that depend on more than the configuration."""
+    ranks = config.pipeline_model_parallel_size
+    if ranks == 1 and virtual_pipeline_size(config) == 1:
+        return range(config.num_layers)
+    given = ("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    is_given = any(getattr(config, name) is not None for name in given)
+    accounts = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
+    if not is_given and not accounts:
+        raise UserError(
+            "get_transformer_layer_offset: stages are balanced by the model's FLOPs, which the configuration does not "
+            "tell; give pipeline_model_parallel_layout, or ask the model (layers have global numbers in its names)"
+        )
+    stages = pipeline_stages(config)
+    rank = parallel_state.get_process_groups().pp.rank if pp_rank is None else pp_rank
+    stage: StageContents = stages[rank + (vp_stage or 0) * ranks]
+    if stage.cuts_layers:
+        raise UserError("get_transformer_layer_offset: the layout cuts a layer; end every stage with a full one")
+    before = sum(round(each.num_layers) for each in stages[: stage.stage])
+    return range(before, before + round(stage.num_layers))

@@ -1,0 +1,125 @@
+"""Small functions and wrappers around models that programs import from several modules of Megatron-LM."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.sharding.placement import ParameterSpec, Shard
+
+ShardedStateDict = dict[str, Any]
+"""Annotation of ``sharded_state_dict()``."""
+
+
+def correct_amax_history_if_needed(model: Sequence[nn.Module]) -> None:
+    """Do nothing: weights here have no fp8 history."""
+
+
+def has_config_logger_enabled(config: Any) -> bool:
+    """Return False: configurations are logged by the training program."""
+    return False
+
+
+def log_config_to_disk(*args: Any, **kwargs: Any) -> None:
+    """Do nothing; see :func:`has_config_logger_enabled`."""
+
+
+def jit_fuser(function: Callable) -> Callable:
+    """Return ``function``: a fusion would not change its results."""
+    return function
+
+
+def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
+    """The context, under its newer or older name."""
+    return inference_params if inference_context is None else inference_context
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """``inp``, with ``keep_graph`` as it is, else as a leaf."""
+    return inp if keep_graph else inp.detach().requires_grad_(requires_grad)
+
+
+def get_bias_dropout_add(training: bool, fused: bool = False) -> Callable[..., Tensor]:
+    """A function of ((x, bias or None), residual, probability): residual + dropout(x + bias)."""
+
+    def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        return residual + F.dropout(x if bias is None else x + bias, prob, training)
+
+    return bias_dropout_add
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` where they are missing.
+
+    Of our parameters they follow from the declaration: whether tensor-parallel ranks hold parts, and along which dim.
+    """
+    spec: ParameterSpec | None = getattr(tensor, "spec", None)
+    placed = None if spec is None else spec.mesh.get("tp") or spec.mesh.get("etp")
+    split = isinstance(placed, Shard)
+    dim = -1
+    if spec is not None and isinstance(placed, Shard):
+        dim = max(placed.dim - (len(spec.shape) - spec.ndim), 0)  # leading logical dims are folded into the first
+    for name, value in (("tensor_model_parallel", split), ("partition_dim", dim), ("partition_stride", 1)):
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
+    """Whether all data-parallel ranks hold the same parameters, bit for bit. Collective."""
+    digest = hashlib.sha256()
+    for chunk in model:
+        for _, param in chunk.named_parameters():
+            digest.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    group = parallel_state.get_process_groups().dp_cp
+    found: list[Any] = [digest.hexdigest()] * group.size
+    if group.size > 1:
+        dist.all_gather_object(found, digest.hexdigest(), group=group.handle)
+    return len(set(found)) == 1
+
+
+class Float16Module(nn.Module):
+    """A model in the 16-bit format that ``config.bf16`` or ``config.fp16`` names: floating-point inputs are converted
+    to it, and outputs of the last pipeline stage to fp32. State dicts are those of the model."""
+
+    def __init__(self, config: Any, module: nn.Module) -> None:
+        super().__init__()
+        if not (config.fp16 or config.bf16):
+            raise ValueError("Float16Module: config has neither fp16 nor bf16; set one of them")
+        self.config, self.dtype = config, torch.float16 if config.fp16 else torch.bfloat16
+        self.vp_stage = getattr(module, "vp_stage", None)
+        self.module = module.to(self.dtype)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hand the previous stage's output to the model."""
+        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        named = {name: _to(x, self.dtype) for name, x in kwargs.items()}
+        outputs = self.module(*(_to(x, self.dtype) for x in inputs), **named)
+        is_last = getattr(self.module, "post_process", True)
+        return _to(outputs, torch.float32) if is_last else outputs
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of ``x``, also inside tuples, as ``dtype``."""
+    if isinstance(x, tuple) and not hasattr(x, "_fields"):
+        return tuple(_to(each, dtype) for each in x)
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

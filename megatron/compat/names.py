@@ -1,0 +1,126 @@
+"""Names that programs written for Megatron-LM import and that are elsewhere here, or do not exist: ``names.tsv``.
+
+Each row has three columns, separated by tabs: a module of Megatron-LM, where its names come from, and the names. A name
+``new=old`` is called ``old`` at its source; ``*`` stands for all names of the source. The source is a module of this
+library, or ``absent: REASON`` for a capability that does not exist: such names can be imported, annotated, subclassed
+and compared with, and raise a ``UserError`` when they are called. ``family: MODELS`` stands for a module whose model
+family does not exist: importing it, or a module below it, raises a ``MissingFamily``. Nothing is imported before a name
+is used.
+
+Modules that exist here serve the names of the table through ``megatron.serve_other_names(__name__)``. The other modules
+of the table come from :class:`Finder`, which Python asks after all others. Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ABSENT = "absent: "
+FAMILY = "family: "
+ALL = "*"
+
+
+class Source(NamedTuple):
+    """Where a name comes from."""
+
+    module: str
+    """A module of this library, ``absent: REASON`` or ``family: MODELS``."""
+    name: str
+
+
+@functools.cache
+def table() -> dict[str, dict[str, Source]]:
+    """Sources by module and name."""
+    found: dict[str, dict[str, Source]] = {}
+    for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        module, source, names = line.split("\t")
+        for each in names.split():
+            name, _, older = each.partition("=")
+            found.setdefault(f"megatron.{module}", {})[name] = Source(source, older or name)
+    return found
+
+
+def attribute(module: str, name: str) -> Any:
+    """Return what programs get as ``name`` from ``module``; AttributeError for a name that is not in the table."""
+    known = table().get(module, {})
+    source = known.get(name)
+    if source is None and ALL in known and not name.startswith("__"):
+        source = known[ALL]._replace(name=name)
+    if source is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if source.module.startswith(ABSENT):
+        return _absent(name, source.module.removeprefix(ABSENT))
+    return getattr(import_module(source.module), source.name)
+
+
+@functools.cache
+def _absent(name: str, reason: str) -> Any:
+    """A class (for a capitalized name) or a function that raises ``UserError`` when it is called."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        from megatron.core.config.errors import UserError
+
+        raise UserError(f"{name}: not available here; {reason}")
+
+    if name.lstrip("_")[:1].isupper():
+        return type(name, (), {"__init__": fail, "__doc__": f"Not available here; {reason}.", "__module__": __name__})
+    fail.__name__ = fail.__qualname__ = name
+    fail.__doc__ = f"Not available here; {reason}."
+    return fail
+
+
+def serve_other_names(module: str) -> None:
+    """Give the imported ``module`` a ``__getattr__`` that finds the names of the table."""
+    served = sys.modules[module]
+    if not hasattr(served, "__all__") and not hasattr(served, "__path__"):  # ``import *`` takes the table's names too
+        public = [name for name in vars(served) if not name.startswith("_")]
+        served.__all__ = public + [name for name in table().get(module, {}) if name != ALL]  # type: ignore[attr-defined]
+    served.__getattr__ = functools.partial(attribute, module)  # type: ignore[method-assign]
+    if not hasattr(served, "__path__") and module in _packages():
+        served.__path__ = []  # submodules of the table: Python looks for submodules of packages only
+
+
+@functools.cache
+def _packages() -> frozenset[str]:
+    """Parents of the modules of the table."""
+    parts = (name.split(".") for name in table())
+    return frozenset(".".join(each[:end]) for each in parts for end in range(1, len(each)))
+
+
+class Finder:
+    """Finder and loader of modules that exist in the table only; appended to ``sys.meta_path``."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of the table or a parent of one."""
+        if not fullname.startswith("megatron.") or fullname not in table().keys() | _packages():
+            return None
+        return ModuleSpec(fullname, cls(), is_package=True)  # type: ignore[arg-type]  # importlib.abc takes 17 ms to import
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Python's own."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Serve the names of the table; ``import *`` takes all of them."""
+        module.__doc__ = "Names of Megatron-LM (``megatron.compat.names``)."
+        names = table().get(module.__name__, {})
+        if ALL in names and names[ALL].module.startswith(FAMILY):
+            from megatron.core.config.errors import MissingFamily
+
+            raise MissingFamily(module.__name__, names[ALL].module.removeprefix(FAMILY))
+        public = [name for name in names if name != ALL]
+        if ALL in names:
+            public += [name for name in vars(import_module(names[ALL].module)) if not name.startswith("_")]
+        module.__all__ = public  # type: ignore[attr-defined]
+        serve_other_names(module.__name__)

@@ -1,0 +1,161 @@
+"""The running program of entry scripts: its settings as one namespace, its tokenizer and timers.
+
+``get_args()`` has every setting, the script's own flags, and the names that older scripts expect.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megatron.core.config import absent
+from megatron.core.config.cli import normalize
+from megatron.core.config.errors import UserError
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
+from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
+from megatron.core.timers import Timers
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import exit_on_config_error, parse_args, validate_args
+from megatron.training.checkpoint.other_formats import apply_hf_settings
+from megatron.training.checkpoint.settings import apply_checkpoint_args
+from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
+from megatron.training.config.pretrain_config import PretrainConfig
+
+RETIRED_ARGS: dict[str, Any] = {
+    "use_mcore_models": True,
+    "renormalize_blend_weights": True,
+    "s3_cache_path": None,
+    "encoder_tensor_model_parallel_size": 0,
+    "encoder_pipeline_model_parallel_size": 0,
+}
+"""Names that older scripts read."""
+
+
+@dataclass
+class Program:
+    """A program whose command line has been read."""
+
+    args: Namespace
+    tokenizer: Any
+    timers: Timers
+    cfg: PretrainConfig
+
+    @classmethod
+    def of(cls, cfg: PretrainConfig, tokenizer: Any = None, timers: Timers | None = None) -> Program:
+        """A program with the resolved settings ``cfg``."""
+        timers = timers or Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
+        return cls(as_namespace(cfg, tokenizer), tokenizer, timers, cfg)
+
+
+class Current:
+    """Seen by every thread: autograd's, in which layers are recomputed on GPUs, have contexts of their own."""
+
+    program: Program | None = None
+    parsed: tuple[PretrainConfig, dict[str, Any]] | None = None
+    """Settings of the command line before they were resolved, and ``vars(args)`` as the script got them."""
+
+
+def current_program() -> Program:
+    """The running program."""
+    if Current.program is None:
+        raise RuntimeError("no program is running: call pretrain() or initialize_megatron() first")
+    return Current.program
+
+
+def get_args() -> Namespace:
+    """Every setting of the running program, and the flags its script added."""
+    return current_program().args
+
+
+def get_tokenizer() -> Any:
+    """The tokenizer of the running program."""
+    program = current_program()
+    if program.tokenizer is None and program.cfg.tokenizer_type is not None:
+        program.tokenizer = build_tokenizer(program.cfg)
+    return program.tokenizer
+
+
+def get_timers() -> Timers:
+    """The timers of the running program."""
+    return current_program().timers
+
+
+def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
+    """A resolved configuration under the names that entry scripts read."""
+    values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
+    values |= cfg.extra | _derived(cfg)
+    if tokenizer is not None:
+        values["vocab_size"] = tokenizer.vocab_size
+    if values["padded_vocab_size"] is None and values["vocab_size"] is not None:
+        values["padded_vocab_size"] = padded_vocab_size(values["vocab_size"], cfg.make_vocab_size_divisible_by)
+    return Namespace(**values)
+
+
+def _derived(cfg: PretrainConfig) -> dict[str, Any]:
+    """Names that follow from other settings or from the process."""
+    chunks = virtual_pipeline_size(cfg)
+    return {
+        "rank": launched_rank(),
+        "local_rank": local_rank(),
+        "params_dtype": cfg.params_dtype,
+        "num_experts": cfg.num_moe_experts,
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+    }
+
+
+def parse_script_args(
+    args_defaults: dict[str, Any] | None, extra_args_provider: Callable[[ArgumentParser], Any] | None
+) -> PretrainConfig:
+    """The settings of an entry script's command line, not yet resolved. Flags of a decoder stand for a T5 model."""
+    given = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
+    family = "t5" if given & {"--decoder-num-layers", "--decoder-seq-length"} else "gpt"
+    return parse_args(
+        args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
+    )  # fmt: skip
+
+
+def parse_and_validate_args(
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    ignore_unknown_args: bool = False,
+    args_defaults: dict[str, Any] | None = None,
+) -> Namespace:
+    """Parse ``sys.argv`` and return every setting; :func:`get_args` returns the same object until training starts.
+
+    Wrong flags end the process with one message. ``ignore_unknown_args`` must be False.
+    """
+    if ignore_unknown_args:
+        raise UserError("parse_and_validate_args: ignore_unknown_args is not available; use extra_args_provider")
+    with exit_on_config_error():
+        cfg = parse_script_args(args_defaults, extra_args_provider)
+        resolved = apply_hf_settings(apply_checkpoint_args(cfg))
+        resolved = validate_args(resolved, launched_world_size() or 1, announce=False)
+    Current.program = Program.of(resolved)
+    Current.parsed = cfg, dict(vars(Current.program.args))
+    return Current.program.args
+
+
+def settings_of(args: Namespace) -> PretrainConfig:
+    """The settings that :func:`parse_and_validate_args` read, with what the script has changed in ``args`` since.
+
+    Raises:
+        UserError: a changed name that follows from other settings.
+    """
+    if Current.parsed is None:
+        raise RuntimeError("call parse_and_validate_args() first")
+    cfg, before = Current.parsed
+    changed = {name: value for name, value in vars(args).items() if name not in before or before[name] != value}
+    if derived := sorted(changed.keys() & {*_derived(cfg), "padded_vocab_size"}):
+        raise UserError(f"args.{derived[0]}: follows from other settings and cannot be assigned; change those")
+    ours = changed.keys() & {field.name for field in fields(cfg)}
+    return replace(
+        cfg,
+        **{name: changed[name] for name in ours},
+        explicit=cfg.explicit | ours,
+        extra=cfg.extra | {name: value for name, value in changed.items() if name not in ours},
+    )

@@ -1,0 +1,137 @@
+"""The console command ``megatron``: pretraining programs and tools as subcommands.
+
+``python -m megatron`` and the scripts of a checkout (``pretrain_gpt.py``, ``tools/*.py``) run the same code. A
+subcommand's module is imported only when it is called, so that ``megatron --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
+from megatron.version import version_text
+
+TOOLS = {
+    "preprocess": ("preprocess_data", "tokenize text into the .bin and .idx files that training reads"),
+    "train-tokenizer": ("train_tokenizer", "train a byte-level BPE or WordPiece tokenizer"),
+    "check-data": ("check_dataset", "check tokenized data sets and print their contents"),
+    "merge-data": ("merge_datasets", "join tokenized data sets"),
+    "make-corpus": ("make_corpus", "write a sample corpus from Python's standard library"),
+    "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
+    "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
+    "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),
+    "generate": ("generate", "generate text with a trained GPT or T5 model"),
+    "fill-mask": ("fill_mask", "predict masked words with a trained BERT model"),
+    "plot": ("plot_metrics", "plot the metrics of runs"),
+    "verify-layout": ("verify_layout", "compare a parallel layout with a single process"),
+    "draw-schedule": ("draw_schedule", "draw a pipeline schedule"),
+    "unigram-baseline": ("unigram_baseline", "loss of a unigram model on a run's validation samples"),
+}
+"""Subcommand -> (module below megatron.tools, description)."""
+
+MODELS = {"gpt": "GPT", "bert": "BERT", "t5": "T5", "moe": "GPT with mixture-of-experts layers"}
+
+PRETRAIN_USAGE = f"""usage: megatron pretrain {{{','.join(MODELS)}}} [--nproc N] [--flag value ...]
+
+--nproc N starts N processes on this machine, usually one per GPU, as torchrun --nproc_per_node=N does. On several
+machines run on each of them: torchrun OPTIONS -m megatron pretrain gpt --flag value ...
+megatron pretrain gpt --help lists the flags.
+"""
+
+
+def usage() -> str:
+    """The text of ``megatron --help``."""
+    lines = ["usage: megatron COMMAND ...", "", "pretraining (--nproc N starts N processes on this machine):"]
+    lines += [f"  {'pretrain ' + name:<18}{text}" for name, text in MODELS.items()]
+    lines += ["", "tools:", *(f"  {name:<18}{text}" for name, (_, text) in TOOLS.items())]
+    lines += ["", "megatron COMMAND --help lists the flags of a command; megatron --version prints the version."]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand ``argv[0]``; return the exit code.
+
+    Args:
+        argv: subcommand and its arguments; None: this process's command line.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        (sys.stdout if words else sys.stderr).write(usage())
+        return 0 if words else EXIT_BAD_INPUT
+    if "--version" in words:
+        print(version_text())
+        return 0
+    name, *arguments = words
+    if name == "pretrain":
+        return pretrain(arguments)
+    if name not in TOOLS:
+        sys.stderr.write(f"error: megatron {name}: unknown command; see megatron --help\n")
+        return EXIT_BAD_INPUT
+    if argv is None:
+        sys.argv[0] = f"megatron {name}"  # argparse prints it in usage lines
+    return run_tool(name, arguments)
+
+
+def run_tool(name: str, arguments: Sequence[str]) -> int:
+    """Run a tool; an error that the user can fix ends in one message and :data:`EXIT_BAD_INPUT`."""
+    try:
+        return import_module(f"megatron.tools.{TOOLS[name][0]}").main(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UserError, OSError) as error:
+        from megatron.core.config.cli import ConfigError, report
+
+        if isinstance(error, ConfigError):
+            report(error)
+        else:
+            sys.stderr.write(f"error: {error}\n")
+        return error.exit_code if isinstance(error, UserError) else EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; run the same command again\n")
+        return 130
+
+
+def pretrain(arguments: Sequence[str]) -> int:
+    """Train the model family ``arguments[0]``; with --nproc, replace this process by torchrun."""
+    if not arguments or arguments[0] not in MODELS:
+        asked = {"-h", "--help"} & set(arguments[:1])
+        (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE)
+        return 0 if asked else EXIT_BAD_INPUT
+    name, flags = arguments[0], list(arguments[1:])
+    try:
+        count, flags = take_nproc(flags)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_BAD_INPUT
+    if count is not None and not {"-h", "--help"} & set(flags):
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", *launcher, "-m", "megatron", "pretrain", name, *flags])
+    from megatron.training import entry
+
+    sys.argv[0] = f"megatron pretrain {name}"  # argparse prints it in the usage line
+    return entry.pretrain(name, f"megatron pretrain {name}", flags)
+
+
+def take_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split ``flags`` into the value of --nproc (None: not given) and the other flags.
+
+    Raises:
+        UserError: the value is not a number of processes, or a launcher has started this process already.
+    """
+    count, others, words = None, [], iter(flags)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") not in ("--nproc", "--nproc-per-node"):
+            others.append(word)
+            continue
+        count = value if equals else next(words, "")
+        if not (count.isdecimal() and 0 < int(count[:6]) < 10**5) and count not in ("auto", "cpu", "gpu"):
+            raise UserError(f"{flag} {count or '(empty)'}: must be a positive integer, auto, cpu or gpu")
+        if "RANK" in os.environ:
+            raise UserError(f"{flag} {count}: torchrun has already started this process; remove {flag}")
+    return count, others

@@ -1,0 +1,124 @@
+"""``save`` and ``load`` of nested dictionaries, as programs written for Megatron-LM call them: rectangles of tensors in
+any depth, beside JSON values (an iteration, arguments), which are stored as one of the checkpoint's ``objects``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.core.config.errors import UserError, listed
+from megatron.core.dist_checkpointing import reader, writer
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.groups.process_groups import Group
+from megatron.core.sharding.sharded_tensor import ShardedTensor
+
+_WITHOUT_EFFECT = {
+    "sharded_strategy", "common_strategy", "validate_access_integrity", "preprocess_common_before_consistancy_check",
+    "content_metadata", "strict",
+}  # fmt: skip
+"""Arguments of Megatron-LM that change nothing: all ranks write and read, and everything is checked."""
+
+_VALUES = "values"
+"""Name of the object that holds what is no tensor."""
+
+
+def save(
+    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
+    objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group | None = None, fault: writer.Fault = writer.no_fault, **accepted: Any,
+) -> int:  # fmt: skip
+    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``; see ``writer.save``.
+
+    Args:
+        sharded_state_dict: rectangles and JSON values, in dictionaries of any depth.
+        checkpoint_dir: the final name.
+        strategies: Megatron-LM's; they change nothing.
+        objects: further JSON values.
+        assets: files to copy along.
+        group: all ranks; by default all of torch.distributed.
+        fault: see ``writer.save``.
+        accepted: other arguments of Megatron-LM, which change nothing; ``async_sharded_save`` must be False.
+
+    Raises:
+        UserError: values that are neither tensors nor JSON.
+    """
+    _check(accepted)
+    values = _values(sharded_state_dict)
+    if values:
+        objects = {_VALUES: values, **(objects or {})}
+    tensors = _tensors(sharded_state_dict)
+    return writer.save(tensors, checkpoint_dir, objects=objects, assets=assets, group=group, fault=fault)
+
+
+def load(
+    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
+    allow_unused: Iterable[str] = (), group: Group | None = None, **accepted: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Fill the rectangles of ``sharded_state_dict`` in place; return the dictionaries with tensors in their places and
+    all stored values. See ``reader.load``; arguments as of :func:`save`.
+
+    Raises:
+        CheckpointError: damage, missing or unused names, other shapes; all of them listed.
+    """
+    _check(accepted)
+    filled = reader.load(_tensors(sharded_state_dict), checkpoint_dir, allow_unused=allow_unused, group=group)
+    return _merged(_with_tensors(sharded_state_dict, filled), CheckpointReader(checkpoint_dir).objects.get(_VALUES, {}))
+
+
+def _check(accepted: Mapping[str, Any]) -> None:
+    if unknown := sorted(accepted.keys() - _WITHOUT_EFFECT - {"async_sharded_save"}):
+        raise TypeError(f"dist_checkpointing has no arguments {', '.join(unknown)}")
+    if accepted.get("async_sharded_save"):
+        raise UserError("async_sharded_save True: not available here; pass False (pretrain_gpt.py has --async-save)")
+
+
+def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor]:
+    """Return the shards in nested dictionaries by slash-separated path."""
+    found: dict[str, ShardedTensor] = {}
+    for name, value in tree.items():
+        if isinstance(value, ShardedTensor):
+            found[f"{path}{name}"] = value
+        elif isinstance(value, Mapping):
+            found |= _tensors(value, f"{path}{name}/")
+    return found
+
+
+def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` without rectangles, and without dictionaries that hold nothing else; UserError for what is no JSON."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = _values(value) if isinstance(value, Mapping) else value
+        if not isinstance(value, ShardedTensor) and not (value and inner == {}):
+            found[name] = inner
+    if wrong := [name for name, value in found.items() if not _is_json(value)]:
+        raise UserError(
+            f"sharded_state_dict: {listed(wrong)}: neither rectangles of tensors nor JSON values; leave them out, or "
+            "convert them (vars(args), tensor.tolist())"
+        )
+    return found
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _with_tensors(tree: Mapping[str, Any], filled: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a copy of ``tree`` with shards replaced by the tensors ``filled``, by path."""
+    return {
+        name: _with_tensors(value, filled, f"{path}{name}/") if isinstance(value, Mapping)
+        else filled.get(f"{path}{name}", value)
+        for name, value in tree.items()
+    }  # fmt: skip
+
+
+def _merged(tree: Any, stored: Any) -> Any:
+    """Merge ``stored`` into ``tree`` recursively; stored values win."""
+    if not isinstance(tree, dict) or not isinstance(stored, dict):
+        return stored
+    return {**tree, **{name: _merged(tree.get(name), value) for name, value in stored.items()}}

@@ -1,0 +1,151 @@
+"""Forward and backward over the micro-batches of one global batch: choose a schedule and run it. Programs with a custom
+training loop call ``schedules.py``, which has Megatron-LM's names.
+
+A *forward step* is ``forward_step(data_iterator, model) -> (output, loss_func)``. ``loss_func(output)`` returns either
+
+* ``(loss, num_tokens, {name: tensor})``: ``loss`` is the **sum** of the token losses of the micro-batch and
+  ``num_tokens`` the number of tokens that it sums over; each logged value is a pair ``[sum, count]`` or a mean; or
+* ``(loss, {name: tensor})``: ``loss`` is a mean, and all micro-batches have equal weight (the older convention).
+
+Backward of all micro-batches except the last runs inside ``model.no_sync()``, so that a data-parallel wrapper starts
+to reduce gradients in the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.pipeline_parallel.choose import schedule_of
+from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
+from megatron.core.pipeline_parallel.results import MicroBatchResult
+from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
+from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
+from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
+
+_NO_MESSAGES = MessageShape((), torch.float32, torch.device("cpu"))
+
+
+def run_without_pipeline(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | Sequence[Iterator],
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+    loss_transform: Callable[[Tensor], Tensor] | None = None,
+    collect_non_loss_data: bool = False,
+    **options: Any,
+) -> list[MicroBatchResult]:
+    """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate in
+    the parameters; no data-parallel reduction is waited for.
+
+    Args:
+        forward_step_func: forward step (see the module docstring).
+        data_iterator: iterator over micro-batches.
+        model: the model, or a list with one model.
+        num_microbatches: number of micro-batches to run.
+        forward_only: whether to skip backward.
+        loss_transform: function applied to the loss before backward (normalization, loss scale).
+        collect_non_loss_data: whether to collect ``loss_func(output, non_loss_data=True)`` instead; no backward.
+        options: ``mean_loss_weight`` (see ``Work``). Others, such as ``seq_length`` and ``micro_batch_size``, are
+            ignored; ``run_pipeline`` needs them.
+    """
+    chunks = _chunks(model)
+    iterators = iterators_of_chunks(data_iterator, 1)
+    only_forward = forward_only or collect_non_loss_data
+    schedule = forward_only_schedule(1, num_microbatches) if only_forward else without_pipeline(num_microbatches)
+    mean_loss_weight = options.get("mean_loss_weight")
+    work = Work(forward_step_func, chunks, iterators, loss_transform, collect_non_loss_data, mean_loss_weight)
+    return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, _NO_MESSAGES)).run()
+
+
+def run_pipeline(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | Sequence[Iterator],
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+    **options: Any,
+) -> list[MicroBatchResult]:
+    """Run all micro-batches through the pipeline with the schedule of the model's configuration. Every rank of the
+    pipeline must call it with the same settings. Gradients accumulate in the parameters.
+
+    Args:
+        forward_step_func: forward step (see the module docstring).
+        data_iterator: one iterator, or a list with one per chunk.
+        model: this rank's chunk, or its chunks in the order in which a micro-batch visits them.
+        num_microbatches: number of micro-batches to run.
+        seq_length: full sequence length, before context and sequence parallelism split it.
+        micro_batch_size: sequences per micro-batch.
+        forward_only: whether to skip backward.
+        options: ``loss_transform``, ``collect_non_loss_data`` and ``mean_loss_weight`` as in ``run_without_pipeline``;
+            ``decoder_seq_length`` for encoder-decoder models, where ``seq_length`` is the encoder's; ``row_lengths`` if
+            every micro-batch is one row of packed sequences: tokens per row, at most ``seq_length * micro_batch_size``.
+
+    Returns:
+        One result per micro-batch on the last stage; an empty list on other stages.
+    """
+    chunks = _chunks(model)
+    config: Any = unwrapped(chunks[0]).config
+    groups = parallel_state.get_process_groups()
+    if options.get("collect_non_loss_data") or forward_only:
+        schedule = forward_only_schedule(groups.pp.size, num_microbatches, len(chunks))
+    else:
+        schedule = schedule_of(config, groups.pp.size, len(chunks), num_microbatches)
+    work = Work(
+        forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
+        options.get("collect_non_loss_data", False), options.get("mean_loss_weight"),
+    )  # fmt: skip
+    lengths = seq_length, options.get("decoder_seq_length")
+    shape = message_shape(unwrapped(chunks[0]), groups, lengths, micro_batch_size)
+    if (row_lengths := options.get("row_lengths")) is not None:
+        shape = of_rows(shape, row_lengths, seq_length)
+    varies = getattr(config, "variable_seq_lengths", False)
+    messages = Messages(schedule, groups, shape, varies)
+    # no lookahead with unknown shapes: such a receive blocks the host until the sender has sent
+    lookahead = int(config.overlap_p2p_comm and not varies)
+    return PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=lookahead).run()
+
+
+def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    return model if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+
+
+def message_shape(
+    model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
+) -> MessageShape:  # fmt: skip
+    """Return the message shape between stages: hidden states [s / (CP x TP with sequence parallelism), b, h]. A model
+    with ``message_shapes(lengths, micro_batch_size)`` overrides the shapes. ``lengths`` is (encoder or only sequence
+    length, decoder sequence length or None). The device is the current GPU with NCCL, else the CPU."""
+    config = model.config
+    parts = groups.cp.size * (groups.tp.size if config.sequence_parallel else 1)
+    shapes = [(lengths[0] // parts, micro_batch_size, config.hidden_size)]
+    if hasattr(model, "message_shapes"):
+        shapes = model.message_shapes(lengths, micro_batch_size)
+    device = torch.device("cpu")
+    if dist.get_backend(groups.pp_up.handle) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return MessageShape(tuple(shapes), config.pipeline_dtype, device)
+
+
+def of_rows(shape: MessageShape, row_lengths: Sequence[int], seq_length: int) -> MessageShape:
+    """Replace hidden states [s, b, h] by [n, 1, h] for packed rows of ``row_lengths`` tokens. Rows are split over the
+    same ranks as ``seq_length`` was; [n, 1, h] has the maximum n = s * b."""
+    ((local_length, batch, hidden),) = shape.shapes
+    lengths = tuple(length * local_length // seq_length for length in row_lengths)
+    return shape._replace(shapes=((local_length * batch, 1, hidden),), lengths=lengths)
+
+
+def choose_runner() -> Callable[..., list[MicroBatchResult]]:
+    """Return ``run_pipeline`` if the current layout has several pipeline ranks, else ``run_without_pipeline``."""
+    return run_pipeline if parallel_state.get_process_groups().pp.size > 1 else run_without_pipeline

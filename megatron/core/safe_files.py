@@ -1,0 +1,156 @@
+"""Files in folders to which other users may write: planted links, pipes, devices, endless JSON. Torch-free.
+
+Readers open regular files only: opening a pipe that no process writes to never returns. They follow symbolic links, of
+which data folders and model hubs are full. Writers do not follow a link at the name that they write: the bytes would
+end up in any file of this user. Every failure is an ``OSError`` (a ``ValueError`` for JSON) that names the path.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+from contextlib import suppress
+from typing import Any, BinaryIO, TypeAlias
+
+Path: TypeAlias = str | os.PathLike
+_KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder",
+}  # fmt: skip
+CHUNK_BYTES = 1 << 20
+MAX_TEXT_BYTES = 1 << 30
+
+
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
+        raise OSError(number, f"not a regular file but {kind}", os.fspath(path))
+
+
+def _open_checked(path: Path, flags: int, mode: str, buffering: int) -> BinaryIO:
+    # without O_NONBLOCK, opening a pipe waits for its other end
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link that is not followed, a pipe without a reader
+            _check_regular(os.lstat(path), path)
+        raise
+    try:
+        _check_regular(os.fstat(descriptor), path)
+        return open(descriptor, mode, buffering)  # type: ignore[return-value]
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def open_regular(path: Path, *, follow: bool = True, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        follow: accept a symbolic link to a regular file.
+        buffering: 0: unbuffered; as for ``open``.
+
+    Raises:
+        OSError: missing, unreadable, or a pipe, device, folder or (unless ``follow``) link.
+    """
+    _check_regular(os.stat(path, follow_symlinks=follow), path)  # first: opening a device may have effects
+    return _open_checked(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", buffering)
+
+
+def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
+    """The bytes of a regular file; ``OSError`` as by :func:`open_regular`, or if it is larger than ``limit``."""
+    with open_regular(path, follow=follow, buffering=0) as file:
+        # before anything is read: a sparse file of a terabyte costs its owner nothing
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise OSError(errno.EFBIG, f"has {size} bytes, at most {limit} are expected", os.fspath(path))
+        return b"".join(iter(lambda: file.read(CHUNK_BYTES), b""))[:limit]
+
+
+def read_text(path: Path, limit: int = MAX_TEXT_BYTES) -> str:
+    """The text of a regular UTF-8 file; ``OSError`` as by :func:`read_file`, ``ValueError`` for other bytes."""
+    return read_file(path, limit).decode()
+
+
+def parse_json(data: str | bytes, *, unique: bool = False) -> Any:
+    """``json.loads``; ``ValueError`` also for JSON nested deeper than Python's stack.
+
+    Args:
+        unique: reject a key that a table has twice, and NaN and infinities, which are not JSON.
+    """
+    try:
+        if unique:
+            return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r:.100} is there twice")
+    return table
+
+
+def _reject_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def create_file(path: Path, mode: str = "xb", buffering: int = -1) -> BinaryIO:
+    """A new empty file for writing, in place of a file or link of that name; nothing is written through a link."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, mode, buffering)  # type: ignore[return-value]
+
+
+def open_to_append(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a file, made if missing, for appending; ``OSError`` for a link, pipe or device of that name."""
+    return _open_checked(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, "ab", buffering)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a work file of this user for reading and appending; made if missing.
+
+    Raises:
+        OSError: a link, pipe or device, a file with a second name (hard link), or one of another user.
+    """
+    file = _open_checked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, "a+b", -1)
+    status = os.fstat(file.fileno())
+    if status.st_uid != os.geteuid() or status.st_nlink > 1:
+        file.close()
+        raise OSError(errno.EPERM, "a file of another user, or with a second name", os.fspath(path))
+    return file
+
+
+def make_folder(path: Path, *, private: bool = False) -> None:
+    """Make a folder for files of this program, or accept the existing one.
+
+    Args:
+        private: reject a folder of another user, who could replace the files in it.
+
+    Raises:
+        OSError: a link, even to a folder; a file; missing parents.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a file")
+        raise OSError(errno.ENOTDIR, f"not a folder but {kind}", os.fspath(path))
+    if private and status.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, "a folder of another user", os.fspath(path))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link itself, or a folder with its contents (links in it are not followed), if possible."""
+    with suppress(OSError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)

@@ -1,0 +1,60 @@
+"""Arguments of Megatron-LM's tensor-parallel layers that the local layers do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+
+from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.parallel_state import get_process_groups, resolve_group
+from megatron.core.sharding.placement import AsBuilt
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+_WITHOUT_EFFECT = {
+    "stride": 1, "keep_master_weight_for_test": False, "embedding_activation_buffer": None, "grad_output_buffer": None,
+    "tp_comm_buffer_name": None, "disable_grad_reduce": False, "name": None, "output_dtype": None,
+    "pg_collection": None, "reduce_scatter_embeddings": False,
+}  # fmt: skip
+_NAMES_ONLY = {"keep_master_weight_for_test", "tp_comm_buffer_name", "name", "embedding_activation_buffer",
+               "grad_output_buffer", "pg_collection"}  # fmt: skip
+"""Arguments that are ignored for every value; the others of ``_WITHOUT_EFFECT`` must have their defaults."""
+
+
+def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of a layer so that it also accepts Megatron-LM's arguments.
+
+    ``groups`` defaults to the running program's groups; ``tp_group`` replaces the tensor-parallel group.
+    ``init_method`` may be a function that fills this rank's shard in place. ``skip_weight_param_allocation`` builds no
+    weight: ``forward`` gets one. ``is_expert`` is accepted only if experts are not split.
+
+    Raises:
+        UserError: ``is_expert`` with split experts, or an unsupported value of another argument such as ``stride``.
+    """
+
+    @wraps(init)
+    def wrapped(self: Any, *args: Any, groups: ProcessGroups | None = None, **given: Any) -> None:
+        groups = groups or get_process_groups()
+        if (tp_group := given.pop("tp_group", None)) is not None:
+            groups = replace(groups, tp=resolve_group(tp_group))
+        if given.pop("is_expert", False) and max(groups.ep.size, groups.etp.size, groups.tp.size) > 1:
+            raise UserError("is_expert True: experts split over ranks are built by MoELayer only; use that")
+        for name in given.keys() & _WITHOUT_EFFECT.keys():
+            if (value := given.pop(name)) != _WITHOUT_EFFECT[name] and name not in _NAMES_ONLY:
+                raise UserError(f"{name} {value}: not available in tensor-parallel layers; leave it out")
+        skips_weight, fill = given.pop("skip_weight_param_allocation", False), given.get("init_method")
+        if callable(fill) or fill is None:
+            given["init_method"] = AsBuilt()
+        init(self, *args, groups=groups, **given)
+        if skips_weight:
+            self.weight = None
+        elif callable(fill):
+            tracker = get_cuda_rng_tracker()
+            with torch.no_grad(), tracker.fork() if tracker.is_initialized() else torch.no_grad():
+                fill(self.weight)
+
+    return wrapped

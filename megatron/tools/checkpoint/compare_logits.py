@@ -1,0 +1,136 @@
+"""Comparison of the logits of ``transformers`` and of this project for the weights of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.export.hf import save_hf
+from megatron.core.export.hf.family import complete
+from megatron.core.export.hf.registry import family_of
+from megatron.core.export.hf.side_files import CONFIG
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.native import InterchangeReader
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.tools.checkpoint.formats import say
+from megatron.tools.checkpoint.small_model import random_weights, shrink, small_config, tokens_needed
+from megatron.training.arguments import config_to_dict
+from megatron.training.checkpoint.other_formats import WORDS
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.tasks.language_model import task_class
+
+LARGEST = 1_000_000_000
+"""Maximum number of parameters of a model that is compared without --check-logits: 8 GB in fp32 for both models."""
+TOLERANCE = 1e-4
+"""Permitted error relative to the largest logit, up to position 256; it grows linearly with later positions."""
+LENGTH = 32
+AFFORDABLE = 2e12
+"""Maximum of parameters times tokens for sequences longer than ``LENGTH``: about a minute on a CPU."""
+AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
+"""The ``transformers`` auto class for each model family."""
+
+
+def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
+    """Compare the logits of both implementations and print the differences; return 1 if they exceed ``TOLERANCE``.
+
+    First compares a small random model with the same settings, on a sequence longer than its windows; then the model
+    itself if it has at most ``LARGEST`` parameters or ``always`` is set. Returns 0 with a message if transformers is
+    not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        say("logits not compared: transformers is not installed")
+        return 0
+    if compare_settings(folder, ours, cfg):
+        return 1
+    count = sum(math.prod(tensor.shape) for tensor in ours.tensors.values())
+    if count > LARGEST and not always:
+        say(f"logits not compared: {count:,} parameters; --check-logits does it, in {8 * count / 1e9:.0f} GB of memory")
+        return 0
+    settings = _settings_of(ours, cfg)
+    length = min(tokens_needed(settings, read_json(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
+    return _compare("logits beside transformers", folder, ours, cfg, length)
+
+
+def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int:
+    """Compare both implementations on a small random model with the settings of ``cfg`` and ``folder``'s config.json.
+
+    Writes the small HF model to a temporary folder. Returns 1 if the logits differ, else 0."""
+    settings, config = _settings_of(ours, cfg), read_json(Path(folder) / CONFIG)
+    family = family_of(config)
+    small = shrink(settings)
+    with tempfile.TemporaryDirectory() as parent:
+        model, place = random_weights(family, small), Path(parent) / "small"
+        model.assets[f"hf/{CONFIG}"] = Path(folder) / CONFIG
+        save_hf(model, place, family=family.model_type)
+        (place / CONFIG).write_text(json.dumps(small_config(family, config, settings, small)), encoding="utf-8")
+        changed = {name: value for name, value in small.items() if value != settings[name]}
+        few = dataclasses.replace(cfg, **changed)
+        what = "settings beside transformers (small random model)"
+        return _compare(what, str(place), model, few, tokens_needed(small, config))
+
+
+def _settings_of(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
+    return complete({**config_to_dict(cfg), "vocab_size": ours.tensors[WORDS].shape[0]})
+
+
+def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, length: int) -> int:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    rows, shape = ours.tensors[WORDS].shape[0], (1 if length > 512 else 2, length)
+    tokens = torch.randint(rows, shape, generator=torch.Generator().manual_seed(1))
+    real = torch.ones_like(tokens)
+    decoded = {"decoder_input_ids": tokens, "attention_mask": real} if cfg.model_family == "t5" else {}
+    with torch.no_grad():
+        kind, more = getattr(transformers, AUTO_MODELS[cfg.model_family]), {}
+        config = read_json(Path(folder) / CONFIG)
+        if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
+            kind = getattr(transformers, family_of(config).architecture)
+            more["config"] = kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **more)
+        expected = theirs.eval()(tokens, **decoded).logits.float()
+        del theirs
+        found = our_logits(ours, cfg, tokens)
+    error_bs, scale = (found - expected).abs().amax(-1), expected.abs().max().item()
+    agree = (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
+    # rotary angles are rounded in fp32: the error grows with the position. Encoders attend to later positions too, so
+    # that all of their logits get the limit of the last position
+    last_s = torch.arange(length) if cfg.model_family == "gpt" else torch.full((length,), length)
+    limit_s = TOLERANCE * max(scale, 1) * (last_s / 256).clamp_min(1)
+    error, verdict = error_bs.max().item(), "equal" if bool((error_bs <= limit_s).all()) else "DIFFERENT"
+    say(f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
+        f" token {agree:.1%}")  # fmt: skip
+    return int(verdict == "DIFFERENT")
+
+
+def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """Build this project's model in fp32 without dropout, load ``weights`` and return fp32 logits [b, s, vocabulary].
+
+    T5 receives ``tokens`` [b, s] as encoder and decoder input."""
+    rows = weights.tensors[WORDS].shape[0]
+    plain = dataclasses.replace(cfg, bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)
+    model = task_class(cfg.model_family)(plain, SimpleNamespace(vocab_size=rows)).model_provider().eval()
+    model.float()
+    reader = InterchangeReader(weights, "")
+    for tensor in module_tensors(model, prefix="model.", groups=SINGLE_PROCESS).values():
+        reader.read_into(tensor)
+    if cfg.model_family == "bert":
+        types = torch.zeros_like(tokens) if cfg.bert_binary_head else None
+        return model(tokens, None, types)[0].float()[..., :rows]
+    if cfg.model_family == "t5":
+        return model(tokens, tokens, torch.ones_like(tokens)).float()[..., :rows]
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions).float()[..., :rows]

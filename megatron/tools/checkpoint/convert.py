@@ -1,0 +1,230 @@
+"""Convert checkpoints between formats, without a GPU, a model or a network.
+
+    python tools/checkpoint/convert.py --loader hf --saver native --load-dir LLAMA --save-dir OUT
+    python pretrain_gpt.py --load OUT --use-checkpoint-args --finetune …
+
+Loaders: hf, megatron_torch, megatron_torch_dist, native, safetensors; savers: the same without megatron_torch. One
+tensor is in memory at a time. The target is renamed to its name only when it is complete; to resume an interrupted
+conversion, repeat the command. All names and shapes are checked before data is copied. Settings that the source format
+does not store (safetensors without settings.json: all of them) must be given as training flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import errno
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of
+from megatron.core.dist_checkpointing.writer import write_file
+from megatron.core.export.files import Target
+from megatron.core.export.hf import save_hf
+from megatron.core.export.interchange import COUNTER, Interchange, with_counters
+from megatron.core.export.megatron_lm import save_megatron_torch_dist
+from megatron.core.export.native import save_native, save_safetensors
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.tools.checkpoint import formats
+from megatron.tools.checkpoint.formats import say
+from megatron.training.arguments import config_to_dict, parse_args, validate_args
+from megatron.training.checkpoint.environment import software_versions
+from megatron.training.checkpoint.other_formats import (
+    MODEL,
+    check_tensors,
+    expected_tensors,
+    vocabulary_of,
+    with_settings,
+)
+from megatron.training.checkpoint.schema import malformed
+from megatron.training.config.pretrain_config import PretrainConfig
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",
+          "--max-queue-size", "--megatron-path", "--loader-transformer-impl", "--saver-transformer-impl",
+          "--checkpoint-type", "--model-size")  # fmt: skip
+"""Flags of Megatron-LM's tool that are accepted and ignored: checkpoints load into any layout."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the argument parser of this tool; unknown flags are passed to the model's parser."""
+    made = formats.parser(__doc__)
+    made.add_argument("--saver", required=True, choices=(*formats.SAVERS, *formats.SAVER_ALIASES), metavar="FORMAT",
+                      help=f"format of what is written: {', '.join(formats.SAVERS)}")  # fmt: skip
+    made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
+    made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to make")
+    made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT", "T5"),
+                      help="kind of model of a folder that does not say it")  # fmt: skip
+    made.add_argument("--dtype", choices=DTYPES, help="convert weights to this kind of number; default: as they are")
+    made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="bound on a file's size")
+    made.add_argument("--keep-vocab-padding", action="store_true",
+                      help="keep the rows that pad a vocabulary of Megatron-LM's: its softmax has them")  # fmt: skip
+    made.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
+    made.add_argument("--check-logits", action="store_true", help="compare them however large the model is")
+    made.add_argument("--true-vocab-size", type=int, metavar="N", help="the same as --vocab-size")
+    for name in LAYOUT:
+        made.add_argument(name, help="accepted for scripts, without effect: any layout loads the result")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line ``argv``; return the exit code (1: the logits differ from transformers').
+
+    Raises:
+        UserError: the source, the flags or the target are unusable.
+    """
+    args, flags = parser().parse_known_args([each for each in argv if each != "--"])
+    if args.true_vocab_size is not None:
+        flags += ["--vocab-size", str(args.true_vocab_size)]
+    for name in LAYOUT:
+        if getattr(args, name[2:].replace("-", "_")) is not None:
+            say(f"{name}: without effect, any layout loads the result")
+    saver = formats.SAVER_ALIASES.get(args.saver, args.saver)
+    loader, source = formats.open_checkpoint(
+        args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
+    )
+    source.settings.setdefault("model_family", args.model_type.lower())
+    cfg = completed(source, flags, loader, args.load_dir)
+    trained = "optimizer" in source.objects or source.objects.get("iteration")
+    if args.no_optimizer or not trained or saver == "hf":
+        source.tensors = {name: each for name, each in source.tensors.items() if not name.startswith("optimizer.")}
+        source.objects = {}
+    source.tensors = {name: cast(name, each, args.dtype) for name, each in source.tensors.items()}
+    size = formats.total_bytes(source.tensors)
+    say(f"{args.load_dir}: format {loader}, {len(source.tensors)} tensors, {size / 1e9:.3f} GB, as the settings say")
+    for note in source.notes:
+        say(f"note: {note}")
+    identity = {"load": formats.stamp(args.load_dir), "saver": saver, "dtype": args.dtype, "flags": flags,
+                "step": args.ckpt_step, "optimizer": not args.no_optimizer, "shard": args.max_shard_size,
+                "padding": args.keep_vocab_padding}  # fmt: skip
+    with Target(args.save_dir, identity) as target:
+        write(source, cfg, saver, target, size, int(args.max_shard_size * 1e9))
+    say(f"{args.save_dir}: complete, format {saver}")
+    if saver == "native":
+        say(how_to_load(args.save_dir, source))
+    if "hf" in (loader, saver) and not args.no_checking:
+        from megatron.tools.checkpoint.compare_logits import compare_with_transformers
+
+        folder = args.load_dir if loader == "hf" else args.save_dir
+        written = formats.open_checkpoint(args.save_dir, saver)[1] if loader == "hf" else source
+        return compare_with_transformers(folder, written, cfg, always=args.check_logits)
+    return 0
+
+
+def completed(source: Interchange, flags: list[str], loader: str, where: str) -> PretrainConfig:
+    """Merge ``source.settings`` with training ``flags``, validate both, and return the config.
+
+    Checks that names and shapes of the tensors match the model. Writes the completed settings back to
+    ``source.settings``.
+
+    Raises:
+        CheckpointError: settings contradict the flags, or the tensors do not match them.
+    """
+    tensors = source.tensors
+    rows = vocabulary_of(tensors, where)
+    # native: the tensors' size replaces the stored flag, which a tokenizer may have overridden in training
+    if loader == "native" or source.settings.get("vocab_size") is None:
+        source.settings["vocab_size"] = rows
+    given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
+    family = source.settings.get("model_family", "gpt")
+    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family)
+    cfg = with_settings(cfg, source.settings, where)
+    longest = cfg.max_position_embeddings or cfg.seq_length
+    cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
+    if family == "t5":
+        cfg = dataclasses.replace(cfg, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length)
+    if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
+        cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
+    cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")
+    cfg = validate_args(cfg, 1, announce=False)
+    check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
+    model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
+    source.settings = {**source.settings, **model, "model_family": family}
+    return cfg
+
+
+def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
+    """Return ``tensor`` with a cast to ``dtype`` (a key of ``DTYPES``) on read.
+
+    Unchanged: optimizer state, counters, and the expert bias, which is fp32 in every model."""
+    import torch
+
+    if dtype is None or not name.startswith("model.") or name.endswith((COUNTER, "expert_bias")):
+        return tensor
+    kind = getattr(torch, DTYPES[dtype])
+    return LazyTensor(tensor.shape, kind, lambda: tensor.read().to(kind))
+
+
+def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, size: int, max_bytes: int) -> None:
+    """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name.
+
+    Raises:
+        CheckpointError: not enough disk space; completed files are kept for the next attempt.
+    """
+    kept = sum(entry["bytes"] for entry in target.done.values())
+    free = shutil.disk_usage(target.folder).free
+    if size - kept > free:
+        raise CheckpointError(f"{target.final}: needs {(size - kept) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there")
+    progress = formats.Progress("converted", size)
+    progress.skip(kept)
+    watched = dataclasses.replace(source, tensors=progress.watch(source.tensors))
+    try:
+        if saver == "native":
+            write_native(dataclasses.replace(watched, tensors=with_counters(watched.tensors)), target, max_bytes)
+        elif saver == "safetensors":
+            save_safetensors(watched, target, max_file_bytes=max_bytes)
+        elif saver == "hf":
+            save_hf(watched, target, max_shard_bytes=max_bytes)
+        else:
+            save_megatron_torch_dist(watched, target.folder)
+        target.publish()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CheckpointError(
+                f"{target.final}: no space ({error.strerror}). Nothing appears under that name; {target.folder} keeps"
+                " what is complete: make room and repeat the command, or delete it"
+            ) from error
+        raise
+    progress.finish()
+
+
+def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
+    """Write a native checkpoint and its tracker file: ``iter_…`` with training state, else ``release``.
+
+    Raises:
+        CheckpointError: the training state is malformed.
+    """
+    objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
+    which = objects["iteration"] if "train_state" in objects else RELEASE
+    name = Path(directory_of(target.final, which)).name
+    settings = {**source.settings, **own_tokenizer(source, target.final / name)}
+    run = [each for each in settings if each not in MODEL]
+    objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
+    objects["args"] = json.loads(json.dumps(objects["args"]))
+    if wrong := malformed(objects, release=which == RELEASE):
+        raise CheckpointError(f"cannot be continued from: {'; '.join(wrong)}; --no-optimizer takes the weights alone")
+    save_native(source, target, name, objects, max_file_bytes=max_bytes)
+    write_file(target.folder / TRACKER, str(which).encode())
+
+
+def own_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
+    """Return the settings of tokenizer paths, changed to the copies below ``folder``; empty without copied files."""
+    files = {Path(asset).name for asset in source.assets if asset.startswith("tokenizer/")}
+    named = {key: source.settings.get(key) for key in ("tokenizer_model", "vocab_file", "merge_file")}
+    places = {key: Path(value).name for key, value in named.items() if value and files}
+    return {key: str(folder / "tokenizer" / file) if file in files else str(folder / "tokenizer")
+            for key, file in places.items()}  # fmt: skip
+
+
+def how_to_load(folder: str, source: Interchange) -> str:
+    """Return a line with the flags that load the result."""
+    if "train_state" in source.objects:
+        fresh = "" if "optimizer" in source.objects else " --no-load-optim"
+        return f"go on with: --load {folder} --use-checkpoint-args --no-load-rng{fresh}, and the run's own flags"
+    own = "--decoder-seq-length N and a --save" if source.settings.get("model_family") == "t5" else "a --save"
+    return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {own} of your own"

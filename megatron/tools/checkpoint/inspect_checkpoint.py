@@ -1,0 +1,159 @@
+"""Print the contents of a checkpoint, or compare two checkpoints.
+
+    python tools/checkpoint/inspect_checkpoint.py FOLDER [--norms] [--json]
+    python tools/checkpoint/inspect_checkpoint.py FOLDER OTHER [--json]
+
+With one folder: a tree of tensor names with shapes and dtypes. --norms adds the 2-norm and the largest absolute value
+of each tensor, which reads all data; without it no tensor is read. With two folders (formats may differ): names that
+only one contains, shapes that differ, and the size of the differences. The exit code is 1 if tensors differ; settings
+that differ are only printed. Tensors are read one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.config.errors import printable
+from megatron.core.export.files import size_of
+from megatron.core.export.interchange import Interchange
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.core.sharding.sharded_tensor import DTYPE_NAMES
+from megatron.tools.checkpoint import formats
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the argument parser of this tool."""
+    made = formats.parser(__doc__)
+    made.add_argument("folder", help="a checkpoint of any format")
+    made.add_argument("other", nargs="?", help="another one to compare it with")
+    made.add_argument("--other-loader", default="auto", choices=(*formats.LOADERS, "auto"), help="format of the other")
+    made.add_argument("--norms", action="store_true", help="read all values: 2-norm and largest absolute value")
+    made.add_argument("--tolerance", type=float, default=0.0, help="differences up to this count as none")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line ``argv``; return the exit code (1: two checkpoints differ)."""
+    args = parser().parse_args(argv)
+    kind, source = formats.open_checkpoint(args.folder, args.loader, args.ckpt_step)
+    if args.other is not None:
+        return compare(args, source, formats.open_checkpoint(args.other, args.other_loader)[1])
+    progress = formats.Progress("read", formats.total_bytes(source.tensors) if args.norms else 0)
+    tensors = progress.watch(source.tensors)
+    rows = {name: row(tensor, args.norms) for name, tensor in formats.in_order(tensors)}
+    if args.norms:
+        progress.finish()
+    summary = {
+        "folder": args.folder, "format": kind, "tensors": len(rows),
+        "parameters": sum(math.prod(t.shape) for name, t in source.tensors.items() if name.startswith("model.")),
+        "bytes": formats.total_bytes(source.tensors),
+    }  # fmt: skip
+    if "iteration" in source.objects:
+        summary["iteration"] = source.objects["iteration"]
+    if args.json:
+        print(formats.as_json({**summary, "settings": shown_settings(source), "notes": source.notes, "names": rows}))
+        return 0
+    print("  ".join(f"{key} {value:,}" if type(value) is int else f"{key} {value}" for key, value in summary.items()))
+    print_tree(rows)
+    return 0
+
+
+def shown_settings(source: Interchange) -> dict[str, Any]:
+    """Return the settings that are not None, False or empty, sorted by name."""
+    return {name: value for name, value in sorted(source.settings.items()) if value not in (None, False, [], {})}
+
+
+def row(tensor: LazyTensor, norms: bool) -> dict[str, Any]:
+    """Describe a tensor: shape, dtype name, bytes; with ``norms``, read it and add its 2-norm and absolute maximum."""
+    found: dict[str, Any] = {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype], "bytes": size_of(tensor)}
+    if norms:
+        values = tensor.read()
+        found["norm"] = math.sqrt(sum(float(part.double().square().sum()) for part in parts(values)))
+        found["largest"] = max((float(part.double().abs().max()) for part in parts(values)), default=0.0)
+    return found
+
+
+def parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Split a tensor into flat, non-empty chunks of at most 2**22 elements, so that a float64 copy takes 32 MiB."""
+    return [part for part in values.reshape(-1).split(1 << 22) if part.numel()]
+
+
+def print_tree(rows: dict[str, dict[str, Any]]) -> None:
+    """Print one line per tensor, indented by the dotted components of its name; print shared prefixes once."""
+    above: list[str] = []
+    for name, found in rows.items():
+        *path, leaf = name.split(".")
+        common = next((i for i, (a, b) in enumerate(zip(above, path)) if a != b), min(len(above), len(path)))
+        for depth in range(common, len(path)):
+            print(f"{'  ' * depth}{path[depth]}")
+        above = path
+        numbers = f"  norm {found['norm']:.6g}  largest {found['largest']:.6g}" if "norm" in found else ""
+        shape = " x ".join(map(str, found["shape"])) or "scalar"
+        print(f"{'  ' * len(path) + leaf:40} {shape:>24} {found['dtype']:>5}{numbers}")
+
+
+def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> int:
+    """Print the differences between two checkpoints; return 1 if names, shapes or values differ, else 0.
+
+    Differing settings are printed, but do not affect the result. Reads all tensors that both contain."""
+    both = [name for name, _ in formats.in_order(one.tensors) if name in other.tensors]
+    progress = formats.Progress("compared", formats.total_bytes({name: one.tensors[name] for name in both}))
+    found: dict[str, Any] = {
+        "only in the first": sorted(one.tensors.keys() - other.tensors.keys()),
+        "only in the second": sorted(other.tensors.keys() - one.tensors.keys()),
+        "differ": {}, "equal": 0,
+        "settings": {name: [one.settings[name], other.settings[name]]
+                     for name in sorted(one.settings.keys() & other.settings.keys())
+                     if one.settings[name] != other.settings[name]},
+    }  # fmt: skip
+    for name in both:
+        change = difference(one.tensors[name], other.tensors[name], args.tolerance)
+        progress.count(name, size_of(one.tensors[name]))
+        if change:
+            found["differ"][name] = change
+        else:
+            found["equal"] += 1
+    progress.finish()
+    differ = bool(found["differ"] or found["only in the first"] or found["only in the second"])
+    if args.json:
+        print(formats.as_json(found))
+        return int(differ)
+    for key in ("only in the first", "only in the second"):
+        for name in found[key]:
+            print(f"{key}: {name}")
+    for name, change in found["differ"].items():
+        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in change.items()))
+    for name, (first, second) in found["settings"].items():
+        print(printable(f"setting {name}: {first} | {second}"))
+    print(f"{found['equal']} tensors are equal, {len(found['differ'])} differ")
+    return int(differ)
+
+
+def difference(one: LazyTensor, other: LazyTensor, tolerance: float) -> dict[str, Any]:
+    """Read and compare two tensors in float64; return a summary of the differences, empty if equal.
+
+    Elements that differ by at most ``tolerance`` and pairs of NaN are equal. A dtype difference alone is no difference.
+    The relative norm is that of the difference divided by the norm of ``one``."""
+    if one.shape != other.shape:
+        return {"shapes": f"{list(one.shape)} | {list(other.shape)}"}
+    first, second, number, largest, squares, scale = one.read(), other.read(), 0, 0.0, 0.0, 0.0
+    for a, b in zip(parts(first), parts(second)):
+        same = (a == b) | (a.isnan() & b.isnan())
+        if bool(same.all()):
+            scale += float(a.double().square().sum())
+            continue
+        gap = (a.double() - b.double()).abs().masked_fill(same, 0)
+        number += int((gap > tolerance).sum()) + int(gap.isnan().sum())
+        largest = max(largest, float(gap.nan_to_num(math.inf).max()))
+        squares, scale = squares + float(gap.square().sum()), scale + float(a.double().square().sum())
+    if not number:
+        return {}
+    kinds = {} if one.dtype == other.dtype else {"types": f"{DTYPE_NAMES[one.dtype]} | {DTYPE_NAMES[other.dtype]}"}
+    relative = math.sqrt(squares / scale) if scale else math.inf
+    return {"elements": number, "largest difference": largest, "relative norm": relative, **kinds}

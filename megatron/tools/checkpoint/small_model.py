@@ -1,0 +1,136 @@
+"""Small random model with the settings of a large one, to compare two implementations of a model of any size.
+
+Reduced: widths, the numbers of heads and experts, the vocabulary, and repeated layers. Unchanged: activations, norms,
+epsilons, windows, rotary parameters, head dimension, top-k, the number of expert groups, the pattern of layers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.core.export.hf.attention_settings import layers_with_windows
+from megatron.core.export.hf.conversion import placements
+from megatron.core.export.hf.family import Family
+from megatron.core.export.interchange import Interchange, with_counters
+from megatron.core.sharding.lazy_tensor import LazyTensor
+
+VOCAB_SIZE = 96
+LONGEST = 4200
+"""Limit in tokens: only shorter windows and rotary thresholds are exceeded. Attention scores of 2 heads: 141 MB."""
+
+THRESHOLD = re.compile(r"window|local_attention|original_max_position|max_distance")
+
+
+def shrink(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the small model; ``settings`` must be completed by ``family.complete``."""
+    heads, groups, channels = (settings[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    few_groups = min(groups, 2)
+    few_heads = few_groups * min(heads // groups, 2)
+    hidden = few_heads * channels + (0 if heads * channels == settings["hidden_size"] else 64)
+    ffn = 4 * hidden if settings["ffn_hidden_size"] == 4 * settings["hidden_size"] else 48
+    small = {
+        **settings, "num_attention_heads": few_heads, "num_query_groups": few_groups, "hidden_size": hidden,
+        "ffn_hidden_size": ffn, "vocab_size": VOCAB_SIZE, "num_layers": _different_layers(settings),
+        "mtp_num_layers": None, "decoder_num_layers": settings["decoder_num_layers"] and 2,
+        "kv_lora_rank": min(settings["kv_lora_rank"], 24), **_few_experts(settings, ffn),
+        "q_lora_rank": settings["q_lora_rank"] and min(settings["q_lora_rank"], 20),
+    }  # fmt: skip
+    for name in ("window_attn_skip_freq", "moe_layer_freq"):
+        if isinstance(small[name], list):
+            small[name] = small[name][: small["num_layers"]]
+    if small["window_size"] and max(small["window_size"]) >= LONGEST:
+        small["window_size"] = tuple(min(side, 40) for side in small["window_size"])
+    return small
+
+
+def _different_layers(settings: Mapping[str, Any]) -> int:
+    """Return how many leading layers contain every layer type (window, MoE); at least min(2, number of layers)."""
+    count, experts = settings["num_layers"], settings["moe_layer_freq"]
+    has_experts = [n % experts == 0 if isinstance(experts, int) else bool(experts[n]) for n in range(count)]
+    kinds = list(zip(layers_with_windows(settings), has_experts))
+    return max(min(2, count), 1 + max(kinds.index(kind) for kind in set(kinds)))
+
+
+def _few_experts(settings: Mapping[str, Any], ffn: int) -> dict[str, Any]:
+    """Return MoE settings with narrow experts, one more per group than top-k needs, in the same number of groups."""
+    if settings["num_moe_experts"] is None:
+        return {}
+    chosen, groups = settings["moe_router_topk"], settings["moe_router_num_groups"] or 1
+    limit, width = settings["moe_router_group_topk"] or groups, settings["moe_ffn_hidden_size"]
+    in_group = max(math.ceil(chosen / limit), settings["moe_router_group_score_topk"] or 1) + 1
+    shared = settings["moe_shared_expert_intermediate_size"]
+    narrow = ffn if width == settings["ffn_hidden_size"] else 24
+    return {
+        "num_moe_experts": min(settings["num_moe_experts"], groups * in_group), "moe_ffn_hidden_size": narrow,
+        "moe_shared_expert_intermediate_size": shared and (24 * min(shared // width, 2) if shared % width == 0 else 40),
+    }  # fmt: skip
+
+
+def tokens_needed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Return a sequence length that exceeds every window and rotary threshold below ``LONGEST`` by 9 tokens.
+
+    Thresholds are taken from ``settings`` and from the integers of config.json (``config``), in case the conversion
+    missed one. At least 32; at most max_position_embeddings with learned absolute positions."""
+    sizes = [*_thresholds(config), *(settings["window_size"] or ())]
+    sizes += [settings["yarn_original_max_position_embeddings"] or 0]
+    sizes += [2048 if settings["use_rope_scaling"] else 0]  # RoPE scaling changes wavelengths from 2048 tokens on
+    if settings["position_embedding_type"] == "relative":
+        sizes.append(settings["relative_attention_max_distance"])
+    needed = max(32, *(size + 9 for size in sizes if size < LONGEST))
+    tables = settings["position_embedding_type"] == "learned_absolute"
+    return min(needed, settings["max_position_embeddings"]) if tables else needed
+
+
+def _thresholds(config: Mapping[str, Any]) -> list[int]:
+    """Return the integers of config.json, nested tables included, whose keys match ``THRESHOLD``."""
+    found = [value for value in config.values() if isinstance(value, dict)]
+    named = {name: value for table in (config, *found) for name, value in table.items() if THRESHOLD.search(name)}
+    return [value for value in named.values() if type(value) is int]
+
+
+def random_weights(family: Family, settings: Mapping[str, Any]) -> Interchange:
+    """Return a model of ``settings`` with fp32 weights from a fixed seed.
+
+    The weights are large enough that every setting affects the logits measurably."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {
+        f"model.{each.name}": LazyTensor.of(
+            torch.randn(each.shape, generator=generator) * _spread(each.name, each.shape)
+            + float("norm" in each.name and each.name.endswith("weight"))
+        )
+        for each in placements(family, settings)
+    }
+    return Interchange(dict(settings), with_counters(tensors))
+
+
+def _spread(name: str, shape: tuple[int, ...]) -> float:
+    return 1.5 / math.sqrt(shape[-1]) if len(shape) > 1 and "embedding" not in name else 0.2
+
+
+def small_config(
+    family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], small: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return config.json of the small model, derived from ``config`` of the large one.
+
+    Keys of rules whose output changes from ``settings`` to ``small`` are replaced; all other keys, also those that no
+    rule reads, keep their values. Token ids outside the small vocabulary are removed."""
+    found = {name: value for name, value in config.items() if not _is_foreign_token(name, value)}
+    dropped: set[str] = set()
+    for rule in family.config:
+        if rule.save(settings) != rule.save(small):
+            dropped |= {*rule.theirs}
+    found = {name: value for name, value in found.items() if name not in dropped}
+    for rule in family.config:
+        found |= {name: value for name, value in rule.save(small).items() if name in dropped}
+    absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name not in found}
+    return {**absent, **found}
+
+
+def _is_foreign_token(name: str, value: Any) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return name.endswith("_token_id") and not all(type(each) is int and each < VOCAB_SIZE for each in ids)

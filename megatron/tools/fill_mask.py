@@ -1,0 +1,88 @@
+"""Predict masked tokens, and the order of two texts, with a BERT checkpoint.
+
+    python tools/fill_mask.py --load RUN/checkpoints --text "The [MASK] sat on the mat." --top-k 3
+    python tools/fill_mask.py --load RUN/checkpoints --text "It rained." --text-pair "So we went home."
+
+Prints the most likely tokens of each mask with their probabilities. For a pair, also prints the probability that the
+texts are in order; this requires a model with the binary head. Model and tokenizer come from the checkpoint. Write the
+mask as the tokenizer spells it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.training.trained_model import TrainedModel
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags of this tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
+    parser.add_argument("--text", required=True, action="append", help="text with masks; may be given several times")
+    parser.add_argument("--text-pair", action="append", default=[], metavar="TEXT", help="a second part of each text")
+    parser.add_argument("--top-k", type=int, default=5, metavar="K", help="tokens to show for each mask")
+    args = parser.parse_args(argv)
+    if args.text_pair and len(args.text_pair) != len(args.text):
+        parser.error(f"--text-pair: {len(args.text_pair)} for {len(args.text)} of --text; give one for each")
+    if args.top_k < 1:
+        parser.error(f"--top-k {args.top_k}: must be at least 1")
+    return args
+
+
+def sample_of(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return (token ids, token types) in the format of training: cls A sep, or cls A sep B sep.
+
+    Raises:
+        UserError: more tokens than positions, a pair for a model without binary head, or a single text without mask.
+    """
+    from megatron.core.config.errors import UserError
+    from megatron.core.inference.sampling import check_length
+
+    tokenizer = trained.tokenizer
+    ids, types = [tokenizer.cls], [0]
+    for number, part in enumerate(tokenizer.tokenize_sentences(texts, False)):
+        ids += [*map(int, part), tokenizer.sep]
+        types += [number] * (len(part) + 1)
+    check_length(ids, trained.cfg.max_position_embeddings)
+    if len(texts) == 2 and not trained.cfg.bert_binary_head:
+        raise UserError("--text-pair: the model was trained with --bert-no-binary-head, on single texts")
+    if len(texts) == 1 and tokenizer.mask not in ids:
+        name = tokenizer.inv_vocab[tokenizer.mask]
+        raise UserError(f"--text {texts[0]!r} has no {name}: put it where the model is to say what stands there")
+    return ids, types
+
+
+def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator[str]:
+    """Yield the output lines of one text or one pair: the ``top_k`` tokens per mask, then the order of a pair."""
+    from megatron.core.inference.masked import fill_mask
+
+    tokenizer = trained.tokenizer
+    ids, types = sample_of(trained, texts)
+    found, order = fill_mask(trained.model, ids, tokenizer.mask, types if trained.cfg.bert_binary_head else None)
+    yield " | ".join(texts)
+    for number, probabilities in enumerate(found):
+        yield f"  mask {number + 1}"
+        best = probabilities[: tokenizer.vocab_size].topk(min(top_k, tokenizer.vocab_size))
+        for probability, token in zip(best.values.tolist(), best.indices.tolist()):
+            yield f"    {probability:.4f}  {tokenizer.detokenize([token]) or tokenizer.inv_vocab[token]}"
+    if len(texts) == 2 and order is not None:
+        yield f"  in order  {order[0]:.4f}\n  swapped   {order[1]:.4f}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the predictions for the texts of the command line ``argv``; return the exit code."""
+    args = parse_command_line(argv)
+    from megatron.training.trained_model import load_trained_model
+
+    pairs = args.text_pair or [None] * len(args.text)
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/fill_mask.py")
+    for pair in zip(args.text, pairs):
+        print("\n".join(answers(trained, [text for text in pair if text is not None], args.top_k)), flush=True)
+    return 0

@@ -1,0 +1,125 @@
+"""Generate text with a GPT or T5 checkpoint.
+
+    python tools/generate.py --load RUN/checkpoints --prompt "def main():" --prompt "import" --max-new-tokens 80
+    python tools/generate.py --load T5/checkpoints --prompt "The <extra_id_0> sat on <extra_id_1> mat" --temperature 0
+
+GPT continues each prompt; T5 generates the spans of the prompt's sentinels. Prompts are processed independently; a line
+of dashes separates their outputs. Model, tokenizer and lengths come from the checkpoint. Decoding is greedy with
+--temperature 0. For BERT use tools/fill_mask.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.safe_files import read_text
+
+if TYPE_CHECKING:
+    from megatron.core.inference.sampling import Sampling
+    from megatron.training.trained_model import TrainedModel
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the flags of this tool."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
+    parser.add_argument("--prompt", action="append", default=[],
+                        help="text to continue (GPT; default: a new document), or to fill (T5)")  # fmt: skip
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="further prompts, one a line")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens; 0: from all")
+    parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens of this mass; 0: all")
+    parser.add_argument("--seed", type=int, default=1234, help="of the draws")
+    return parser.parse_args(argv)
+
+
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """Return the prompts of --prompt, then the lines of --prompt-file; without any, one empty prompt (a new document).
+
+    Raises:
+        UserError: the file cannot be read or is not UTF-8.
+    """
+    lines = []
+    if args.prompt_file:
+        try:
+            lines = read_text(args.prompt_file).splitlines()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise UserError(f"--prompt-file {args.prompt_file}: cannot be read ({reason}); give a text file") from error
+    return [*args.prompt, *lines] or [""]
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raise ``UserError`` with all flags whose values are out of range."""
+    from megatron.core.inference.sampling import sampling_problems
+
+    problems = sampling_problems(vars(args))
+    lines = [f"--{name.replace('_', '-')} {value}: {problem}" for name, (value, problem) in problems.items()]
+    if args.ckpt_step is not None and args.ckpt_step < 0:
+        lines.append(f"--ckpt-step {args.ckpt_step}: must not be negative")
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def continued(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+    """Return ``prompt`` followed by the continuation of a GPT; an empty prompt starts with the eod token."""
+    from megatron.core.inference.sampling import generate
+
+    tokenizer = trained.tokenizer
+    tokens = generate(
+        trained.model, tokenizer.tokenize(prompt) or [tokenizer.eod], max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.seq_length, stop_token=tokenizer.eod, sampling=sampling,
+    )  # fmt: skip
+    return prompt + tokenizer.detokenize(list(tokens))
+
+
+def filled(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+    """Return ``prompt``, an arrow, and the output of a T5: each sentinel followed by its predicted span."""
+    from megatron.core.inference.sampling import generate_answer
+
+    tokenizer = trained.tokenizer
+    tokens = generate_answer(
+        trained.model, tokenizer.tokenize(prompt), start=_start(trained.tokenizer),
+        max_new_tokens=max_new_tokens, max_sequence_length=trained.cfg.max_position_embeddings,
+        stop_token=tokenizer.eos, sampling=sampling,
+    )  # fmt: skip
+    return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
+
+
+def _start(tokenizer: Any) -> int:
+    """Return the first decoder token, the same as in the data set: bos, or pad for a tokenizer without bos."""
+    return tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
+
+
+def texts(args: argparse.Namespace) -> Iterator[str]:
+    """Load the model and yield the generated text of each prompt.
+
+    Raises:
+        UserError: a flag is out of range, or the checkpoint cannot be used.
+    """
+    from megatron.core.inference.sampling import Sampling
+    from megatron.training.trained_model import load_trained_model
+
+    check_ranges(args)
+    prompts = prompts_of(args)
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py")
+    write = filled if trained.cfg.model_family == "t5" else continued
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    for prompt in prompts:
+        yield write(trained, prompt, args.max_new_tokens, sampling)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the generated texts of the command line ``argv``; return the exit code."""
+    args = parse_command_line(argv)
+    for number, text in enumerate(texts(args)):
+        print("-" * 40 + "\n" if number else "", text, sep="", flush=True)
+    return 0

@@ -1,0 +1,343 @@
+"""Verify a parallel layout: ``python tools/verify_layout.py <flags of pretrain_gpt.py> [--world-size N]``.
+
+For flags of another program, add for example ``--program pretrain_bert.py``.
+
+Shrinks the model (layers, width, vocabulary, sequence length; keeps the ratios that affect the layout) and trains it
+for a few steps in float64 on random data, first in one process, then in N local gloo processes with the given layout.
+Losses, gradient norms, all gathered gradients and all weights must agree to 1e-10. Flags of data, checkpoints, logging
+and precision are reset to their defaults, because they do not affect the layout.
+
+Exit code 0: equal; 1: different, prints the first difference; 2: the flags contradict each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import math
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron.core.config.errors import counted
+from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.optimizer import MixedPrecisionConfig
+from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
+from megatron.training.arguments import parse_args, smallest_world_size, validate_args
+from megatron.training.config.checkpointing import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.learning_rate import LearningRateConfig
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.training import ProfilingConfig
+from megatron.training.config.validation import ValidationConfig
+from megatron.training.model_description import PROGRAMS
+from megatron.training.report.pipeline import stages_of
+
+LEFT_OUT = (
+    CheckpointConfig, DataConfig, LearningRateConfig, LoggingConfig, MixedPrecisionConfig, ProfilingConfig,
+    TokenizerConfig, ValidationConfig,
+)  # fmt: skip
+"""Configuration groups that are reset to their defaults, because they do not affect the layout."""
+VOCAB_SIZE = 61
+LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
+
+
+def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
+    """Return ``cfg`` with a small model and the same layout, in fp64 on gloo; not yet resolved by ``validate_args``.
+
+    Raises:
+        ConfigError: ``cfg`` is invalid on ``world_size`` ranks.
+    """
+    resolved = validate_args(dataclasses.replace(cfg, needs_data=False), world_size)
+    defaults = PretrainConfig()
+    kept = ("seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    values: dict[str, Any] = {
+        field.name: getattr(defaults, field.name)
+        for group in LEFT_OUT
+        for field in dataclasses.fields(group)
+        if field.name not in kept
+    }
+    values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved)
+    values |= _small_decoder(resolved, values) if resolved.model_family == "t5" else _small_stages(resolved)
+    values |= {
+        "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
+        "train_samples": None, "lr": 1e-2,
+        "adam_eps": 1e-5, "dry_run": False, "needs_data": False, "grad_reduce_in_bf16": False,
+        "ddp_reduce_scatter_with_fp32_accumulation": False, "yaml_cfg": None,
+    }  # fmt: skip
+    if cfg.overlap_grad_reduce and cfg.ddp_num_buckets is None:
+        values["ddp_bucket_size"] = LARGEST_BUCKET
+    explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
+    return dataclasses.replace(cfg, **values, explicit=frozenset(explicit | {"distributed_backend"}))
+
+
+def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return sizes with fewer heads (same ratio to query groups), head dim 8, a short sequence, few layers."""
+    tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
+    heads, groups = _small_heads(cfg.num_attention_heads, cfg.num_query_groups or cfg.num_attention_heads, tp * cp)
+    channels = 8
+    gated = 2 if cfg.swiglu or cfg.quick_geglu or cfg.geglu else 4
+    length = math.lcm(2 * cp * tp, 16)
+    return {
+        "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,
+        "num_query_groups": groups if cfg.group_query_attention else None, "hidden_size": heads * channels,
+        "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
+        "encoder_seq_length": None, "max_position_embeddings": length,
+        "window_size": cfg.window_size and (length // 4, min(cfg.window_size[1], length // 4)),
+        "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
+        "yarn_original_max_position_embeddings": cfg.yarn_original_max_position_embeddings and length,
+        "recompute_num_layers": cfg.recompute_num_layers and min(cfg.recompute_num_layers, 2),
+    }  # fmt: skip
+
+
+def _small_decoder(cfg: PretrainConfig, small: dict[str, Any]) -> dict[str, Any]:
+    """Return the T5 decoder's layers, in the same ratio to the ``small`` encoder, and its shorter sequence length."""
+    ranks = 2 * cfg.context_parallel_size * cfg.tensor_model_parallel_size
+    layers = round(cfg.decoder_num_layers / cfg.num_layers * small["num_layers"])
+    return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
+
+
+def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return few narrow experts, divisible by the EP size and the number of expert groups.
+
+    A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
+    if cfg.num_moe_experts is None:
+        return {}
+    chosen, together = cfg.moe_router_topk, math.lcm(cfg.expert_model_parallel_size, cfg.moe_router_num_groups or 1)
+    in_group = max(math.ceil(chosen / (cfg.moe_router_group_topk or chosen)), cfg.moe_router_group_score_topk or 1)
+    least = max(chosen + 1, in_group * (cfg.moe_router_num_groups or 1), 4)
+    experts = min(cfg.num_moe_experts, math.ceil(least / together) * together)
+    shared = cfg.moe_shared_expert_intermediate_size and 8 * cfg.tensor_model_parallel_size
+    return {
+        "num_moe_experts": experts, "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_expert_capacity_factor": cfg.moe_expert_capacity_factor and experts / chosen,
+    }  # fmt: skip
+
+
+def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """Return the smallest (heads, query groups) with the same ratio and the same split over ``ranks``."""
+    ratio = heads // groups
+    small = next(
+        n for n in range(1, groups + 1) if _splits_alike(n, groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
+    )
+    return small * ratio, small
+
+
+def _part(heads: int, ranks: int) -> int:
+    """Return the number of ranks over which heads can be split evenly."""
+    return math.gcd(heads, ranks)
+
+
+def _splits_alike(small: int, groups: int, ranks: int) -> bool:
+    return math.gcd(small, ranks) == math.gcd(groups, ranks)
+
+
+def _few_layers(cfg: PretrainConfig) -> int:
+    """Return all layers if the flags assign layers individually (layout, spec, per-layer lists, first/last stage).
+
+    Otherwise return the smallest multiple of the stages and layer patterns, with the original remainder."""
+    stages = cfg.pipeline_model_parallel_size * virtual_pipeline_size(cfg)
+    given = cfg.decoder_first_pipeline_num_layers, cfg.decoder_last_pipeline_num_layers
+    every = (cfg.window_attn_skip_freq, cfg.no_rope_freq, cfg.moe_layer_freq)
+    patterns = [each for each in every if each is not None]
+    fixed = cfg.spec or cfg.pipeline_model_parallel_layout or any(isinstance(each, list) for each in patterns)
+    if fixed or len(cfg.cp_comm_type) > 1 or any(given) or cfg.num_layers_per_virtual_pipeline_stage:
+        return cfg.num_layers
+    least = math.lcm(stages, *(each for each in patterns if isinstance(each, int))) * (2 if stages == 1 else 1)
+    return min(cfg.num_layers, least + cfg.num_layers % stages)
+
+
+def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
+
+    If all layers are identical, one full layer per stage represents all of its full layers."""
+    stages = stages_of(cfg, cfg.vocab_size)
+    if cfg.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
+        return {}
+    differ = any(each is not None for each in (cfg.window_attn_skip_freq, cfg.no_rope_freq, cfg.spec))
+    differ = differ or len(cfg.cp_comm_type) > 1
+    differ = differ or (cfg.num_moe_experts is not None and cfg.moe_layer_freq != 1)
+    words, num_layers = [], 0
+    for stage in stages:
+        letters = ""
+        for part in stage.parts:
+            own = "t" if part.is_whole else "".join("af"[branch == len(part.names) - 1] for branch in part.branches)
+            if differ or own != "t" or "t" not in letters:
+                letters += own
+        num_layers += letters.count("t") + letters.count("f")
+        words.append("E" * stage.embedding + letters + "L" * stage.loss)
+    return {
+        "num_layers": num_layers, "pipeline_model_parallel_layout": "|".join(words),
+        "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
+    }  # fmt: skip
+
+
+def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size."""
+    per_rank = max(1, cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size))
+    enough = max(2, 2 * cfg.pipeline_model_parallel_size)
+    group = cfg.microbatch_group_size_per_virtual_pipeline_stage or 1
+    count = min(per_rank, max(enough, group))
+    micro = min(cfg.micro_batch_size, 2)
+    return {
+        "micro_batch_size": micro, "global_batch_size": micro * cfg.data_parallel_size * count, "train_iters": 100,
+        "rampup_batch_size": None, "step_batch_size_schedule": None, "decrease_batch_size_if_needed": False,
+    }  # fmt: skip
+
+
+def one_rank(cfg: PretrainConfig) -> PretrainConfig:
+    """Return ``cfg`` without parallelism, with the global batch as one micro-batch.
+
+    The micro-batch size is kept for MoE balancing methods that are computed per micro-batch."""
+    defaults = PretrainConfig()
+    layout = [
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
+        "tp_comm_overlap", "use_distributed_optimizer", "num_distributed_optimizer_instances", "overlap_grad_reduce",
+        "overlap_param_gather", "ddp_bucket_size", "ddp_num_buckets", "use_torch_fsdp2", "cp_comm_type",
+        "hierarchical_context_parallel_sizes", "microbatch_group_size_per_virtual_pipeline_stage", "overlap_p2p_comm",
+        "delay_wgrad_compute", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_schedule",
+        "whole_layers_in_pipeline_split",
+        "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+        "recompute_activations", "distribute_saved_activations", "expert_model_parallel_size",
+        "expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_fusion",
+    ]  # fmt: skip
+    values = {name: getattr(defaults, name) for name in layout}
+    whole = {"aux_loss", "sinkhorn", "quantile_balancing"}
+    if cfg.num_moe_experts is None or not whole & set(cfg.moe_router_load_balancing_type):
+        values["micro_batch_size"] = cfg.global_batch_size
+    return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
+
+
+def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
+    """Train in one process; save the trace as the reference, or this rank's comparison with an existing reference.
+
+    ``place`` holds the rendezvous variables and ``FOLDER``, which receives ``reference.pt`` or ``<rank>.pt``."""
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    from megatron.training.initialize import initialize_megatron, shut_down
+    from megatron.training.tasks.language_model import task_class
+    from megatron.training.verify import layout_trace
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    cfg = validate_args(cfg, world_size)
+    make_task = layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
+    traces = layout_trace.trace(cfg, make_task, initialize_megatron(cfg), steps)
+    reference = Path(place["FOLDER"]) / "reference.pt"
+    if not reference.exists():
+        found = [dataclasses.asdict(step) for step in layout_trace.make_reference(traces)]
+        torch.save(found, reference)
+        return
+    expected = [layout_trace.ReferenceStep(**step) for step in torch.load(reference, weights_only=True)]
+    reports = [layout_trace.compare(one, step) for one, step in zip(traces, expected)]
+    plain = [[r.losses, r.norm, [(c.kind, c.name, tuple(c.rectangle), *c[3:]) for c in r.cells]] for r in reports]
+    torch.save(plain, f"{place['FOLDER']}/{rank}.pt")
+    shut_down()
+
+
+def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> None:
+    """Run :func:`run_rank` in ``world_size`` processes and wait; raises the first failure with its traceback."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
+    multiprocessing.set_forkserver_preload(["megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"])
+    arguments = (cfg, world_size, place, steps)
+    mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
+
+
+def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
+    """Train ``cfg`` on one rank and on ``world_size`` ranks; return the verdict of the comparison."""
+    import torch
+
+    from megatron.core.sharding.rectangles import Rectangle
+    from megatron.training.verify import layout_trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        launch(one_rank(cfg), 1, folder, steps)
+        launch(cfg, world_size, folder, steps)
+        expected = [
+            layout_trace.ReferenceStep(**step) for step in torch.load(f"{folder}/reference.pt", weights_only=True)
+        ]
+        reports = []
+        for rank in range(world_size):
+            read = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+            cells = [[layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
+                      for kind, name, place, error, digest in each[2]] for each in read]  # fmt: skip
+            reports.append([layout_trace.StepReport(each[0], each[1], own) for each, own in zip(read, cells)])
+    return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
+
+
+def table(verdict: Any) -> str:
+    """Format a table of loss, gradient norm and the largest gradient and weight errors per step."""
+    lines = [f"{'step':>4} {'loss':>12} {'one rank':>12} {'norm':>12} {'one rank':>12}  worst gradient / worst weight"]
+    for row in verdict.rows:
+        loss, expected = (next(iter(row[key].values()), math.nan) for key in ("losses", "reference losses"))
+        norm, norm_expected = (math.nan if row[key] is None else row[key] for key in ("norm", "reference norm"))
+        worst = [f"{error:.1e} {name}" for error, name in (row["gradient"], row["weight"])]
+        numbers = f"{row['step']:>4} {loss:>12.8f} {expected:>12.8f} {norm:>12.8f} {norm_expected:>12.8f}"
+        lines.append(f"{numbers}  {' / '.join(worst)}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Verify the layout of the flags ``argv`` and print the verdict; return the exit code (1: different)."""
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--world-size", type=int, help="ranks; default: the fewest that the layout needs")
+    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="whose the flags are")
+    own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")
+    options, flags = own.parse_known_args(argv)
+    cfg = parse_args(flags, needs_data=False, model_family=PROGRAMS[options.program])
+    world_size = options.world_size or smallest_world_size(cfg)
+    small = shrink(cfg, world_size)
+    resolved = validate_args(small, world_size)
+    validate_args(one_rank(small), 1)
+    tp, cp, pp = (
+        getattr(cfg, f"{name}_size")
+        for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+    )
+    print(
+        f"{counted(world_size, 'rank')} = tensor {tp} x context {cp} x pipeline {pp} x data"
+        f" {resolved.data_parallel_size}, float64"
+    )
+    further = f" and {resolved.decoder_num_layers} of a decoder" if resolved.model_family == "t5" else ""
+    shorter = f" and {resolved.decoder_seq_length}" if resolved.model_family == "t5" else ""
+    print(
+        f"a model of {resolved.num_layers} layers{further}, width {resolved.hidden_size},"
+        f" {resolved.num_attention_heads} heads, {resolved.num_query_groups} key-value groups,"
+        f" sequences of {resolved.seq_length}{shorter}, batches of"
+        f" {resolved.global_batch_size} in micro-batches of {resolved.micro_batch_size}"
+    )
+    if resolved.num_moe_experts is not None:
+        ep, etp = resolved.expert_model_parallel_size, expert_tensor_ranks(resolved)
+        print(
+            f"{resolved.num_moe_experts} experts, {resolved.moe_router_topk} per token, over expert {ep} x tensor {etp}"
+            " ranks"
+        )
+    began = time.perf_counter()
+    verdict = verify(small, world_size, options.steps)
+    print(table(verdict))
+    seconds = f"({time.perf_counter() - began:.0f} s)"
+    if verdict.equal:
+        print(f"equal: losses, gradients, norms and weights are those of one rank, to 1e-10 {seconds}")
+        return 0
+    print(f"DIFFERENT in {len(verdict.differences)} places {seconds}; the first one:\n  {verdict.first}")
+    return 1

@@ -1,0 +1,115 @@
+"""Flags that reduce the memory of a run, compared by the estimate of ``memory.py``. Torch-free."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.errors import UserError
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import resolve
+from megatron.training.report.memory import estimate_memory
+from megatron.training.rules.run_all import check
+
+LIBRARIES_GIB = 3.0
+"""GPU memory that tensors cannot use: CUDA context, kernel workspaces and NCCL buffers."""
+MOST = 3
+GPUS_PER_HOST = 8
+"""Largest tensor-parallel size that is suggested."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change of flags, and the resulting memory of the rank with the maximum use."""
+
+    flags: str
+    bytes: int
+    """Estimate for the pipeline rank that needs the most."""
+
+
+def peak_memory(cfg: PretrainConfig, vocab_size: int) -> int:
+    """Return the bytes that the fullest pipeline rank needs."""
+    return max(rank.total for rank in estimate_memory(cfg, vocab_size))
+
+
+def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
+    """Return up to :data:`MOST` changes to a resolved configuration that save memory, the most effective first. Each
+    keeps the model and the global batch size and passes all rules. Of several changes to one setting (such as
+    recomputation), only the most effective is returned."""
+    now = peak_memory(cfg, vocab_size)
+    best: dict[str, Advice] = {}
+    for topic, values, flags in _changes(cfg):
+        changed = _changed(cfg, values)
+        if changed is None:
+            continue
+        found = Advice(flags, peak_memory(changed, vocab_size))
+        if found.bytes < 0.99 * now and (topic not in best or found.bytes < best[topic].bytes):
+            best[topic] = found
+    return sorted(best.values(), key=lambda each: each.bytes)[:MOST]
+
+
+def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | None:
+    """Return ``cfg`` with other values, resolved again; None if a rule rejects them."""
+    other = copy.copy(cfg)
+    vars(other).update({"resolved": False, "dry_run": True, **values})
+    try:
+        other = resolve(other, cfg.world_size)
+        return None if check(other) else other
+    except UserError:
+        return None
+
+
+def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (topic, changed fields, flags to type)."""
+    if cfg.recompute_granularity != "full":
+        selective = ["layernorm", "mlp"] if cfg.num_moe_experts is None else ["layernorm", "moe_act"]
+        names = " ".join(selective)
+        yield "recompute", {"recompute_granularity": "selective", "recompute_modules": selective}, (
+            f"--recompute-granularity selective --recompute-modules {names}"
+        )
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        yield "recompute", {**full, "recompute_modules": None, "recompute_activations": False}, (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
+    if cfg.data_parallel_size * cfg.context_parallel_size > 1 and not cfg.use_torch_fsdp2:
+        yield "sharding", {"use_distributed_optimizer": True}, "--use-distributed-optimizer"
+    if cfg.micro_batch_size > 1:
+        half = cfg.micro_batch_size // 2
+        yield "micro-batch", {"micro_batch_size": half, "eval_micro_batch_size": half}, f"--micro-batch-size {half}"
+    if cfg.tensor_model_parallel_size > 1:
+        yield "sequence", {"sequence_parallel": True}, "--sequence-parallel"
+    if cfg.bf16 and cfg.optimizer == "adam":
+        moments = ["exp_avg_dtype"] + ["exp_avg_sq_dtype"] * (cfg.adam_beta2 <= 0.99)  # a rule requires it
+        values = {**dict.fromkeys(moments, "bf16"), "use_precision_aware_optimizer": True}
+        flags = "".join(f" --{name.replace('_', '-')} bf16" for name in moments)
+        yield "moments", {**values, "use_distributed_optimizer": not cfg.use_torch_fsdp2}, (
+            f"--use-distributed-optimizer --use-precision-aware-optimizer{flags}"
+        )
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        field = "context_parallel_size" if axis == "context" else f"{axis}_model_parallel_size"
+        size, values = 2 * getattr(cfg, field), {}
+        largest = min(GPUS_PER_HOST, cfg.world_size) if axis == "tensor" else cfg.world_size
+        if size > largest or axis == "expert" and cfg.num_moe_experts is None:
+            continue
+        flags = f"--{field.replace('_', '-')} {size}"
+        if axis == "tensor" and not cfg.sequence_parallel:
+            values, flags = {"sequence_parallel": True}, f"{flags} --sequence-parallel"
+        yield "layout", {**values, field: size}, flags
+
+
+def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """Yield rows of the dry run: whether the fullest rank fits a GPU of --gpu-memory, and what helps if not."""
+    if cfg.gpu_memory is None:
+        return
+    need = peak_memory(cfg, vocab_size) / 2**30
+    room = cfg.gpu_memory - LIBRARIES_GIB
+    sizes = f"{need:.1f} of {room:.1f} GiB (--gpu-memory {cfg.gpu_memory:g} less {LIBRARIES_GIB:g} for CUDA and NCCL)"
+    if need <= room:
+        yield "fits the GPU", f"yes, {sizes}"
+        return
+    yield "fits the GPU", f"NO, {sizes}"
+    for each in memory_advice(cfg, vocab_size):
+        fits = ", fits" if each.bytes / 2**30 <= room else ""
+        yield "  add", f"{each.flags}: {each.bytes / 2**30:.1f} GiB{fits}"

@@ -1,0 +1,135 @@
+"""Report of an out-of-memory error: memory in use by kind, the estimate, and the most effective flags."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import UserError
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.report.advice import LIBRARIES_GIB, memory_advice
+from megatron.training.report.memory import RankMemory, estimate_memory
+
+_CPU = "can't allocate memory"
+_REQUEST = re.compile(r"Tried to allocate ([0-9.]+ [KMG]iB)|you tried to allocate ([0-9]+) bytes")
+
+
+class OutOfMemory(UserError):
+    """Out-of-memory error of a rank; the message is the full report."""
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """Bytes in use on a rank's device. None: unknown, as during the model build, and for the totals of a CPU."""
+
+    weights: int | None = None
+    gradients: int | None = None
+    optimizer: int | None = None
+    total: int | None = None
+    """All tensors in PyTorch's allocator."""
+    capacity: int | None = None
+    """Memory size of the device."""
+    device: str = "CPU"
+
+    @property
+    def rest(self) -> int | None:
+        """Bytes of activations and temporary tensors: the total minus the other fields; None if unknown."""
+        if self.total is None or self.weights is None or self.gradients is None or self.optimizer is None:
+            return None
+        return max(self.total - self.weights - self.gradients - self.optimizer, 0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is a failed allocation on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and _CPU in str(error)
+
+
+def measure(model: Iterable[nn.Module], optimizer: Any) -> HeldMemory:
+    """Return the memory in use on this rank. Reads sizes only: no allocation, no wait for the device."""
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    masters, moments = optimizer.masters.values(), optimizer.moments.values()
+    seen: set[int] = set()
+    weights = _bytes(parameters, seen)
+    gradients = _bytes((getattr(each, name, None) for each in parameters for name in ("main_grad", "grad")), seen)
+    state = _bytes((tensor for each in masters for tensor in (each.weight, each.kept)), seen)
+    state += _bytes((tensor for moment in moments for tensor in moment.values()), seen)
+    return replace(measure_device(), weights=weights, gradients=gradients, optimizer=state)
+
+
+def measure_device() -> HeldMemory:
+    """Return the totals of the current GPU; weights, gradients and optimizer state are unknown."""
+    if not torch.cuda.is_available():
+        return HeldMemory()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return HeldMemory(None, None, None, torch.cuda.memory_allocated(), properties.total_memory, properties.name)
+
+
+def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
+    """Return the storage bytes of ``tensors`` (local shard of a DTensor) not yet in ``seen``; add them to ``seen``."""
+    total = 0
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def out_of_memory(
+    error: BaseException, cfg: PretrainConfig, held: HeldMemory, *, vocab_size: int = 0, pipeline_rank: int = 0,
+    where: str,
+) -> OutOfMemory:  # fmt: skip
+    """Return the error that replaces a failed allocation.
+
+    Args:
+        where: current phase of the rank, for the first line.
+    """
+    found = _REQUEST.search(str(error))
+    request = f" for {_size(found)}" if found else ""
+    total = "" if held.total is None or held.capacity is None else (
+        f" ({held.device}: {held.total / 2**30:.1f} GiB in tensors of {held.capacity / 2**30:.1f})"
+    )  # fmt: skip
+    try:
+        estimate = estimate_memory(cfg, vocab_size)[pipeline_rank]
+        advice = memory_advice(cfg, vocab_size)
+    except (UserError, AttributeError, TypeError, IndexError):  # custom model without a description
+        estimate, advice = None, []
+    lines = [f"out of memory{request} {where}{total}", *_table(held, estimate)]
+    if advice and estimate is not None:
+        room = math.inf if held.capacity is None else held.capacity - LIBRARIES_GIB * 2**30
+        lines.append(f"these flags help most (estimate now {estimate.total / 2**30:.1f} GiB):")
+        lines += [f"  {each.flags}: estimate {each.bytes / 2**30:.1f} GiB" for each in advice]
+        if all(each.bytes > room for each in advice):
+            lines.append("none of them alone fits this GPU: combine them, or split the model over more GPUs")
+    else:
+        lines.append("use a smaller --micro-batch-size, --recompute-granularity full, or more GPUs")
+    return OutOfMemory("\n".join(lines))
+
+
+def _size(found: re.Match[str]) -> str:
+    return found[1] or f"{int(found[2]) / 2**30:.2f} GiB"
+
+
+def _table(held: HeldMemory, estimate: RankMemory | None) -> Iterator[str]:
+    def cell(size: int | None) -> str:
+        return f"{'-':>11}" if size is None else f"{size / 2**30:11.2f}"
+
+    names = "weights", "gradients", "optimizer state", "activations, temporary"
+    planned: list[int | None] = [None] * len(names)
+    if estimate is not None:
+        rest = estimate.activations + estimate.working
+        planned = [estimate.weights, estimate.gradients, estimate.optimizer, rest]
+    yield f"  {'GiB':<24}{'held':>11}{'estimate':>11}"
+    for name, now, expected in zip(names, (held.weights, held.gradients, held.optimizer, held.rest), planned):
+        yield f"  {name:<24}{cell(now)}{cell(expected)}"
+    for kind, size in ({} if estimate is None else estimate.kinds).items():
+        yield f"    {kind:<22}{'':>11}{cell(size)}"

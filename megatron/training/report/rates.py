@@ -1,0 +1,103 @@
+"""Measured training speed, the basis of the time and cost that a dry run predicts. Torch-free.
+
+``tools/generate_docs.py`` writes ``rates.tsv`` from ``benchmarks/results/training.json``: one line per measured row,
+with the kind of model and the rank axes in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from megatron.training.config.pretrain_config import PretrainConfig
+
+AXES = ("tp", "pp", "cp", "ep")
+SMALL_WIDTH = 1536
+"""Maximum hidden size at which kernels are so short that host or memory bandwidth limits the speed."""
+WIDE_EXPERT = 4096
+"""Feed-forward width per rank from which experts reach the speed of Mixtral, not of fine-grained experts."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured row."""
+
+    row: str
+    """Name in ``benchmarks/results/training.json``."""
+    kind: str
+    """``dense``, ``small``, ``experts``, ``fine experts``, ``bert``, ``t5``."""
+    axes: Mapping[str, int]
+    """Sizes of the axes in :data:`AXES` with more than one rank."""
+    tflops: float
+    """Model TFLOP/s per GPU."""
+    device: str
+
+
+def measured_rates() -> list[Rate]:
+    """Return the rows of ``rates.tsv``."""
+    lines = files("megatron.training.report").joinpath("rates.tsv").read_text(encoding="utf-8").splitlines()
+    cells = [line.split("\t") for line in lines if not line.startswith("#")]
+    return [
+        Rate(row, kind, {axis[:2]: int(axis[2:]) for axis in axes.split()}, float(tflops), device)
+        for row, kind, axes, tflops, device in cells
+    ]
+
+
+def kind_of_model(cfg: PretrainConfig) -> str:
+    """Return the kind of model with the most similar speed, as named in measured rows."""
+    if cfg.model_family != "gpt":
+        return cfg.model_family
+    if cfg.num_moe_experts is not None:
+        return "experts" if (cfg.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
+    return "small" if cfg.hidden_size <= SMALL_WIDTH else "dense"
+
+
+def used_axes(cfg: PretrainConfig) -> dict[str, int]:
+    """Return the sizes of the axes in :data:`AXES` with more than one rank."""
+    sizes = (
+        cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size,
+        cfg.expert_model_parallel_size,
+    )  # fmt: skip
+    return {axis: size for axis, size in zip(AXES, sizes) if size > 1}
+
+
+def nearest_rate(cfg: PretrainConfig) -> Rate | None:
+    """Return the slowest of the measured rows of this kind of model: one row per rank axis in use, and one without
+    axes. The row of an axis is the largest that does not exceed this run's size; axes without a row are ignored. None
+    for runs not in 16 bits, which were not measured."""
+    if not (cfg.bf16 or cfg.fp16):
+        return None
+    used = used_axes(cfg)
+    same = [rate for rate in measured_rates() if rate.kind == kind_of_model(cfg)]
+    alone = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
+    per_axis = [
+        max(found, key=lambda rate: rate.axes[axis])
+        for axis, size in used.items()
+        if (found := [rate for rate in same if set(rate.axes) == {axis} and rate.axes[axis] <= size])
+    ]
+    return min([alone, *per_axis], key=lambda rate: rate.tflops)
+
+
+def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> Iterator[tuple[str, str]]:
+    """Yield rows of the dry run: seconds per iteration, days and GPU-hours at the nearest measured rate.
+
+    Args:
+        flops_per_iteration: model FLOPs of one global batch of the final size.
+        samples: number of samples of the full run.
+    """
+    rate = nearest_rate(cfg)
+    if rate is None:
+        yield "time", "not predicted: speed was measured for --bf16 only"
+        return
+    again = 4 / 3 if cfg.recompute_granularity == "full" else 1.0  # includes a second forward pass
+    seconds = flops_per_iteration * again / cfg.world_size / (rate.tflops * 1e12)
+    where = f"at {rate.tflops:.0f} TFLOP/s per GPU, measured on {rate.device} ({rate.row})"
+    yield "time per iteration", f"{seconds:.3g} s {where}" + (", x 4/3 for full recomputation" if again > 1 else "")
+    total = seconds * samples / (cfg.global_batch_size or 1)
+    hours = total / 3600
+    yield "full run", f"{_duration(hours)}, {hours * cfg.world_size:,.3g} GPU-hours, without evaluation and saves"
+
+
+def _duration(hours: float) -> str:
+    return f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:.3g} hours" if hours >= 1 else f"{60 * hours:.3g} min"

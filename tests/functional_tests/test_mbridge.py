@@ -1,0 +1,38 @@
+"""mbridge, as it is published, converts tiny Hugging Face models to ours and back. Skipped where it is not installed;
+its names and calls have tests of their own (``tests/unit_tests/compat``, ``core/models/test_engine_names.py``)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed")
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_mbridge_converts_without_changes(tmp_path, family, ranks):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SIZES, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path / "source")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+               "tests/test_utils/mbridge_run.py", str(tmp_path / "source"), str(tmp_path / "target")]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"difference"')))
+    assert found["difference"] < 1e-5 and found["names"] and all(found["same"])

@@ -1,0 +1,61 @@
+"""Every program ends with exit code 2 and one message after an error in its input."""
+
+import pytest
+
+from megatron.console import MODELS, TOOLS, main, run_tool
+from megatron.training.checks.self_checks import ReplicasDiffer
+from megatron.training.observe.metrics import NonFiniteError
+from tests.test_utils.gpt_runs import train_with_errors
+
+BAD_INPUT = {
+    "preprocess": "--input nothing.jsonl --output-prefix out --tokenizer-type ByteLevelTokenizer",
+    "train-tokenizer": "--input nothing.jsonl --vocab-size 300 --output out",
+    "check-data": "nothing",
+    "merge-data": "--input nothing --output-prefix out",
+    "make-corpus": "--output nothing/corpus.jsonl",
+    "convert": "--load-dir nothing --save-dir out --saver hf",
+    "inspect": "nothing",
+    "verify": "nothing",
+    "generate": "--load nothing",
+    "fill-mask": "--load nothing --text a",
+    "plot": "nothing --text",
+    "verify-layout": "--num-layers -1",
+    "draw-schedule": "--num-layers -1",
+    "unigram-baseline": "--num-layers -1",
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_tools_end_with_2_after_bad_input(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_tool(name, BAD_INPUT[name].split()) == 2
+    errors = capsys.readouterr().err
+    assert "Traceback" not in errors and ("nothing" in errors or "--num-layers -1" in errors)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_tools_end_with_2_after_an_unknown_flag(name, capsys):
+    try:
+        code = run_tool(name, ["--nope"])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pretraining_ends_with_2_after_a_wrong_flag(model, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["pretrain", model, "--num-layers", "-1"])
+    assert end.value.code == 2 and "--num-layers -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--load {folder}/nothing --exit-on-missing-checkpoint --mock-data",
+                                   "--data-path {folder}/nothing --split 1,0,0"])  # fmt: skip
+def test_training_ends_with_2_after_bad_input(gloo_pool, tmp_path, flags):
+    argv = f"--save {tmp_path}/run {flags.format(folder=tmp_path)}".split()
+    ((code, errors),) = gloo_pool.run(train_with_errors, 1, argv, True)
+    assert code == 2 and "nothing" in errors and "Traceback" not in errors
+
+
+def test_failures_that_are_not_input_end_with_1():
+    assert NonFiniteError("").exit_code == ReplicasDiffer("").exit_code == 1

@@ -1,0 +1,29 @@
+"""tools/make_corpus.py: sample corpora from Python's standard library."""
+
+import json
+
+import pytest
+
+from megatron.console import run_tool
+from megatron.tools.make_corpus import docstrings
+
+
+def corpus(folder, *flags):
+    assert run_tool("make-corpus", ["--output", str(folder / "c.jsonl"), "--max-bytes", "400000", *flags]) == 0
+    return [json.loads(line) for line in (folder / "c.jsonl").read_text().splitlines()]
+
+
+def test_documentation_is_prose_in_an_order_that_the_seed_decides(tmp_path):
+    rows = corpus(tmp_path, "--documents", "docs")
+    assert sum(len(row["text"]) for row in rows) >= 400_000 and rows == corpus(tmp_path, "--documents", "docs")
+    text = "\n".join(row["text"] for row in rows)
+    assert text.count(" the ") > 3000 and text.count("\nimport ") < 100
+    kinds = ["topics" in row["path"] for row in rows]
+    assert any(kinds) and not all(kinds[:5]) and rows != corpus(tmp_path, "--documents", "docs", "--seed", "1")
+
+
+@pytest.mark.parametrize("path, count", [("json/encoder.py", 1), ("test/test_x.py", 0)])
+def test_long_docstrings_outside_of_tests_are_taken(path, count):
+    source = f'"""{"A long text. " * 20}"""\ndef f():\n    """Short."""\n'
+    found = list(docstrings({"path": path, "text": source}))
+    assert len(found) == count and all(each["text"].startswith("A long text.") for each in found)
