@@ -1,11 +1,13 @@
 """What pyproject.toml asks for can be installed, on every platform that torch supports."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -77,6 +79,22 @@ def test_constraints_lie_within_the_requirements():
         for requirement in requirements():
             if requirement.name == constraint.name:
                 assert requirement.specifier.contains(exact_version(str(constraint.specifier)))
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.13"])
+def test_the_lock_file_holds_every_requirement_with_a_hash(python):
+    """``scripts/lock.sh`` writes it; a new dependency in pyproject.toml needs a new lock file."""
+    blocks = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text(encoding="utf-8"))
+    blocks = [block for block in blocks if not block.startswith("#")]
+    assert all("--hash=sha256:" in block for block in blocks)
+    locked = [Requirement(block.partition(" \\")[0]) for block in blocks]
+    machine = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    here = [each for each in locked if each.marker is None or each.marker.evaluate(machine)]
+    chosen = {canonicalize_name(each.name): exact_version(str(each.specifier)) for each in here}
+    assert len(chosen) == len(here)
+    for requirement in [*requirements(), *constraints()]:
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(chosen[canonicalize_name(requirement.name)]), requirement
 
 
 def test_the_extension_has_one_name_outside_of_the_package():
