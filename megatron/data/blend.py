@@ -1,6 +1,6 @@
-"""Which data sets a run reads, in which proportion, and how one is cut into train, valid and test.
+"""The data sets of a run, their proportions, and how one is cut into train, valid and test.
 
-Pure parsing of ``--data-path`` and its relatives and of ``--split``; every error names the flag.
+Parsing without side effects of ``--data-path``, similar flags and ``--split``; every error names the flag.
 """
 
 import enum
@@ -107,7 +107,7 @@ def _as_number(entry: str) -> float | None:
 
 
 def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
-    """The one data source that the flags name, as ``(blend, None)`` or ``(None, blend of each split)``.
+    """Return the data source that the flags name, as ``(blend, None)`` or ``(None, blend of each split)``.
 
     Reads ``data_path``, ``data_args_path``, ``train_data_path``, ``valid_data_path``, ``test_data_path``,
     ``per_split_data_args_path`` and ``mock_data`` of ``args``; ``(None, None)`` when none is given or data is mocked.

@@ -1,6 +1,6 @@
 """The order of samples of a GPT data set: a pure function of lengths, seed and the number of samples asked for.
 
-Documents are shuffled, laid end to end and cut every ``sequence_length`` tokens; the samples are then shuffled. With
+Documents are shuffled, concatenated and cut every ``sequence_length`` tokens; the samples are then shuffled. With
 several epochs all are shuffled together, except that a last epoch of which less than 80 % is needed is kept behind the
 others, so that no document is seen a second time before every document was seen once more. Same bytes as Megatron-LM.
 """
@@ -17,7 +17,7 @@ SEPARATE_BELOW = 0.80
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many passes over the documents, and whether the last is shuffled apart."""
+    """The number of passes over the documents, and whether the last one is shuffled separately."""
 
     num_epochs: int
     tokens_per_epoch: int

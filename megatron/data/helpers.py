@@ -2,7 +2,7 @@
 shuffle that orders them.
 
 The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in numpy; both return the same bytes,
-so a cache written by one is read by the other. The rules are those of Megatron-LM
+so a cache written by one is read by the other. The rules equal Megatron-LM's
 (docs/reference/data_format.md).
 """
 
@@ -66,7 +66,7 @@ def build_sample_idx(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> np.ndarray:
-    """Where every sample starts when the documents are laid end to end.
+    """Return where every sample starts in the concatenation of the documents.
 
     Args:
         sizes: int32[d], tokens per document of the whole data set.
@@ -133,7 +133,7 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
 def build_blending_indices_numpy(
     weights: np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The numpy twin of ``build_blending_indices``; a source that has given as many samples as its limit is out."""
+    """The numpy twin of ``build_blending_indices``; a source that has reached its limit is not drawn again."""
     taken = np.zeros(len(weights), dtype=np.float64)
     if limits is not None:
         taken[limits == 0] = np.inf  # infinity closes a source

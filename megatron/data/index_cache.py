@@ -41,7 +41,7 @@ Bounds = Mapping[str, Sequence[tuple[int, int]]]
 
 
 def describe(identity: dict[str, Any]) -> tuple[str, str]:
-    """A readable description of what is cached, and its md5: the key of the files."""
+    """Return a readable description of the cached arrays and its md5, which is the key of the files."""
     text = json.dumps(identity, indent=4)
     return text, hashlib.md5(text.encode("utf-8"), usedforsecurity=False).hexdigest()
 
@@ -58,7 +58,7 @@ class IndexCache:
     Args:
         folder: where the files live; None keeps everything in memory.
         kind: the middle of the file names, such as ``GPTDataset-train``.
-        identity: all that the arrays depend on, JSON-able.
+        identity: every value that the arrays depend on; must be JSON-serializable.
         layout: the shapes and dtypes that the arrays must have.
         bounds: the ranges that their values must lie in.
     """
@@ -123,7 +123,7 @@ class IndexCache:
             return None
 
     def _checksums(self, found: bytes) -> dict[str, Any]:
-        """By array, from the line behind the description; the last line is the checksum of both."""
+        """Return each array's checksum from the line after the description; the last line checks both."""
         body, _, own = found.rpartition(b"\n")
         text, _, line = body.rpartition(b"\n")
         if own != b"%08x" % zlib.crc32(body) or text != self.description.encode():

@@ -134,7 +134,7 @@ class IndexedDataset:
         return (sequences, self.sequence_modes[start:stop]) if self.multimodal else sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """``length`` tokens (all that remain by default) of sequence ``idx`` from token ``offset``."""
+        """Return ``length`` tokens (default: the rest) of sequence ``idx``, starting at token ``offset``."""
         if not -len(self._lengths) <= idx < len(self._lengths):
             raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
         available = int(self._lengths[idx]) - offset
@@ -148,12 +148,12 @@ class IndexedDataset:
         return (tokens, self.sequence_modes[idx]) if self.multimodal else tokens
 
     def joined(self, start: int, stop: int) -> np.ndarray:
-        """The tokens of the sequences ``start`` (at least one) to ``stop``, laid end to end as they are in the file."""
+        """Return the concatenated tokens of sequences ``start`` to ``stop`` (at least one); a view if memory-mapped."""
         count = int(self._lengths[start:stop].sum(dtype=np.int64))
         return self._tokens.read(int(self._pointers[start]) // self._size, count)
 
     def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
-        """Fill ``out`` with the tokens of ``sequences`` laid end to end, from token ``offset`` of the first one.
+        """Fill ``out`` in place with the concatenated tokens of ``sequences``, from token ``offset`` of the first one.
 
         Returns the number of tokens written, which is less than ``len(out)`` where the sequences end early.
         """
@@ -165,7 +165,7 @@ class IndexedDataset:
         return filled
 
     def changes(self) -> Iterator[str]:
-        """How the files differ from those that were opened, in words.
+        """Describe how the files differ from the ones that were opened.
 
         Raises:
             IndexedDatasetError: one is shorter than it was: its end reads as zeros, or kills the process.
@@ -213,7 +213,7 @@ class IndexedDataset:
 
 
 def _not_a_prefix(path: str) -> str:
-    """Explain a path of a file or folder where a prefix is wanted; empty if nothing is there."""
+    """Explain why a path of a file or folder is not a prefix; return an empty string if the path does not exist."""
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx") and IndexedDataset.exists(stem):
         return f"leave out {suffix}: {stem}"

@@ -1,6 +1,6 @@
 """Writing a ``.bin``/``.idx`` pair in one pass and bounded memory.
 
-Tokens stream into the ``.bin``; lengths, document boundaries and modes are spooled to disk beside it and become the
+Tokens stream into the ``.bin``; lengths, document boundaries and modes are spooled to temporary files and become the
 ``.idx`` at the end. All of it goes to temporary names in the target folder. ``finalize`` syncs them and renames the
 ``.bin``, then the ``.idx``: whatever happens before that (a full disk, a kill) leaves nothing that looks complete.
 """
@@ -72,7 +72,7 @@ class IndexedDatasetBuilder:
         multimodal: store a mode per sequence.
 
     Raises:
-        OSError: from any method, when the disk is full or a file cannot be written; the partial files are gone then.
+        OSError: from any method, when the disk is full or a file cannot be written; the partial files are then removed.
         ValueError: a token does not fit ``dtype``, or lengths do not sum to the number of tokens.
     """
 
@@ -80,7 +80,7 @@ class IndexedDatasetBuilder:
         self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
         self._np_dtype = np.dtype(dtype)
         DType.code_from_dtype(dtype)
-        partial = f"{self.bin_path}.partial-{os.getpid()}"  # no .bin or .idx at the end: nobody takes it for data
+        partial = f"{self.bin_path}.partial-{os.getpid()}"  # no .bin or .idx at the end: no program reads it as data
         self._paths = {name: f"{partial}-{name}" for name in ("tokens", "index", "lengths", "documents", "modes")}
         self._cleanup = weakref.finalize(self, _remove, list(self._paths.values()), os.getpid())
         self._open = True
@@ -171,7 +171,7 @@ class IndexedDatasetBuilder:
                 stream.flush()
                 os.fsync(stream.fileno())
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(idx_path)  # an older index must never stand beside the new tokens
+                os.unlink(idx_path)  # an older index must never exist together with the new tokens
             os.replace(self._paths["tokens"], self.bin_path)
             os.replace(self._paths["index"], idx_path)
             for folder in {os.path.dirname(os.path.abspath(path)) for path in (self.bin_path, idx_path)}:
@@ -205,7 +205,7 @@ class IndexedDatasetBuilder:
                 stream.write(modes.tobytes())
 
     def _as_tokens(self, values: Any) -> np.ndarray:
-        """``values`` as a contiguous array of the data set's dtype; a value that does not fit is refused."""
+        """Return ``values`` as a contiguous array of the data set's dtype; raise if a value does not fit."""
         given = np.asarray(values)
         if given.dtype == self._np_dtype:
             return np.ascontiguousarray(given)

@@ -1,4 +1,4 @@
-"""Which sentences make up which sample: the order of samples of BERT, T5 and retrieval data sets.
+"""The sentences of each sample: the sample order of BERT, T5 and retrieval data sets.
 
 Sentences of a document are joined until a sample has its target length, which is the whole length or, with a
 probability, a random shorter one; epochs are appended until there are samples enough, and all rows are shuffled. Same
@@ -18,7 +18,7 @@ from megatron.core.config.errors import UserError
 from megatron.data import helpers
 
 LONG_SENTENCE = 512
-"""A document with more than one sentence, of which any has more tokens than this, gives no samples."""
+"""A document of several sentences gives no samples if one sentence has more tokens than this."""
 
 UNLIMITED = 2**64 - 1
 _WORDS_AT_ONCE = 4096
@@ -44,17 +44,17 @@ def build_mapping(
     """Samples of BERT and T5.
 
     Args:
-        docs: int64[d + 1], the first sentence of each document, then the one behind the last document.
+        docs: int64[d + 1], the first sentence of each document, then the number of sentences.
         sizes: int32[n], tokens of every sentence of the file.
         num_epochs: passes over the documents at most.
-        max_num_samples: no further epoch begins once there are so many; None: ``num_epochs`` alone counts.
+        max_num_samples: no further epoch begins once this many samples exist; None: only ``num_epochs`` counts.
         max_seq_length: target length in tokens, at least 2.
         short_seq_prob: one in ``round(1 / short_seq_prob)`` targets is shorter, from 2 tokens on.
-        seed: of the targets; ``seed + 1`` is that of the shuffle.
+        seed: for the target lengths; the shuffle uses ``seed + 1``.
         min_num_sent: sentences that a document needs, and a sample.
 
     Returns:
-        [samples, 3]: first sentence, sentence behind the last, target length; uint32, or uint64 where ``sizes`` has
+        [samples, 3]: first sentence, last sentence + 1, target length; uint32, or uint64 where ``sizes`` has
         2^32 entries or more.
 
     Raises:
@@ -86,7 +86,7 @@ def build_blocks_mapping(
     title (``titles_sizes`` int32[d]), none of them short.
 
     Returns:
-        [blocks, 4]: first sentence, sentence behind the last, number of the document within ``docs``, number of the
+        [blocks, 4]: first sentence, last sentence + 1, number of the document within ``docs``, number of the
         block within its epoch; dtype as there.
 
     Raises:
@@ -113,7 +113,7 @@ def long_documents(bounds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def gives_samples(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> np.ndarray:
-    """bool[documents]: has enough sentences, none of which is too long where there are several."""
+    """Return bool[documents]: True if it has enough sentences and, if it has several, no sentence is too long."""
     counts = np.diff(bounds)
     return (counts >= max(1, min_num_sent)) & ((counts < 2) | ~long_documents(bounds, sizes))
 
@@ -169,7 +169,7 @@ def build_blocks_mapping_numpy(
 def _group_sentences(
     bounds: list[int], sizes: np.ndarray, target: Target, min_sentences: int, min_left: int, long_from: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(document, first sentence, sentence behind the last, target) of the samples of one epoch; see helpers.cpp."""
+    """Yield (document, first sentence, last sentence + 1, target) for the samples of one epoch; see helpers.cpp."""
     for document, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:])):
         lengths = sizes[begin:end].tolist()
         if len(lengths) < min_sentences or (len(lengths) >= long_from and max(lengths, default=0) > LONG_SENTENCE):
@@ -181,7 +181,7 @@ def _group_sentences(
             if (tokens >= wanted and left >= min_left and taken >= min_sentences) or left == 0:
                 yield document, first, sentence + 1, wanted
                 first, tokens = sentence + 1, 0
-                wanted = target(document)  # also behind the document's last sample: a draw that nobody uses
+                wanted = target(document)  # also after the document's last sample: this draw is not used
 
 
 def _words(random_state: np.random.RandomState) -> Iterator[int]:

@@ -1,7 +1,7 @@
-"""The sidecar ``<prefix>.tokenizer.json`` beside ``<prefix>.bin`` and ``.idx``: which tokenizer made these ids.
+"""The sidecar ``<prefix>.tokenizer.json`` of ``<prefix>.bin`` and ``.idx`` names the tokenizer of the ids.
 
 Megatron-LM's readers ignore it; data sets made elsewhere have none. Training compares it with its own tokenizer, so
-that ids of one vocabulary are never read as those of another.
+that ids of one vocabulary are never read as ids of another.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def write_sidecar(prefix: str, info: SidecarInfo) -> None:
 
 
 def read_sidecar(prefix: str) -> SidecarInfo | None:
-    """The sidecar of ``prefix``, None where there is none.
+    """Return the sidecar of ``prefix``, or None if the file does not exist.
 
     Raises:
-        ValueError: it is damaged, or of a newer format.
+        ValueError: it is damaged or has a newer format.
     """
     path = sidecar_path(prefix)
     try:
@@ -95,7 +95,7 @@ def _checked(info: SidecarInfo) -> SidecarInfo:
 
 
 def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo | None:
-    """Compare the sidecar of ``prefix`` with ``tokenizer``; None where the data set has none (warn once, then).
+    """Compare the sidecar of ``prefix`` with ``tokenizer``; None and one warning if it does not exist.
 
     Raises:
         ValueError: the data set was made with another tokenizer, or the sidecar is damaged.

@@ -1,4 +1,4 @@
-"""Which words of a sample are masked, for BERT and T5: whole words or single pieces, singly or in n-grams.
+"""Choice of the masked words of a sample, for BERT and T5: whole words or single pieces, alone or as n-grams.
 
 Words are visited in shuffled order; each draws a length in words and is masked with as many of the words behind it as
 the budget of tokens still takes, unless one of them is masked already. Every draw comes from one ``RandomState`` in a
@@ -27,7 +27,7 @@ CONTINUATION = "##"
 
 @dataclass(frozen=True)
 class MaskingRule:
-    """How words are found, drawn and bounded."""
+    """Settings: how words are found, drawn and limited."""
 
     probability: float
     """Share of tokens to mask."""
@@ -47,7 +47,7 @@ class MaskingRule:
     """Masked tokens and spans of a sample, added up, at most."""
 
     def budget(self, num_tokens: int, target: int) -> float:
-        """Masked tokens at most: a real number, of which no rounding makes a whole one."""
+        """Maximum number of masked tokens; a real number that is not rounded."""
         return min(self.probability * target, max(1, round(num_tokens * self.probability)))
 
     def draw_length(self, random_state: np.random.RandomState) -> Callable[[], int]:
@@ -86,11 +86,11 @@ def mask_words(
     random_state.shuffle(order)
     most, draw = rule.budget(len(tokens), target), rule.draw_length(random_state)
     is_masked = bytearray(len(places))
-    starts += [len(places)] * rule.max_ngram  # a run that would go on behind the last word ends with it
+    starts += [len(places)] * rule.max_ngram  # a run that would continue after the last word ends with it
     spans: list[tuple[int, list[int]]] = []
     count = 0
     for word in order.tolist():
-        if count + 1 > most or len(spans) >= rule.max_spans:  # no further word fits, and nobody else draws
+        if count + 1 > most or len(spans) >= rule.max_spans:  # no further word fits, and no other code draws
             break
         words, begin = draw(), starts[word]
         end = starts[word + words]

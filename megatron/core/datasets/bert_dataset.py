@@ -36,15 +36,15 @@ class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
 
     @cached_property
     def all_ids(self) -> list[int]:
-        """What a random replacement is drawn from, special tokens included."""
+        """The ids that random replacements are drawn from, special tokens included."""
         return sorted(self.texts)
 
 
 class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     """See the module; arguments as for ``MaskedWordPieceDataset``.
 
-    ``dataset[i]`` is a dict of int64[s] arrays: ``text`` (cls A sep B sep, masked, 0 behind), ``types`` (0 up to the
-    first sep, 1 up to the second, 0 behind), ``labels`` (the original id where masked, else -1), ``loss_mask`` (1 where
+    ``dataset[i]`` is a dict of int64[s] arrays: ``text`` (cls A sep B sep, masked, then 0), ``types`` (0 up to the
+    first sep, 1 up to the second, then 0), ``labels`` (the original id where masked, else -1), ``loss_mask`` (1 where
     masked), ``padding_mask`` (1 on real tokens, by length), and of ints: ``is_random`` (1: B came first in the
     document), ``truncated`` (1: tokens were dropped).
     """
@@ -99,7 +99,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         return before, behind, False
 
     def _replacement(self, random_state: np.random.RandomState) -> Any:
-        """A function from the id of a masked token to what stands in its place."""
+        """Return a function from the id of a masked token to the id that replaces it."""
         uniform, randint = random_state.random_sample, random_state.randint
         mask, ids = self.ids["mask"], self.config.all_ids
 
@@ -114,7 +114,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, target: int, random_state: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both without as many tokens as exceed ``target``, one after the other from the longer one (``second`` among
+    """Return views that have ``target`` tokens together, removing tokens one by one from the longer one (``second`` among
     equals), from its start or its end by the toss of a coin."""
     bounds = [[0, len(first)], [0, len(second)]]
     excess = len(first) + len(second) - target

@@ -1,4 +1,4 @@
-"""Samples of ``sequence_length`` tokens for a decoder-only model, cut from shuffled documents laid end to end.
+"""Samples of ``sequence_length`` tokens for a decoder-only model, cut from concatenated shuffled documents.
 
 A sample is a function of (files, seed, number); nothing in a data set changes after construction, and every array it
 returns is the caller's own. Document boundaries inside a sample are given as cumulative lengths, never as a dense mask.
@@ -75,7 +75,7 @@ class GPTDataset(MegatronDataset):
 
     ``dataset[i]`` is a dict of numpy arrays: ``tokens`` int64[s], ``labels`` int64[s], ``loss_mask`` float32[s],
     ``position_ids`` int64[s] and, with ``reset_attention_mask``, ``cu_seqlens`` int32[documents in the sample + 1].
-    ``dataset[None]`` is a sample without loss, to fill up a batch.
+    ``dataset[None]`` is a sample without loss that pads a batch.
 
     Raises:
         EmptySplitError: a ValueError; not one sample can be cut from the documents.
@@ -201,7 +201,7 @@ class GPTDataset(MegatronDataset):
         return self.index_split != Split.valid or self.config.drop_last_partial_validation_sequence
 
     def _plan(self) -> EpochPlan:
-        """The epochs, or a refusal when they hold no sample."""
+        """Return the epochs; raise if they contain no sample."""
         length, extra = self.config.sequence_length, self.extra_token
         if self.tokens_per_epoch:
             plan = plan_epochs(self.tokens_per_epoch, self.num_samples, length, extra)
@@ -263,7 +263,7 @@ def _end_of_document(config: GPTDatasetConfig) -> int | None:
 
 
 def _padding_id(config: GPTDatasetConfig) -> int:
-    """The tokenizer's padding id, or one that no data holds where it has none or shares it with end-of-document."""
+    """Return the padding id, or an id outside the data if the tokenizer lacks one or uses end-of-document."""
     pad = special_id(config.tokenizer, "pad")
     if pad is None:
         return NO_PAD
@@ -298,12 +298,12 @@ class MockGPTLowLevelDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """As ``IndexedDataset.get``."""
+        """Same as ``IndexedDataset.get``."""
         document = np.append(self._counting[: int(self.sequence_lengths[idx]) - 1], self.eod)
         return document[offset:] if length is None else document[offset : offset + length]
 
     def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
-        """As ``IndexedDataset.gather``."""
+        """Same as ``IndexedDataset.gather``."""
         filled = 0
         for idx in sequences.tolist():
             part = self.get(idx, offset, len(out) - filled)

@@ -1,4 +1,4 @@
-"""The base of BERT's and T5's data sets: samples of whole sentences of one document, some of whose words are masked.
+"""The base of BERT's and T5's data sets: samples are whole sentences of one document with some words masked.
 
 A sample is a function of (files, seed, number). Documents are lists of sentences, which
 ``tools/preprocess_data.py --split-sentences`` writes; ``--split`` divides documents. The order of samples is
@@ -37,7 +37,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     """Settings of a data set with masked words.
 
     Raises:
-        UserError: a value out of range, or a tokenizer without a token that samples need; all that is wrong at once.
+        UserError: a value out of range, or a tokenizer that lacks a token samples need; lists every problem.
     """
 
     masking_probability: float
@@ -53,7 +53,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     """Mask all pieces of a word, or none."""
 
     masking_do_permutation: bool = False
-    """Accepted as False for existing programs; Megatron-LM's permutation cannot be reproduced even by itself."""
+    """Accepted as False for existing programs; Megatron-LM cannot reproduce its own permutation."""
 
     masking_use_longer_ngrams: bool = False
     """Prefer long n-grams to short ones."""
@@ -103,7 +103,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         return opens
 
     def problems(self) -> Iterator[str]:
-        """What is wrong, with the fix."""
+        """Return each problem with its fix."""
         if not 0 < self.masking_probability < 1:
             yield f"--mask-prob {self.masking_probability}: must lie between 0 and 1, such as 0.15"
         if not 0 <= self.short_sequence_probability <= 1:
@@ -175,7 +175,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     def __getitem__(self, idx: int) -> dict[str, Any]: ...
 
     def masking_rule(self) -> MaskingRule:
-        """How this data set masks."""
+        """The masking settings of this data set."""
         never_masked = np.zeros(self.vocab_size, dtype=bool)
         for role in ("cls", "sep"):
             if self.ids[role] is not None:
@@ -210,11 +210,11 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @staticmethod
     def ones(count: int, length: int) -> np.ndarray:
-        """int64[length]: 1 in the first ``count`` places, 0 behind."""
+        """Return int64[length]: 1 in the first ``count`` positions, 0 in the rest."""
         return (np.arange(length) < count).astype(np.int64)
 
     def _padding_id(self) -> int:
-        """The padding id; -1, which no data holds, where there is none or it is another special token's, too."""
+        """Return the padding id; -1 (not in the data) if it is missing or shared with another special token."""
         pad = self.ids["pad"]
         if pad is None or pad < 0:
             return -1
@@ -231,7 +231,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         raise EmptySplitError(self._empty(no_samples_reason(bounds, sizes, least), bounds))
 
     def _bounds(self) -> np.ndarray:
-        """int64[documents + 1]: the first sentence of each document of the split, then the one behind the last."""
+        """Return int64[documents + 1]: the first sentence of each document of the split, then the last sentence + 1."""
         if not len(self.indices):
             raise EmptySplitError(self._empty("it has no documents"))
         assert self.documents_are_a_range

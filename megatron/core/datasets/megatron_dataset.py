@@ -30,7 +30,7 @@ class MegatronDataset(ABC):
     """
 
     sequence_name = "document"
-    """What the low-level data set holds one after another."""
+    """The unit that the low-level data set stores in sequence."""
 
     num_epochs = 1
     """Passes over the documents that ``len(self)`` samples take."""
@@ -59,7 +59,7 @@ class MegatronDataset(ABC):
         unbuilt.check_documents()
 
     def check_documents(self) -> None:
-        """Raise EmptySplitError if the documents give no sample, going by what this class's constructor has set."""
+        """Raise EmptySplitError if the documents give no sample; uses only what this class's constructor sets."""
         return
 
     @property
@@ -70,7 +70,7 @@ class MegatronDataset(ABC):
         return count > 0 and np.array_equal(self.indices, np.arange(first, first + count))
 
     def index_cache(self, own: dict[str, Any], layout: Layout, bounds: Bounds) -> IndexCache:
-        """The cache of this data set's arrays, in the configured folder or beside the data; in memory for mock data.
+        """Return the cache of this data set's arrays: in the configured folder, next to the data, or in memory (mock).
 
         ``own``: what the arrays depend on besides the files, documents, split, seed and length. Not the number of
         samples, where only the epochs that it leads to matter.
@@ -133,7 +133,7 @@ class MegatronDataset(ABC):
 
 
 def special_id(tokenizer: Any, role: str) -> int | None:
-    """The id of a special token; None where the tokenizer has none."""
+    """Return the id of a special token, or None if the tokenizer lacks it."""
     try:
         index = getattr(tokenizer, role)
     except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none

@@ -66,9 +66,9 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
 class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     """See the module; arguments as for ``MaskedWordPieceDataset``.
 
-    ``dataset[i]`` is a dict of int64 arrays: ``text_enc`` [encoder] (each span replaced by its sentinel, 0 behind),
-    ``text_dec`` [decoder] (bos, or pad where the tokenizer has none, then each sentinel and its span, 0 behind),
-    ``labels`` [decoder] (the same without bos, then eos, -1 behind), ``loss_mask`` [decoder], ``enc_mask`` [encoder]
+    ``dataset[i]`` is a dict of int64 arrays: ``text_enc`` [encoder] (each span replaced by its sentinel, then 0),
+    ``text_dec`` [decoder] (bos, or pad if the tokenizer lacks bos, then each sentinel and its span, then 0),
+    ``labels`` [decoder] (the same without bos, then eos, then -1), ``loss_mask`` [decoder], ``enc_mask`` [encoder]
     and ``dec_mask`` [decoder] (1 on real tokens, by length), and the int ``truncated`` (1: tokens were dropped).
 
     A sample masks no further word once all sentinels are used or the decoder is full.

@@ -1,4 +1,4 @@
-"""Names that programs import from here; the work is done in ``megatron.data``."""
+"""Re-exports for programs that import these names; ``megatron.data`` implements them."""
 
 import logging
 

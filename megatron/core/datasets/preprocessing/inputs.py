@@ -1,8 +1,8 @@
-"""Which files are read, and how they are cut into parts that can be worked on, kept and repeated independently.
+"""The input files, and how they are cut into parts that are processed, kept and repeated independently.
 
 A plain JSON-lines file is cut by bytes: a part owns the lines that *begin* in its range. Compressed files can only be
 read from their start: the parent decompresses and cuts at line ends. A parquet file is cut by row groups. The cuts
-depend on the input alone, never on the number of workers.
+depend only on the input, never on the number of workers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Part:
 
 
 def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str = "blank-line") -> list[InputFile]:
-    """The files behind --input: each pattern in turn, its matches sorted.
+    """Return the files that --input names: patterns in the given order, the matches of each sorted.
 
     Args:
         keys: of --json-keys; plain text has one.
@@ -216,7 +216,7 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
         while data := stream.read(READ_BYTES):
             while data:
                 if fresh and file.kind == "gzip" and not data.strip(b"\0"):
-                    break  # zero padding behind the last member
+                    break  # zero padding after the last member
                 block, data = _step(file, decompressor, data)
                 fresh = decompressor.eof
                 if fresh:
@@ -235,7 +235,7 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
 def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes]:
     try:
         if file.kind == "gzip":
-            block = decompressor.decompress(data, 4 * READ_BYTES)  # a bound on what a block can swell to
+            block = decompressor.decompress(data, 4 * READ_BYTES)  # limit for the size of a decompressed block
             return block, decompressor.unused_data if decompressor.eof else decompressor.unconsumed_tail
         return decompressor.decompress(data), decompressor.unused_data
     except Exception as error:  # zlib.error, zstandard.ZstdError

@@ -24,7 +24,7 @@ class BadLine:
 
 
 def rows_of(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """For each line (parquet: row) of ``part``: the texts of ``keys``, or why there are none; and its size in bytes."""
+    """For each line (parquet: row) of ``part``: the texts of ``keys`` or the reason for their absence; its size in bytes."""
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
         return
@@ -75,7 +75,7 @@ def _plain_lines(part: Part, max_line_bytes: int) -> list[bytes]:
                 return []
             file.seek(position)
         data = bytearray(file.read(part.stop - position))
-        begun = len(data) - (data.rfind(b"\n") + 1)  # bytes of a line that goes on behind the range
+        begun = len(data) - (data.rfind(b"\n") + 1)  # bytes of a line that continues after the range
         while begun and begun <= max_line_bytes:
             block = file.readline(min(READ_BYTES, max_line_bytes + 1 - begun))
             data += block
@@ -116,7 +116,7 @@ def _no_quick_parser(line: bytes) -> Any:
 
 
 def _careful_parse(line: bytes) -> Any:
-    """Python's own parser: decides what orjson refuses (it takes NaN, for instance) and gives the reason."""
+    """Parse with Python's ``json`` where orjson fails: it accepts more (for instance NaN) and names the error."""
     if not line.strip():
         return BadLine("empty line")
     try:

@@ -1,7 +1,7 @@
 """The whole run: plan, shards by workers, then one atomic ``.bin``/``.idx`` pair per key.
 
 ``<prefix>.partial/`` holds the plan (``plan.json``: inputs, settings, tokenizer) and the finished shards. A run that
-was killed continues from them; its output is that of an uninterrupted run, for any number of workers. The pairs are
+was killed continues from them; its output equals an uninterrupted run's, for any number of workers. The pairs are
 put together at the end, so that nothing complete-looking exists before everything is; it needs twice the disk space
 meanwhile.
 """
@@ -128,7 +128,7 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilde
 
 @contextlib.contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """Create ``folder`` and hold it; of two runs with one --output-prefix the second is refused."""
+    """Create and lock ``folder``; raise if another run with the same --output-prefix holds the lock."""
     existed = os.path.isdir(folder)
     os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
     try:
@@ -147,12 +147,12 @@ def _locked_folder(folder: str) -> Iterator[None]:
             yield
         except BaseException:
             if not existed and not os.path.exists(os.path.join(folder, "plan.json")):
-                shutil.rmtree(folder, ignore_errors=True)  # refused before any work
+                shutil.rmtree(folder, ignore_errors=True)  # raises before any work
             raise
 
 
 def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, splitter: str) -> dict[str, Any]:
-    """All that the bytes of the output depend on."""
+    """Return every setting that the bytes of the output depend on."""
     return {
         "version": PLAN_VERSION,
         "inputs": [[file.path, file.size, file.modified_ns] for file in files],
@@ -167,7 +167,7 @@ def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, s
 
 
 def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
-    """Refuse to touch existing output or another run's parts; then write the plan."""
+    """Raise if output or parts of another run exist; otherwise write the plan."""
     path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
     old: dict[str, Any] | None = None
     with contextlib.suppress(FileNotFoundError, ValueError):
@@ -343,7 +343,7 @@ class _Run:
 
 
 def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: list[str]) -> None:
-    """Join the shards of each key into its pair, and describe the tokenizer beside it."""
+    """Join the shards of each key into one ``.bin``/``.idx`` pair and write the sidecar that names the tokenizer."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     create_file(os.path.join(folder, "publishing")).close()
     for key, prefix in output_prefixes(cfg).items():

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> int:
-    """Log MB/s for each of ``cfg.workers_to_check`` and return the fastest. Writes nothing beside the input or output.
+    """Log MB/s for each of ``cfg.workers_to_check`` and return the fastest. Writes no file next to the input or output.
 
     Raises:
         ValueError: as ``preprocess``.

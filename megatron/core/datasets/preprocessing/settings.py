@@ -78,7 +78,7 @@ class PreprocessConfig:
     """A longer input line counts as unusable; bounds the memory."""
 
     def problems(self) -> list[str]:
-        """All that is wrong with the flags themselves."""
+        """Return every problem of the flags themselves."""
         found = []
         if not self.input:
             found.append("--input is missing: give files, globs or folders")

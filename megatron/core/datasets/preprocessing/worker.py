@@ -1,7 +1,7 @@
 """A worker: one part of the input becomes one shard, a small ``.bin``/``.idx`` pair per key and a record.
 
 Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly
-when it exists. A shard's bytes depend on its part alone: whichever process makes it, and however often, the result is
+when it exists. A shard's bytes depend only on its part: whichever process makes it, and however often, the result is
 the same.
 """
 
@@ -66,7 +66,7 @@ class PartRecord:
 
 
 def shard_prefix(folder: str, part: str, key: str) -> str:
-    """Where the shard of a part and key lies."""
+    """Return the path prefix of the shard of one part and key."""
     return os.path.join(folder, f"{part}.{key}")
 
 
@@ -194,7 +194,7 @@ _PROCESS: dict[str, Worker] = {}  # the worker of this process, set once by ``st
 
 def start_process(worker: Worker | None, build: Callable[[Any], Tokenizer], tokenizer_cfg: Any, *rest: Any) -> None:
     """Initializer of a pool process: takes the parent's worker or builds one (``rest``: its other arguments), and ends
-    when the parent is gone."""
+    when the parent process has ended."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     if parent is not None:
