@@ -114,7 +114,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, target: int, random_state: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return views that have ``target`` tokens together, removing tokens one by one from the longer one (``second`` among
+    """Return views that have ``target`` tokens together, removing single tokens from the longer one (``second`` among
     equals), from its start or its end by the toss of a coin."""
     bounds = [[0, len(first)], [0, len(second)]]
     excess = len(first) + len(second) - target
