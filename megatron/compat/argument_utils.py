@@ -29,7 +29,7 @@ def gpt_config_from_args(args: Namespace, config: Any = None, model_config_cls: 
 
 
 def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
-    """The settings for :func:`pretrain`: those of the command line, with what the script has changed in ``args``.
+    """Return the settings for :func:`pretrain`: the command line's, updated by the script's changes to ``args``.
 
     ``model_cfg``: of :func:`gpt_config_from_args`; None: :func:`pretrain` gets a ``model_provider``.
     """

@@ -78,7 +78,7 @@ def get_batch_on_this_cp_rank(
 
 
 def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
-    """``batch`` with its rows laid end to end, [1, b * s], and ``cu_seqlens`` [1, n] of all of them; as it is without
+    """``batch`` with its rows concatenated, [1, b * s], and ``cu_seqlens`` [1, n] of all of them; as it is without
     ``cu_seqlens``. A row of ``cu_seqlens`` [b, n] counts from 0 to s and may repeat s at its end."""
     if batch.get("cu_seqlens") is None:
         return batch
@@ -95,7 +95,7 @@ def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_to_end(cu_seqlens: Tensor) -> Tensor:
-    """Boundaries [n] of rows laid end to end, from those of every row [b, n]."""
+    """Return the boundaries [n] of the concatenated rows, given the boundaries [b, n] of every row."""
     lengths = cu_seqlens.diff(dim=1).flatten()
     return F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(cu_seqlens.dtype)
 

@@ -55,7 +55,7 @@ __all__ = [
 
 
 class BatchPositionHook(Hook):
-    """``get_num_microbatches()``, which scripts ask, is that of the batch being trained."""
+    """``get_num_microbatches()``, which scripts call, returns the count of the batch being trained."""
 
     def __init__(self, cfg: PretrainConfig) -> None:
         self.cfg = cfg
@@ -234,7 +234,7 @@ def _functions(datasets_provider: Callable, forward_step: Callable) -> dict[str,
 
 
 def _two_arguments(forward_step: Callable) -> Callable:
-    """``forward_step`` as (iterator, model), whatever optional parameters it has beside them."""
+    """Return ``forward_step`` as a function of (iterator, model), without its other, optional parameters."""
     required = [
         each for each in signature(forward_step).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
@@ -249,7 +249,7 @@ def initialize_megatron(
     args_defaults: dict[str, Any] | None = None,
     **unused: Any,
 ) -> None:
-    """Parses ``sys.argv`` and brings this process up, for programs with a loop of their own."""
+    """Parses ``sys.argv`` and initializes this process, for programs with their own training loop."""
     cfg = validate_args(
         parse_script_args(args_defaults, extra_args_provider),
         launched_world_size() or 1,
@@ -264,7 +264,7 @@ def initialize_megatron(
 def get_model(
     model_provider_func: Callable[..., nn.Module], model_type: Any = None, wrap_with_ddp: bool = True, **unused: Any
 ) -> list[nn.Module]:
-    """The model chunks of this rank as ``model_provider_func`` builds them, for programs with a loop of their own."""
+    """Return this rank's model chunks, built by ``model_provider_func``, for programs with their own training loop."""
     program = current_program()
     task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
     Current.program = program  # the task took its place

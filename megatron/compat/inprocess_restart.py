@@ -8,5 +8,5 @@ from typing import Any
 
 
 def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
-    """``pretrain`` as it is, and no store; ``--inprocess-restart`` is refused when flags are parsed."""
+    """Return ``pretrain`` unchanged and no store; ``--inprocess-restart`` is rejected when flags are parsed."""
     return pretrain, None

@@ -15,7 +15,7 @@ def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: i
 
 
 def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """Number of layers on the stages before that of :func:`get_num_layers_to_build`."""
+    """Return the number of layers on the stages before the one of :func:`get_num_layers_to_build`."""
     return _layers(config, vp_stage, pp_rank).start
 
 

@@ -102,7 +102,7 @@ def scaled_init_method_normal(
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Recompute ``function(*args)`` in backward: only the arguments are saved, each tensor-parallel rank a part of them
-    with ``distribute_saved_activations``. States of the random tracker are those of the first run."""
+    with ``distribute_saved_activations``. The random tracker's states are restored from the first run."""
     tracker, runs = get_cuda_rng_tracker(), 0
     before = tracker.get_states()
 

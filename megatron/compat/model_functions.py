@@ -87,7 +87,7 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
 
 class Float16Module(nn.Module):
     """A model in the 16-bit format that ``config.bf16`` or ``config.fp16`` names: floating-point inputs are converted
-    to it, and outputs of the last pipeline stage to fp32. State dicts are those of the model."""
+    to it, and outputs of the last pipeline stage to fp32. State dicts equal the wrapped model's."""
 
     def __init__(self, config: Any, module: nn.Module) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ class WrappedTorchNorm:
 
 
 class FusedLayerNorm(WrappedTorchNorm):
-    """The same: kernels are chosen by the library."""
+    """Same as the base: the library chooses the kernels."""
 
 
 class InferenceParams:

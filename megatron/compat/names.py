@@ -28,7 +28,7 @@ ALL = "*"
 
 
 class Source(NamedTuple):
-    """Where a name comes from."""
+    """The origin of a name."""
 
     module: str
     """A module of this library, ``absent: REASON`` or ``family: MODELS``."""

@@ -72,7 +72,7 @@ def reconfigure_num_microbatches_calculator(*arguments: Any, **named: Any) -> No
 
 
 def follow_batch_schedule(settings: BatchConfig, data_parallel_size: int, consumed_samples: int = 0) -> None:
-    """The same for any object with the fields of a batch schedule, such as a run's whole configuration."""
+    """Same for any object with the fields of a batch schedule, such as a run's whole configuration."""
     batch_schedule.check_batch_sizes(settings, data_parallel_size)
     _Current.position = _Position(settings, data_parallel_size, consumed_samples)
 
@@ -110,7 +110,7 @@ def get_current_global_batch_size() -> int:
 
 
 def get_current_running_global_batch_size() -> int:
-    """The same as it is run: lowered to whole micro-batches where ``decrease_batch_size_if_needed`` says so."""
+    """Return the batch size that is run: rounded down to whole micro-batches if ``decrease_batch_size_if_needed``."""
     at = _position()
     return batch_schedule.running_global_batch_size(at.settings, at.consumed_samples, at.data_parallel_size)
 

@@ -141,7 +141,7 @@ def parse_and_validate_args(
 
 
 def settings_of(args: Namespace) -> PretrainConfig:
-    """The settings that :func:`parse_and_validate_args` read, with what the script has changed in ``args`` since.
+    """Return the settings that :func:`parse_and_validate_args` read, updated by the script's later changes to ``args``.
 
     Raises:
         UserError: a changed name that follows from other settings.

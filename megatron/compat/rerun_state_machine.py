@@ -32,7 +32,7 @@ class RerunStateMachine:
     ) -> None:
         """``ArithmeticError`` with ``message`` where ``rejection_func(result)`` is true; a warning if not ``fatal``.
 
-        ``comparison_func`` and ``tolerance`` would judge a second run of the step; there is none.
+        ``comparison_func`` and ``tolerance`` are ignored, because no step is run twice.
         """
         if not bool(rejection_func(result)):
             return

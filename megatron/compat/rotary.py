@@ -1,4 +1,4 @@
-"""Rotary position embeddings as programs compute them in layers of their own.
+"""Rotary position embeddings for programs that compute them in their layers.
 
 A table of angles is [s, 1, 1, d]: of position i and frequency j the angle i * base^(-2j/d), for both halves of a head
 (or for neighbors, with ``rotary_interleaved``). Layers of this library use ``attention/rotary.py``.

@@ -95,7 +95,7 @@ class ScriptData:
 
 
 def _lengths(dataset: Any) -> Any:
-    """None for no data, else the length of a data set (0 where it has none), or those of a list of them."""
+    """Return None for no data, else the length of a data set (0 if it has no length), or a list of lengths."""
     if isinstance(dataset, list | tuple):
         return [_lengths(each) for each in dataset]
     return None if dataset is None else len(dataset) if hasattr(dataset, "__len__") else 0
@@ -118,7 +118,7 @@ class ScriptBatch(dict[str, Any]):
 
 
 class MicroBatches(Iterator[Any]):
-    """Micro-batches that every rank of a model replica reads: scripts have nothing to broadcast.
+    """Micro-batches that every rank of a model replica reads, so that scripts need not broadcast.
 
     ``on_read`` gets each of them before the script does. On a CPU their tensors are :class:`HostTensor`.
     """

@@ -14,4 +14,4 @@ def set_startup_timestamps(program_start: float | None = None, main_entry: float
 
 
 def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Tensor) -> None:
-    """Accept document lengths. FLOPs are those of the model's description, for whole sequences."""
+    """Accept document lengths, but count the FLOPs of the model's description for whole sequences."""

@@ -1,4 +1,4 @@
-"""The one place that stores state: the process groups of this process, and where its training run stands.
+"""The only module with state: the process groups of this process, and its current position in the run.
 
 ``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass
 it down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on
@@ -120,7 +120,7 @@ def initialize_model_parallel(
 
 def start_alone() -> None:
     """torch.distributed as a group of one, where no launcher started this process and nobody has: programs call it
-    (``get_rank``, ``barrier``) whatever the number of ranks."""
+    (``get_rank``, ``barrier``) for any number of ranks."""
     if not dist.is_initialized() and "RANK" not in os.environ:
         _start_world_of_one()
 
@@ -199,7 +199,7 @@ def _open_lanes(groups: process_groups.ProcessGroups, wrap: bool) -> None:
 
 
 def _with_engines(groups: process_groups.ProcessGroups) -> process_groups.ProcessGroups:
-    """The same with copy engines where they work."""
+    """Return the same group, with copy engines where they work."""
     changed: dict[str, process_groups.Group] = {}
     for name in _AXES_WITH_ENGINES:
         group: process_groups.Group = getattr(groups, name)
@@ -228,7 +228,7 @@ def _current() -> _State:
 
 
 def get_process_groups() -> process_groups.ProcessGroups:
-    """The groups of this process; those of a single process where nothing was initialised."""
+    """Return the groups of this process; groups of a single process if none were initialized."""
     return process_groups.SINGLE_PROCESS if _state is None else _state.groups
 
 

@@ -1,6 +1,6 @@
 """Manifest ``metadata.json``: contents of a checkpoint directory, with checksums of all bytes.
 
-One line of JSON that ends in the sha256 of all that precedes::
+One line of JSON that ends in the sha256 of the preceding bytes::
 
     {"format": …, "format_version": 1, "run_id": …, "world_size": …, "objects": {…},
      "assets": {folder/file: {"bytes", "crc32"}},
@@ -9,7 +9,7 @@ One line of JSON that ends in the sha256 of all that precedes::
      "sha256": "…"}
 
 Files are safetensors; their names are plain names, never paths. A reader needs no pickle and trusts no name: this is
-why the format is not that of torch.distributed.checkpoint, whose metadata is a pickle and whose data has no checksums.
+why the format differs from torch.distributed.checkpoint, whose metadata is a pickle and whose data has no checksums.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode(manifest: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> dict[str, Any]:
-    """Inverse of :func:`encode`; ``CheckpointDamagedError`` for anything that is not exactly such a file."""
+    """Inverse of :func:`encode`; raises ``CheckpointDamagedError`` if the file deviates in any byte."""
     body, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
     match = _SUFFIX.fullmatch(suffix)
     if not match or hashlib.sha256(body).hexdigest().encode() != match[1]:

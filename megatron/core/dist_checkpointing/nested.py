@@ -1,5 +1,5 @@
 """``save`` and ``load`` of nested dictionaries, as programs written for Megatron-LM call them: rectangles of tensors in
-any depth, beside JSON values (an iteration, arguments), which are stored as one of the checkpoint's ``objects``."""
+any depth, plus JSON values (an iteration, arguments), which are stored as one of the checkpoint's ``objects``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Writes one directory of sharded tensors, all ranks together.
 
 Every rank writes its own safetensors files, streamed in blocks so that staging stays small. What several ranks hold is
-written once, by the rank with the least to write so far. Everything goes into a hidden directory beside the final one;
+written once, by the rank with the least to write so far. All files go into a hidden directory next to the final one;
 files and directories are fsynced, rank 0 adds the manifest, and one rename makes it a checkpoint. A failure on any rank
-raises on all of them and leaves nothing behind.
+raises on all of them and leaves no files.
 
 ``save`` is ``plan``, which looks at tensors, and ``write``, which looks at files only: a save in the background runs it
 in another thread, over a group of its own, on blocks that ``staging.py`` has copied off the device.
@@ -69,7 +69,7 @@ def save(
     Args:
         sharded_state_dict: this rank's rectangles; the keys are ignored, the tensors' own names count.
         checkpoint_dir: the final name; on a file system that all ranks share.
-        objects: JSON values; those of the first rank are stored.
+        objects: JSON values; only the first rank's are stored.
         assets: files that the first rank copies along: name in the checkpoint (``folder/file``) -> source.
         group: all ranks; by default all of torch.distributed.
 
@@ -221,7 +221,7 @@ class _RankWriter:
             entry, chunks = self._write_file(file_name, members)
             result["files"][file_name] = entry
             result["chunks"] += chunks
-        fsync_path(self.directory)  # the names too, before the manifest speaks of them
+        fsync_path(self.directory)  # sync the names too, before the manifest refers to them
         self.fault("shards_written")
         return result
 

@@ -99,7 +99,7 @@ class _StoredTensor:
 
 
 def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> list[dict[str, LazyTensor]]:
-    """Split ``tensors``, in order, into groups of at most ``max_bytes``; a larger tensor is a group by itself.
+    """Split ``tensors``, in order, into groups of at most ``max_bytes``; a larger tensor forms its own group.
 
     Within a group, tensors are sorted by decreasing element size, for alignment."""
     groups: list[dict[str, LazyTensor]] = [{}]
@@ -288,7 +288,7 @@ class Target:
     def publish(self) -> None:
         """Fsync all files, rename the folder to its final name and delete the journal.
 
-        Raises CheckpointError if ``final`` exists by now."""
+        Raises CheckpointError if ``final`` exists."""
         self._check_final()
         for path in [*self.folder.rglob("*"), self.folder]:
             fsync_path(path)

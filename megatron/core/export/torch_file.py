@@ -90,7 +90,7 @@ class _Record:
     range: tuple[int, int | None]
     """Start and length of the archive in the file; ``position`` is relative to this start."""
     position: int
-    """Offset of the record's header, or of its bytes in the legacy format."""
+    """Offset of the record's header; in the legacy format, offset of its bytes."""
     num_bytes: int
     crc32: int | None = None
     """CRC-32 to check on the first read; None after the check, or without checksums."""

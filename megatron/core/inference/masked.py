@@ -1,4 +1,4 @@
-"""What an encoder says of masked tokens, and of the order of two texts."""
+"""Predictions of an encoder for masked tokens and for the order of two texts."""
 
 from __future__ import annotations
 

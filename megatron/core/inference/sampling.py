@@ -19,7 +19,7 @@ from megatron.core.config.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token follows from its logits."""
+    """Settings that choose the next token from its logits."""
 
     temperature: float = 1.0
     """0: always the likeliest token."""
@@ -48,7 +48,7 @@ class Sampling:
         return choose
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Logits [v] over the temperature, with all but the allowed tokens at -inf."""
+        """Return logits [v] divided by the temperature; tokens that are not allowed are -inf."""
         logits = logits.float()
         logits = (logits - logits.max()) / self.temperature  # at most 0: a small temperature overflows to -inf only
         if self.top_k > 0:
@@ -127,7 +127,7 @@ def generate_answer(
     stop_token: int | None = None,
     sampling: Sampling = PLAIN,
 ) -> Iterator[int]:
-    """Yields what the decoder of a :class:`T5Model` writes behind ``start`` until ``stop_token`` (not yielded),
+    """Yields the tokens a :class:`T5Model` decoder generates after ``start`` until ``stop_token`` (not yielded),
     ``max_new_tokens`` or the end of its positions. ``text`` is encoded once.
 
     Raises:
@@ -161,7 +161,7 @@ def _written(
     logits: Callable[[list[int]], Tensor], context: list[int], max_new_tokens: int, stop_token: int | None,
     sampling: Sampling,
 ) -> Iterator[int]:  # fmt: skip
-    """Tokens behind ``context``, whose logits [1, s, v] ``logits`` computes."""
+    """Yield the tokens that follow ``context``; ``logits`` computes logits [1, s, v]."""
     choose = sampling.chooser()
     for _ in range(max_new_tokens):
         token = choose(logits(context)[0, -1].cpu())

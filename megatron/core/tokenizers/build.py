@@ -68,7 +68,7 @@ class MegatronTokenizer:
 
     @staticmethod
     def from_pretrained(tokenizer_path: str, **options: Any) -> Tokenizer:
-        """The tokenizer in ``tokenizer_path``, its kind told from its files.
+        """Return the tokenizer in ``tokenizer_path``; its files determine the kind.
 
         A folder with tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model or .tiktoken
         file; or any of these files, or a JSON list for TikTokenizer.

@@ -7,7 +7,7 @@ xy = t appear while a piece is merged. Nothing has crossed the edges of t's span
 are a prefix of those that t's bytes undergo alone; alone, the only state of two parts is the last one before t, the
 pair that forms t. Hence (x, y) is that pair, both libraries see it, and both give it the same rank. Tokens that are not
 reachable never appear, in either, unless ``ignore_merges`` looks whole pieces up; then a token is also safe if its
-bytes alone end in three parts or more.
+bytes without context end in three parts or more.
 
 What cannot be shown equal is left to `tokenizers`: other pre-tokenizers or normalizers as a whole, and single texts
 that contain an added token or are not in the form the normalizer makes. A self-test at load compares both on awkward
@@ -172,7 +172,7 @@ def _fast_pattern(definition: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dict[bytes, int], np.ndarray | None] | str:
-    """tiktoken's table and the id of each of its ranks, or the reason why there is none."""
+    """Return tiktoken's table and the id of each of its ranks, or the reason why it cannot be built."""
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
     if model.get("type", "BPE") != "BPE" or any(model.get(option) for option in plain):
         return "its model is not plain BPE"

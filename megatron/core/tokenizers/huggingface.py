@@ -1,6 +1,6 @@
 """Tokenizers in the `tokenizers` format: tokenizer.json files, GPT-2's vocabulary and merges, BERT's WordPiece.
 
-Only files on disk are read, by the `tokenizers` library alone: nothing is downloaded, and Python code that comes with a
+Only files on disk are read, only by the `tokenizers` library: nothing is downloaded, and Python code that comes with a
 tokenizer is never run.
 """
 
@@ -25,7 +25,7 @@ from megatron.core.tokenizers.libraries import require
 
 logger = logging.getLogger(__name__)
 
-# tried in this order when the files beside tokenizer.json do not name an end-of-sequence token
+# tried in this order when the files next to tokenizer.json do not name an end-of-sequence token
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<|eod|>", "<eos>", "<|end▁of▁sentence|>", "[EOD]")
 MAX_IDS = 2**24
 """A larger id is no vocabulary's; libraries walk all ids up to the largest."""
@@ -167,7 +167,7 @@ def build_huggingface(
 def build_gpt2_bpe(
     vocab_file: str | None, merge_file: str | None, special_tokens: Sequence[str] | None = None, extra_ids: int = 0
 ) -> BackendTokenizer:
-    """--tokenizer-type GPT2BPETokenizer from vocab.json and merges.txt, with ``extra_ids`` sentinels behind.
+    """--tokenizer-type GPT2BPETokenizer from vocab.json and merges.txt, plus ``extra_ids`` sentinels at the end.
 
     Raises:
         ValueError: a file is missing or of the wrong kind, or the vocabulary has no ``<|endoftext|>``.
@@ -295,7 +295,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
-    """Ids by role, from the files that stand beside tokenizer.json, then by well-known names."""
+    """Return ids by role, from the files next to tokenizer.json, then by well-known names."""
     found: dict[str, int] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         config = _optional_json(folder / name)

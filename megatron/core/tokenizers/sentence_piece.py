@@ -15,7 +15,7 @@ from megatron.core.tokenizers.libraries import require
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece .model file; ``added`` are the tokens behind its own, with their ids."""
+    """A SentencePiece .model file; ``added`` holds the tokens appended to its vocabulary, with their ids."""
 
     def __init__(self, tokenizer_type: str, model: str | None, *, legacy: bool = False, extra_ids: int = 0,
                  special_tokens: Sequence[str] | None = None):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Training of a byte-level BPE and of a WordPiece vocabulary, deterministic for the same texts in the same order."""
+"""Training of byte-level BPE and WordPiece vocabularies, deterministic for the same texts in the same order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def train_byte_level_bpe(
 ) -> int:
     """Train on ``texts`` with GPT-2's pre-tokenizer and write ``output`` (a tokenizer.json); the size reached.
 
-    Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order. Beside ``output``,
+    Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order. Next to ``output``,
     tokenizer_config.json names the special tokens, so that ``transformers`` loads the folder, too.
 
     Raises:

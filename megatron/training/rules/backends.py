@@ -73,7 +73,7 @@ def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
 
 
 def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
-    """Where attention is cuDNN's because the user says so."""
+    """Problems when the user chooses cuDNN's attention."""
     in_blocks = cfg.context_parallel_size > 1 and "a2a" not in cfg.cp_comm_type  # odd blocks go to the flash kernel
     if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or in_blocks:
         return

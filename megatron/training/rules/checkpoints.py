@@ -107,7 +107,7 @@ def exported_models_have_a_family(cfg: PretrainConfig) -> Problems:
     try:
         settings = complete({**values, "vocab_size": cfg.vocab_size or 1})
         model = describe_run(cfg, settings["vocab_size"])
-    except UserError:  # told by the rules about sizes and --spec
+    except UserError:  # reported by the rules about sizes and --spec
         return
     names = weight_shapes(model, expert_bias=cfg.moe_router_enable_expert_bias).keys()
     if model.unknown or names != described(settings)[0].keys():

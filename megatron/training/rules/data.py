@@ -44,7 +44,7 @@ def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
 
 
 MOST_SAMPLES = 2**35
-"""Most samples of one split: their order alone takes 8 bytes each, 256 GiB."""
+"""Maximum samples of one split: their order takes 8 bytes each, 256 GiB in total."""
 
 
 def samples_can_be_listed(cfg: PretrainConfig) -> Problems:

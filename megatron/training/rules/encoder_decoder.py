@@ -42,7 +42,7 @@ REFUSED = {
     "no_rope_freq": "leave it out",
     "num_layers_per_virtual_pipeline_stage": "--num-virtual-stages-per-pipeline-rank",
 }
-"""What says nothing clear about two stacks, and what to give instead."""
+"""Flags that are ambiguous for two stacks, each with its replacement."""
 
 
 def t5_does_without(cfg: PretrainConfig) -> Problems:

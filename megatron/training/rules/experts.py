@@ -61,7 +61,7 @@ def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
 
 
 def experts_see_tokens_of_their_own(cfg: PretrainConfig) -> Problems:
-    """Under tensor parallelism alone every rank would route the same tokens, and each count them."""
+    """With tensor but without sequence parallelism every rank would route, and count, the same tokens."""
     if cfg.num_moe_experts is not None and cfg.tensor_model_parallel_size > 1 and not cfg.sequence_parallel:
         yield problem(
             cfg, "num_moe_experts", "with --tensor-model-parallel-size > 1 needs split sequences",

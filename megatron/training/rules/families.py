@@ -1,4 +1,4 @@
-"""What the models of BERT and T5 do not take. (Sentences and tokenizers of their data: ``masked_data.py``.)"""
+"""Settings that the models of BERT and T5 reject. (Sentences and tokenizers of their data: ``masked_data.py``.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tokenizer and the data files themselves say against a run, beside what flags say.
+"""Problems that only the tokenizer and the data files can show, after the flags are checked.
 
 Asked where rules refuse a start, so that one message holds everything; and alone, before a model is built and anything
 is written, where they do not. No index is built for it.
@@ -32,7 +32,7 @@ class Line(Problem):
 
 
 def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Problem]:
-    """What the inputs add to the ``known`` problems, as far as flags without a problem name them."""
+    """Return problems of the inputs that are named by flags without a ``known`` problem."""
     if cfg.dry_run:  # asks about flags, not about the machine that it runs on
         return []
     flags = {problem.flag for problem in known}
@@ -53,7 +53,7 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
 def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
 ) -> Any:
-    """The tokenizer; None where there is none to build.
+    """Return the tokenizer, or None if the run needs none.
 
     Args:
         num_samples: wanted of train, valid and test.
@@ -61,7 +61,7 @@ def check_inputs(
         files: look into the data files.
 
     Raises:
-        UserError: a line for everything that is wrong.
+        UserError: one line per problem.
     """
     # here: --help does without numpy and the libraries of tokenizers
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

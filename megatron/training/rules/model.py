@@ -99,7 +99,7 @@ def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
 
 
 def latent_attention_stands_alone(cfg: PretrainConfig) -> Problems:
-    """What the other kind of attention has, and this one has not."""
+    """Reject settings that only the other kind of attention has."""
     if not cfg.multi_latent_attention:
         return
     reasons = {

@@ -100,7 +100,7 @@ def _branches(cfg: PretrainConfig) -> BranchNames | None:
 
 
 def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
-    """The rule above has had its say about layout strings."""
+    """The rule above has reported problems of layout strings."""
     ranks = cfg.pipeline_model_parallel_size
     if not cfg.num_layers or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
         return

@@ -43,7 +43,7 @@ RULES = rules_of(
 
 
 def check(cfg: PretrainConfig) -> list[Problem]:
-    """Everything that is wrong with a resolved configuration; an empty list means that it can run."""
+    """Return all problems of a resolved configuration; an empty list means that it can run."""
     if not cfg.resolved:
         raise AssertionError("check() takes what resolve() returns")
     rules = [*RULES, *rules_of(data, masked_data)] if cfg.needs_data else RULES

@@ -14,7 +14,7 @@ def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def global_batch_divides(cfg: PretrainConfig) -> Problems:
-    """Also every size of a ramp or of a step schedule."""
+    """Also each size of a ramp or step schedule."""
     clash = cfg.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
         fields = names_of(*sorted(clash))

@@ -138,7 +138,7 @@ class Ours(Begin):
 class Theirs(Rule):
     """Keys that must be absent or have one value, because no setting represents others.
 
-    ``written`` tells whether export writes them; False for keys that ``transformers`` ignores."""
+    ``written``: whether export writes them; False for keys that ``transformers`` ignores."""
 
     def __init__(self, fixed: Table, *, written: bool = True) -> None:
         super().__init__(fixed)

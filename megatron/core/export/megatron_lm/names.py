@@ -181,7 +181,7 @@ def find_place(name: str) -> Place:
 def their_name(name: str, experts: bool) -> tuple[str, Row]:
     """Return the ``torch_dist`` name and table row of the local weight ``name`` (without ``model.``).
 
-    ``experts`` tells whether its layer is MoE, where the pre-MLP norm has another name.
+    ``experts``: whether its layer is MoE, where the pre-MLP norm has another name.
 
     Raises:
         CheckpointError: Megatron-LM has no such tensor.
@@ -261,7 +261,7 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
     """Convert Megatron-LM's arguments to settings: plain values only.
 
     None means "not given": Megatron-LM then computes with the value that is the default here. ``num_query_groups``
-    counts only together with ``group_query_attention``: its default of 1 is in the arguments of every run.
+    applies only together with ``group_query_attention``: its default of 1 is in the arguments of every run.
 
     Args:
         tensors: names and global shapes; the padded vocabulary is read from them if the arguments lack it.
@@ -285,7 +285,7 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
     settings["vocab_size"] = true if isinstance(true, int) and 0 < true <= padded else padded
     if family == "bert":
         settings["bert_binary_head"] = "binary_head.weight" in tensors
-        if "embedding.position_embeddings.weight" in tensors:  # its program learns positions, whatever its flag says
+        if "embedding.position_embeddings.weight" in tensors:  # its program learns positions and ignores the flag
             settings["position_embedding_type"] = "learned_absolute"
     if family == "t5":  # whose program gives the decoder as many layers as the encoder has, whatever its flag says
         settings["decoder_num_layers"] = len(layers_of(tensors, "decoder"))

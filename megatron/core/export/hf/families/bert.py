@@ -1,4 +1,4 @@
-"""BERT (``BertForPreTraining``): every norm stands behind a residual sum, so ours before a branch is theirs behind the
+"""BERT (``BertForPreTraining``): every norm follows a residual sum, so ours before a branch is theirs behind the
 one before it, and what is added to is the normed stream (--apply-residual-connection-post-layernorm).
 
 Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of text, which then begins at random values.
@@ -97,4 +97,4 @@ MEGATRON_BERT = replace(
         "encoder.final_layernorm": "bert.encoder.ln",
     },
 )  # fmt: skip
-"""Megatron-LM's: norms before its branches and one behind the last."""
+"""Megatron-LM's: norms before its branches and one after the last."""

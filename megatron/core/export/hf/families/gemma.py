@@ -36,7 +36,7 @@ GEMMA = Family(
 
 
 def cap(key: str, default: float | None) -> Computed:
-    """A soft cap, under one name in both; null says that there is none."""
+    """A soft cap, under one name in both; null means no cap."""
     return Computed((key,), (key,), lambda config: {key: config.get(key, default)}, lambda ours: {key: ours[key]})
 
 

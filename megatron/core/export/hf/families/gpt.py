@@ -74,4 +74,4 @@ GPT_NEOX = Family(
     unused=(r".*\.attention\.(masked_)?bias", r".*\.rotary_emb\.inv_freq"),
     base="gpt_neox.",
 )  # fmt: skip
-"""Query, key and value of a head stand together, as ours do."""
+"""Query, key and value rows of one head are adjacent, in both formats."""

@@ -30,7 +30,7 @@ def rms_norm(default: float = 1e-6) -> tuple[Rule, ...]:
 
 
 def common(epsilon: float = 1e-6) -> tuple[Rule, ...]:
-    """What most families say alike."""
+    """Settings that most families share."""
     return *SIZES, *rms_norm(epsilon), *DROPOUT, tied(False), SILU_GATED
 
 
@@ -65,7 +65,7 @@ POST_NORMS: Weights = {
     "decoder.layers.*.pre_mlp_layernorm": "model.layers.*.pre_feedforward_layernorm",
     "decoder.layers.*.post_mlp_layernorm": "model.layers.*.post_feedforward_layernorm",
 }
-"""Of layers with norms behind their branches too."""
+"""Names for layers that also have norms after their branches."""
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM", models="LLaMA 1 to 3.3 and models of their shape",
@@ -133,4 +133,4 @@ OLMO2 = Family(
     ),
     weights=POST_NORMS,
 )  # fmt: skip
-"""Norms behind branches alone; queries and keys normed across heads."""
+"""Norms only after branches; queries and keys are normalized across heads."""

@@ -101,7 +101,7 @@ MIXTURE = (
     Same("moe_ffn_hidden_size", "moe_intermediate_size"),
     Ignored(("router_aux_loss_coef", "output_router_logits")),
 )
-"""What Qwen's mixtures have in common."""
+"""Settings that all of Qwen's mixtures share."""
 
 QWEN3_MOE = Family(
     "qwen3_moe", "Qwen3MoeForCausalLM", models="Qwen3-30B-A3B, 235B-A22B",
@@ -134,7 +134,7 @@ QWEN2_MOE = Family(
         "decoder.layers.*.mlp.shared_experts.gate_weight": "model.layers.*.mlp.shared_expert_gate.weight",
     },
 )  # fmt: skip
-"""Also Qwen1.5-MoE: mixtures of experts beside a gated shared expert."""
+"""Also Qwen1.5-MoE: mixtures of experts plus a gated shared expert."""
 
 LATENTS = {
     "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
@@ -165,7 +165,7 @@ def expert_groups(scored: int) -> Computed:
     """Rule of a choice limited to some groups of experts; a group's score is the sum of its ``scored`` best scores.
 
     ``moe_router_group_score_topk`` is left at None where its default has the same meaning, so that a model of
-    Megatron-LM's has the same settings. A single group is no limit, whatever its score.
+    Megatron-LM's has the same settings. A single group does not limit the choice, for any score.
     """
     groups, chosen, score = names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
 
@@ -231,7 +231,7 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
           v_head_dim="v_head_dim"),
     Computed(("q_lora_rank",), ("q_lora_rank",), _load_query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
     Same("num_attention_heads", "num_key_value_heads"), Rope(latent=True),
-    # the norms of its latents have this epsilon whatever the key says
+    # the norms of its latents always have this epsilon; the key is ignored
     Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True}),
     Theirs({"rms_norm_eps": 1e-6, "attention_bias": False}),
     Ignored(("head_dim", "qk_head_dim")),
@@ -257,10 +257,10 @@ DEEPSEEK_V3 = Family(
     counts_if_held=PREDICTION_IF_HELD,
     unused=(PREDICTION_UNUSED, r".*\.rotary_emb\.inv_freq"),
 )  # fmt: skip
-"""Also R1: latent attention, experts in groups beside a shared one.
+"""Also R1: latent attention, experts in groups plus a shared one.
 
-Layers of multi-token prediction are numbered on behind the last one, and hold the embedding and the output layer again.
-Files that ``transformers`` wrote lack them, whatever their config.json says.
+Layers of multi-token prediction continue the layer numbers, and hold the embedding and the output layer again.
+Files written by ``transformers`` lack them even if their config.json names them.
 """
 
 GPT_OSS = Family(
@@ -268,7 +268,7 @@ GPT_OSS = Family(
     limits=("MXFP4 files",),
     config=(
         *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False),
-        Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # where nothing is said it is YaRN there
+        Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # without a type it is YaRN there
         Window(128, every=2), Same("kv_channels", "head_dim", default=64),
         Ours({"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
               "moe_layer_freq": 1, "moe_router_pre_softmax": False}),

@@ -46,7 +46,7 @@ STARCODER2 = Family(
         Same("hidden_dropout", "residual_dropout", default=0.0),
         Same("hidden_dropout", "embedding_dropout", default=0.0),
         Ours({"normalization": "LayerNorm", "add_bias_linear": True}),
-        # without biases the activation here is the exact GELU whatever the flags say
+        # without biases the activation here is always the exact GELU; the flags are ignored
         Theirs({"use_bias": True, "norm_type": "layer_norm", "mlp_type": "default", "scale_attn_weights": True}),
         Ignored(("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32",
                  "scale_attention_softmax_in_fp32")),
