@@ -7,9 +7,9 @@ FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libc6-dev libibverbs1 librdmacm1 ibverbs-providers && rm -rf /var/lib/apt/lists/*
 WORKDIR /megatron
 COPY . .
-RUN pip install --no-cache-dir -c constraints.txt torch \
-    && pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock \
-    && pip install --no-cache-dir --no-deps --no-build-isolation .
+RUN pip install --no-cache-dir -c constraints.txt torch
+RUN pip install --no-cache-dir --no-deps --require-hashes -r requirements.lock
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 ENV PYTHONPATH=/megatron
 # docker run --user chooses another; mounted folders must be writable for it
 RUN useradd --create-home --uid 1000 megatron
