@@ -1,4 +1,4 @@
-"""Attention: softmax(Q K^T / sqrt(d)) V, of grouped heads or of latents.
+"""Attention: softmax(Q K^T / sqrt(d)) V, with grouped heads or latents.
 
 Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; multi-head latent attention: DeepSeek-V2 (2024), section 2.1;
 sinks: GPT-OSS's published code, and Miller 2023. Rotary positions: Su et al. 2021; their scalings: Chen et al. 2023,
@@ -118,7 +118,7 @@ def has_window(c: Settings, number: int) -> bool:
 
 
 def skips_rotation(c: Settings, number: int) -> bool:
-    """Layers without positions (NoPE): every so many, or those that a list marks with 1."""
+    """Return whether a layer has no positions (NoPE): each n-th layer, or each layer that a list marks with 1."""
     skip = c.no_rope_freq
     return bool(skip[number - 1]) if isinstance(skip, list) else skip is not None and number % skip == 0
 
@@ -150,7 +150,7 @@ def rotated(x: Tensor, c: Settings, is_yarn: bool, width: int, interleaved: bool
 
 
 def sharpness(c: Settings, weight: float) -> float:
-    """YaRN's temperature of a stretched context."""
+    """Return YaRN's attention temperature for an extended context."""
     return 1 + 0.1 * weight * math.log(max(c.rotary_scaling_factor, 1))
 
 

@@ -1,12 +1,12 @@
 """BERT (Devlin et al. 2018), as Megatron-LM has it: a bidirectional encoder that predicts masked tokens, and whether
-two stretches of text stand in their order (Lan et al. 2019).
+two text segments are in their original order (Lan et al. 2019).
 
-    x = dropout(E[token] + P[position] + T[type]);  layers as GPT's, whose queries see all that is not padding
+    x = dropout(E[token] + P[position] + T[type]);  GPT's layers; queries see every token except padding
     y = norm(gelu(x W + b));  loss_t = -log softmax(y_t E^T + c)[label_t]      masked tokens
     p = tanh(x_0 W' + b');    loss = -log softmax(p W'' + b'')[swapped]         the first token's place
 
-With the residual taken from behind the norms it is the published model: the first norm is that of the embedding, the
-next layer's first norm is the one behind this layer, and the final norm that behind the last.
+If residuals are taken after the norms, this is the published model: the first norm is the embedding's, the next
+layer's first norm is the norm after this layer, and the final norm is the norm after the last layer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Bert(Model):
         return in_reach(self.c, number, real.shape[1], causal=False) & real[:, None, None]
 
     def transformed(self, x: Tensor) -> Tensor:
-        """What the output layer sees [b, s, h]."""
+        """Return the output layer's input [b, s, h]."""
         return self.norm(erf_gelu(self.linear(x, "lm_head.dense")), "lm_head.layer_norm")
 
     def order(self, x: Tensor) -> Tensor:

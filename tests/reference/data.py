@@ -18,7 +18,7 @@ Corpus = list  # of int arrays
 
 
 def cut(c: Settings, documents: Corpus, wanted: int | None) -> list:
-    """Samples of s + 1 tokens in training order; at least ``wanted``, or those of one epoch."""
+    """Return samples of s + 1 tokens in training order: at least ``wanted``, or one epoch."""
     length, seed = c.seq_length, c.seed
     per_epoch = sum(map(len, documents))
     epochs = 1 if wanted is None else max(1, math.ceil((wanted * length + 1) / per_epoch))
@@ -35,7 +35,7 @@ def cut(c: Settings, documents: Corpus, wanted: int | None) -> list:
 
 
 def _shuffled(order, first: int, random: np.random.RandomState):
-    """The first part by itself, then the rest."""
+    """Shuffle ``order[:first]``, then the rest, separately; return them joined."""
     parts = [order[:first].copy(), order[first:].copy()]
     for part in parts[: 2 if len(order) > first else 1]:
         random.shuffle(part)
@@ -43,7 +43,7 @@ def _shuffled(order, first: int, random: np.random.RandomState):
 
 
 def blend(sets: list[list], weights: list[float], size: int) -> list:
-    """At step k from the set that is furthest behind its share: the largest w max(k, 1) - taken."""
+    """Draw at step k from the set with the largest deficit w max(k, 1) - taken."""
     taken, result = [0] * len(sets), []
     for step in range(size):
         errors = [weight * max(step, 1) - count for weight, count in zip(weights, taken)]
@@ -62,7 +62,7 @@ def split_of(documents: Corpus, shares: tuple, which: int) -> Corpus:
 
 def samples_of(c: Settings, corpora: dict[str, Corpus], which: int, wanted: int | None, make: Callable) -> list[list]:
     """The data sets of a split (0 train, 1 valid, 2 test): one, or several under --multiple-validation-sets; ``make``
-    is ``cut`` or what another model has in its place."""
+    is ``cut`` or another model's equivalent."""
     own = (c.train_data_path, c.valid_data_path, c.test_data_path)[which]
     source = c.data_path if own is None else own
     if source is None or wanted == 0:
@@ -98,7 +98,7 @@ class Batch:
     loss_mask: np.ndarray
     positions: np.ndarray
     documents: np.ndarray
-    """Number of the document that a token belongs to, for attention; an end-of-document token belongs to what it
+    """Index of each token's document, for attention; an end-of-document token belongs to the document that it
     ends."""
     samples: np.ndarray
     """[b]: place in the training stream."""

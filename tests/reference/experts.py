@@ -4,7 +4,7 @@ Shazeer et al. 2017; balancing: Fedus et al. 2022 (section 2.2), DeepSeek-V2 (20
 al. 2025 (global batch), Clark et al. 2022 (Sinkhorn); z-loss: Zoph et al. 2022; sigmoid scores, groups, a bias instead
 of losses: DeepSeek-V3 (2024), section 2.1.2; capacity: Lepikhin et al. 2021. Where they differ, Megatron-LM's way.
 
-Legend: b batch, s sequence, h hidden, e experts, k chosen per token; m sequences of a micro-batch, whose t tokens stand
+Legend: b batch, s sequence, h hidden, e experts, k chosen per token; m sequences of a micro-batch, with its t tokens
 in the order [s, m]. ``net`` is the model: its ``linear`` and ``mlp``.
 """
 
@@ -24,7 +24,7 @@ PREFIX = {"aux_loss": "", "seq_aux_loss": "seq_", "global_aux_loss": "global_"}
 class Router:
     """What a router remembers from one global batch to the next, [e] each: a ``bias`` added to the scores for the
     choice; the ``shares`` of all choices by score in the last one. Of this one: tokens that experts compute (``used``),
-    and choices by score, whatever bias, groups and capacity say (``wanted``); with quantile balancing the ``levels`` of
+    and choices by score without bias, groups and capacity (``wanted``); with quantile balancing the ``levels`` of
     its micro-batches."""
 
     def __init__(self, c: Settings) -> None:
@@ -101,8 +101,8 @@ def choose(c: Settings, logits: Tensor, router: Router, training: bool) -> tuple
 
 
 def level_of(logits: Tensor, bias: Tensor, k: int) -> Tensor:
-    """[e] what, subtracted, would let each expert take as many tokens of [m, s, e], against the best that a token
-    leaves out."""
+    """Return [e] offsets that, subtracted from [m, s, e], give every expert an equal number of tokens, compared with
+    each token's best rejected expert."""
     z = logits.flatten(0, 1)
     left_out = (z + bias).sort(dim=1, descending=True).values[:, k]
     return (z - left_out[:, None]).sort(dim=0, descending=True).values[len(z) * k // z.shape[1]]
@@ -119,7 +119,7 @@ def limited(c: Settings, scores: Tensor) -> Tensor:
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """exp(logits) [m, s, e], of which rows and columns are scaled in turn until every expert has the same sum."""
+    """Return exp(logits) [m, s, e], rows and columns scaled alternately until every expert has the same sum."""
     matrix = logits.exp().flatten(0, 1)
     column = torch.ones_like(matrix[0])
     change = math.inf
@@ -131,8 +131,8 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 
 def within_capacity(c: Settings, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left where an expert takes only its capacity of a micro-batch: the largest weights, or the first
-    tokens."""
+    """Return weights and choices after dropping tokens beyond each expert's capacity in a micro-batch: the largest
+    weights are kept, or the first tokens."""
     if c.moe_expert_capacity_factor is None:
         return weights, chosen
     m, s, e = chosen.shape
@@ -146,7 +146,7 @@ def within_capacity(c: Settings, weights: Tensor, chosen: Tensor) -> tuple[Tenso
 
 
 def scores_of(c: Settings, logits: Tensor) -> Tensor:
-    """What losses call the probability of an expert: scores that sum to 1 per token."""
+    """Return the expert probabilities that the losses use: scores that sum to 1 per token."""
     if c.moe_router_score_function == "softmax":
         return logits.softmax(dim=-1)
     scores = torch.sigmoid(logits) if c.moe_router_score_function == "sigmoid" else F.softplus(logits).sqrt()
@@ -154,8 +154,8 @@ def scores_of(c: Settings, logits: Tensor) -> Tensor:
 
 
 def side_losses(net, logits: Tensor, router: Router, times: int):
-    """(name, (coefficient, mean)) of each loss of a layer: of micro-batches, or of sequences, weighted by how many of
-    their tokens count in the main loss."""
+    """Yield (name, (coefficient, mean)) for each loss of a layer: per micro-batch, or per sequence weighted by its
+    number of tokens in the main loss."""
     c, tokens = net.c, torch.from_numpy(net.batch.loss_mask).sum(dim=1)
 
     def mean(size: int, of) -> Tensor:
@@ -175,8 +175,8 @@ def side_losses(net, logits: Tensor, router: Router, times: int):
 
 def imbalance(c: Settings, logits: Tensor, shares: Tensor | None) -> Tensor:
     """e sum over experts of (their share of the choices) (their mean score), 1 where all are equal; only scores have a
-    gradient. Choices are those of ``logits`` [m, s, e] by score unless ``shares`` gives them: the global loss takes
-    those of the last global batch, which every micro-batch can know."""
+    gradient. Choices follow the scores of ``logits`` [m, s, e] unless ``shares`` is given: the global loss uses the
+    choices of the last global batch, because every micro-batch can know them."""
     scores = scores_of(c, logits)
     if shares is None:
         shares = best(scores, c.moe_router_topk).mean((0, 1)) / c.moe_router_topk

@@ -1,6 +1,6 @@
-"""From documents to samples of BERT and of T5, as Megatron-LM's masked data sets define them.
+"""Samples of BERT and T5 from documents, as Megatron-LM's masked data sets define them.
 
-A document is a list of sentences, arrays of token ids. Stretches of whole sentences become samples; words of a sample
+A document is a list of sentences, arrays of token ids. Runs of whole sentences become samples; words of a sample
 are masked (Devlin et al. 2018; n-grams of whole words), of BERT's in place, of T5's as spans that sentinels stand for
 (Raffel et al. 2020). All numbers come from two Mersenne twisters (Matsumoto and Nishimura 1998; numpy's RandomState is
 the one of 32 bits) and numpy's ways to draw from them.
@@ -46,7 +46,7 @@ class Masking:
 
 
 def sample_map(sizes: list[list[int]], wanted: int | None, length: int, short: float, seed: int, least: int) -> list:
-    """(document, first sentence, sentence behind the last, target length) of each sample, in training order.
+    """Return (document, first sentence, last sentence + 1, target length) of each sample, in training order.
 
     ``sizes`` are the lengths of each document's sentences. Whole epochs, at least ``wanted`` samples, or one epoch; a
     sample has at least ``least`` sentences where the document's end does not cut it short.
@@ -136,8 +136,8 @@ def padded(values, length: int, filler: int):
 
 
 def bert_sample(sentences: list, target: int, length: int, seed: int, v: Vocabulary, how: Masking, pair: bool) -> dict:
-    """Two stretches of a document, in their order or swapped (Lan et al. 2019), or one stretch; masked tokens are the
-    mask's (80 %), any (10 %: also the padding id, which is then text as any other) or as they were."""
+    """Return a sample of two segments of a document, in order or swapped (Lan et al. 2019), or of one segment. Masked
+    tokens become the mask id (80 %), a random id (10 %; padding ids then count as text) or stay unchanged."""
     random, swapped = np.random.RandomState(seed % 2**32), False
     first, second = [token for sentence in sentences for token in sentence], []
     if pair:
@@ -174,8 +174,8 @@ def bert_sample(sentences: list, target: int, length: int, seed: int, v: Vocabul
 
 
 def t5_sample(sentences: list, target: int, lengths: tuple, seed: int, v: Vocabulary, how: Masking) -> dict:
-    """The encoder reads the text with a sentinel for each masked span, the decoder each sentinel and what it stands
-    for; ``lengths`` of encoder and decoder."""
+    """Return a sample: the encoder reads the text with a sentinel for each masked span, the decoder each sentinel and
+    its span. ``lengths``: of encoder and decoder."""
     random = np.random.RandomState(seed % 2**32)
     text = [token for sentence in sentences for token in sentence]
     tokens = text[:target]

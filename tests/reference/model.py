@@ -5,10 +5,10 @@
     x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))               parallel: Wang and Komatsuzaki 2021
     loss_t = -log softmax(norm(x_t) W^T)[label_t]                              W = E where tied: Press and Wolf 2017
 
-Norms: Ba et al. 2016, Zhang and Sennrich 2019; behind branches, as soft caps: OLMo 2 and Gemma 2 (2024). Activations:
+Norms: Ba et al. 2016, Zhang and Sennrich 2019; after branches, and soft caps: OLMo 2 and Gemma 2 (2024). Activations:
 Hendrycks and Gimpel 2016, So et al. 2021, Shazeer 2020. Dropout: Srivastava et al. 2014. Multi-token prediction:
 DeepSeek-V3 (2024), section 2.2, with the embedding before the hidden state, as in its published weights. Attention and
-mixture of experts have files of their own.
+mixture of experts are in separate files.
 
 Legend: b batch, s sequence, h hidden, a heads, f feed-forward.
 """
@@ -30,8 +30,8 @@ from tests.reference.weights import Weights
 
 
 class Model:
-    """A function of weights, of a global batch and of what routers remember. Dropout and side losses only in training;
-    the ``size`` of micro-batches matters to experts alone."""
+    """A function of weights, a global batch and router states. Dropout and side losses only in training;
+    the ``size`` of micro-batches affects only experts."""
 
     head = "output_layer"
 
@@ -118,7 +118,7 @@ class Model:
         return capped(logits, self.c.final_logit_softcapping)
 
     def between(self, x: Tensor, at: str, number: int) -> Tensor:
-        """What a layer does between attention and feed-forward network."""
+        """Apply the sublayers between attention and feed-forward network; here none."""
         return x
 
     def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Model:
         return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
 
     def dropout(self, x: Tensor, *site: str | int) -> Tensor:
-        """Drops entries of [b, s, h], or of attention weights [b, a, q, k]."""
+        """Drop entries of hidden states [b, s, h] or attention weights [b, a, q, k]."""
         is_attention = x.dim() == 4
         rate = self.c.attention_dropout if is_attention else self.c.hidden_dropout
         if not self.training or not rate:

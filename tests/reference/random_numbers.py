@@ -61,7 +61,7 @@ def normal(key: int, count: int):
 
 
 def keep_mask(rate: float, key: int, sample, position, row, num_features: int):
-    """What dropout keeps, bool [..., features]; ``sample``, ``position`` and ``row`` broadcast to the dims before.
+    """Return the entries that dropout keeps, bool [..., features]; the other arguments broadcast to the leading dims.
 
     Feature f is 16-bit lane f % 8 of the counter (f // 8, position, low half of the sample, row * 2^16 + its high
     half); it is kept where the lane with its top bit turned over is at least round(65536 rate).

@@ -1,7 +1,7 @@
-"""What a run is asked for, under the names of the flags and with Megatron-LM's documented defaults.
+"""Settings of a run, under the names of the flags and with Megatron-LM's documented defaults.
 
-``--name-of-it VALUE`` is ``c.name_of_it``; switches are False unless given. Nothing here is taken from the program:
-that it reads its command line rightly is part of what is compared.
+``--name-of-it VALUE`` is ``c.name_of_it``; switches are False unless given. This module uses no code of the program,
+so that the comparison also covers the parsing of its command line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""T5 (Raffel et al. 2020), as Megatron-LM has it: an encoder of what is left of a text, a decoder of what is missing.
+"""T5 (Raffel et al. 2020), as Megatron-LM has it: an encoder of the remaining text, a decoder of the masked spans.
 
-    e = norm(layers(E[token] + P[position]))                        encoder; queries see all that is not padding
-    x = x + attention(norm(x));  x = x + cross(norm(x), e);  x = x + mlp(norm(x))      decoder; queries from x alone see
-    loss_t = -log softmax(x_t E^T + c)[label_t]                                        no later token, those of e all
+    e = norm(layers(E[token] + P[position]))                        encoder; queries see every token except padding
+    x = x + attention(norm(x));  x = x + cross(norm(x), e);  x = x + mlp(norm(x))      decoder; queries from x see
+    loss_t = -log softmax(x_t E^T + c)[label_t]                                        no later token of x, but all of e
 
 Relative positions: a bias per head on the scores of self-attention, one table for all layers of a stack, by buckets of
 distances that grow with the distance (section 2.1 and the published code).
@@ -25,7 +25,7 @@ from tests.reference.training import Recipe
 from tests.reference.weights import Maker, Weights, head_dim, num_groups
 
 CROSS_NORMS = {"pre_cross_attn_layernorm": "post", "post_cross_attention_layernorm": "pre"}
-"""Name -> the placement of norms that has none there."""
+"""Norm name -> the placement of norms that lacks this norm."""
 TABLE = "relative_pos_emb.relative_attention_bias.weight"
 
 
@@ -94,7 +94,7 @@ class T5(Model):
         return self.norm(x, f"{part}.final_layernorm")
 
     def between(self, x: Tensor, at: str, number: int) -> Tensor:
-        """Cross-attention behind self-attention, in the decoder."""
+        """Apply cross-attention after self-attention, in the decoder."""
         if self.part == "encoder":
             return x
         before, after = (f"{at}.{name}" if self.c.norm_placement != unless else None
@@ -125,9 +125,9 @@ class T5(Model):
 
 
 def bucket(c: Settings, distance: Tensor, part: str) -> Tensor:
-    """Number of the bucket of key minus query. The encoder's upper half is for keys behind the query; of each half (all
-    of the decoder's, whose keys stand before) the first half is of single distances, the rest grows by a factor, to
-    the longest distance of all."""
+    """Return the bucket index of key minus query. The encoder's upper half is for keys after the query. In each half
+    (in the decoder, whose keys precede the query: in all buckets) the first half holds one distance each; the rest
+    grows by a factor up to the longest distance."""
     buckets, offset = c.relative_attention_num_buckets, 0
     if part == "encoder":
         buckets = buckets // 2
@@ -141,7 +141,7 @@ def bucket(c: Settings, distance: Tensor, part: str) -> Tensor:
 
 
 def recipe(v: Vocabulary) -> Recipe:
-    """Training on documents of sentences, or of one each."""
+    """Return the recipe for training on documents of several sentences, or of one each."""
 
     def cut(c: Settings, documents: list, wanted: int | None) -> list[dict]:
         lengths = c.seq_length, c.decoder_seq_length

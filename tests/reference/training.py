@@ -1,6 +1,6 @@
 """A training run: data in, one record per iteration and evaluation out, and the weights.
 
-One process, one micro-batch, fp64 whatever the precision of the run. Optimizers: Loshchilov and Hutter 2019 (AdamW),
+One process, one micro-batch, fp64 for every precision of the run. Optimizers: Loshchilov and Hutter 2019 (AdamW),
 Sutskever et al. 2013 (momentum, torch's form, the decay in the gradient). Clipping: Pascanu et al. 2013. Loss
 scaling: Micikevicius et al. 2018, with Megatron-LM's hysteresis. Schedules: Megatron-LM's, in samples.
 """
@@ -23,7 +23,7 @@ from tests.reference.weights import Weights, initial_weights
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run is of."""
+    """The parts of a run that depend on the model family."""
 
     cut: Callable = cut
     """(settings, documents, wanted) -> samples of a data set, in training order."""
@@ -34,7 +34,7 @@ class Recipe:
 
 @dataclass
 class Run:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     initial: Weights
     final: Weights
@@ -186,9 +186,9 @@ def clip_factor(c: Settings, size: float) -> float:
 
 
 def gradients_of(c: Settings, recipe: Recipe, run: Run, samples: list, first: int) -> tuple[dict, Weights]:
-    """Means that a global batch logs, and gradients of what is minimized: the mean of each loss, over all that it
-    counts in the batch; the losses of tokens further ahead, where a sequence weighs as much as in the main loss; and
-    those of layers with experts."""
+    """Return the means that a global batch logs, and the gradients of the minimized sum: the mean of each loss over its
+    tokens in the batch; the multi-token losses, where a sequence has the same weight as in the main loss; and the
+    losses of layers with experts."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in run.final.items()}
     batch, routers = recipe.batch_of(c, samples, first), run.routers
     model = recipe.model(c, leaves, batch, routers, c.micro_batch_size, training=True)
@@ -216,7 +216,7 @@ def norm(tensors) -> float:
 
 @torch.no_grad()
 def evaluate(c: Settings, recipe: Recipe, run: Run, sets: dict[str, list], iteration: int, which: str) -> None:
-    """Every set by itself: all of its samples, without dropout; sums first, one division at the end."""
+    """Evaluate each set separately: all samples, without dropout; sums first, one division at the end."""
     size = c.eval_micro_batch_size or c.micro_batch_size
     step = max(16 // size, 1) * size
     for index, samples in enumerate(sets[which]):
@@ -283,7 +283,7 @@ def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = 
 
 
 def place_of(c: Settings, position: int, length: int) -> int:
-    """Which sample of the data set stands at a position of the stream; cyclic: a permutation of all of it per epoch."""
+    """Return the sample index at a position of the stream; cyclic: one permutation of the data set per epoch."""
     if c.dataloader_type != "cyclic":
         return position
     epoch, offset = divmod(position, length)

@@ -1,7 +1,7 @@
 """Weights by name, and the values that they start from.
 
 Matrices are normal (those that write into the residual stream with std / sqrt(2 layers)) or Xavier-uniform (Glorot and
-Bengio 2010) over the whole matrix, of experts over that of one; embeddings only where they have no std of their own.
+Bengio 2010) over the whole matrix, for experts over one expert's matrix; embeddings only if they have no separate std.
 Norms start at 1, biases at 0, sinks are always normal. The weights of a layer's experts are one tensor, expert by
 expert.
 """

@@ -1,5 +1,5 @@
-"""What the torture programs share: ranks forked from a process that has imported everything, a tiny run, the comparison
-with an uninterrupted run, workers that share out numbered cases, and the summary.
+"""Common parts of the torture programs: ranks forked from a process that has imported all modules, a tiny run, the
+comparison with an uninterrupted run, workers that divide numbered cases, and the summary.
 
 A case draws everything from ``random.Random(f"{seed}/{number}")``, so that ``--seed S --only N`` repeats it.
 """
@@ -47,7 +47,7 @@ KIND = {"choices": ("gpt", "bert", "t5"), "default": "gpt", "help": "whose progr
 
 
 def import_everything():
-    """What a run imports, once for all ranks that are forked later; they train on the CPU."""
+    """Import a run's modules once for all ranks that are forked later; hide GPUs from them."""
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     import torch
 
@@ -67,7 +67,7 @@ def prctl(option, value):
 
 
 def free_port(counter=itertools.count()):  # noqa: B008 (one counter per worker is the purpose)
-    """A port that nobody else of this torture is given."""
+    """Return a port that no other case of this program gets."""
     while True:
         port = FIRST_PORT + PORTS_PER_WORKER * Cases.worker + next(counter) % PORTS_PER_WORKER
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def fork(action, output):
 
 
 def program(argv, fp64=False):
-    """``pretrain_gpt.py``, or that of ``--kind``, with ``argv``; or the same with every number in float64."""
+    """Run ``pretrain_gpt.py``, or the program of ``--kind``, with ``argv``; ``fp64``: with every number in float64."""
     import dataclasses
 
     from megatron.training.arguments import parse_args
@@ -164,13 +164,13 @@ class Ranks:
         return False
 
     def send(self, number, ranks):
-        """A signal to those of ``ranks`` that still run."""
+        """Send a signal to each of ``ranks`` that still runs."""
         self.poll()
         for rank in set(ranks) - self.codes.keys():
             os.kill(self.pids[rank], number)
 
     def output(self):
-        """What all ranks wrote."""
+        """Return the output of all ranks."""
         return "".join(path.read_text(errors="replace") for path in self.logs())
 
 
@@ -209,7 +209,7 @@ def write_dataset(prefix, vocab_size=63, num_documents=60, seed=0):
 
 
 def write_data(folder):
-    """What a run of ``--kind`` reads: documents, or sentences and a vocabulary."""
+    """Write the data of a run of ``--kind``: documents, or sentences and a vocabulary."""
     folder.mkdir(exist_ok=True)
     if Cases.kind == "gpt":
         return write_dataset(folder / "data")
@@ -243,7 +243,7 @@ def read_checkpoint(directory, with_rng=True):
 
 
 def compare_checkpoints(directory, reference, tolerance=0.0):
-    """What differs, in words; empty for none. Only bit-for-bit comparisons look at random states."""
+    """Return the differences as text, empty if equal. Only bit-for-bit comparisons include random states."""
     import torch
 
     (ours, tensors), (theirs, expected) = (read_checkpoint(path, not tolerance) for path in (directory, reference))
@@ -263,7 +263,7 @@ def compare_checkpoints(directory, reference, tolerance=0.0):
 
 
 def compare_metrics(path, reference, tolerance=0.0):
-    """What differs in ``metrics.jsonl``, in words; empty for none."""
+    """Return the differences of ``metrics.jsonl`` as text, empty if equal."""
     ours, theirs = ([json.loads(line) for line in file.read_text().splitlines()] for file in (path, reference))
     if len(ours) != len(theirs):
         return f"{path.name} holds {len(ours)} records instead of {len(theirs)}"
@@ -278,7 +278,7 @@ def compare_metrics(path, reference, tolerance=0.0):
 
 
 def compare_runs(save, reference, iteration, tolerance=0.0, records=True):
-    """What differs between two finished runs: the last checkpoint, and every record."""
+    """Return the differences of two finished runs: of the last checkpoint and of every record."""
     last = f"iter_{iteration:07d}"
     different = compare_checkpoints(save / last, reference / last, tolerance)
     if different or not records:
@@ -304,7 +304,7 @@ class Failure(Exception):
 
 @dataclass
 class Tally:
-    """What a case reports: counts by kind and outcome."""
+    """The results of a case: counts by kind and outcome."""
 
     counts: Counter = field(default_factory=Counter)
     failures: list = field(default_factory=list)
@@ -313,7 +313,7 @@ class Tally:
         self.counts[f"{kind}\t{outcome}"] += 1
 
     def fail(self, reason):
-        """A failure after which the case goes on."""
+        """Record a failure; the case continues."""
         self.failures.append(reason)
 
 
@@ -322,7 +322,7 @@ class Cases:
 
     worker = 0
     kind = "gpt"
-    """Whose program runs."""
+    """The model family whose program runs."""
 
     def __init__(self, description, count, workers=2, **more):
         parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])

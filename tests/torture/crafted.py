@@ -3,7 +3,7 @@
 A case takes the valid files of one row of ``tests/test_utils/crafted_files.py`` (checkpoints of all formats,
 tokenizers, data sets, settings, records), changes one to three of them and reads them as a program does. Verdicts:
 
-* value: they are still read; of formats with checksums the value must be that of the valid files
+* value: they are still read; formats with checksums must give the valid files' value
 * error: one message for the user, within seconds
 * a traceback, a hang, a message with control characters or a silent difference is a failure
 """

@@ -1,4 +1,4 @@
-"""Disks, folders and processes that fail under a run, which then stops or goes on, and is resumed without the fault.
+"""Disks, folders and processes that fail during a run, which then stops or continues, and is resumed without the fault.
 
 A case is one training run of a tiny GPT and one fault at a random moment: a full disk, a limit on file sizes, a system
 call that fails, a folder that turns read-only or vanishes, one rank or all ranks stopped (SIGSTOP). Under the fault the
@@ -45,14 +45,14 @@ class Fault:
         """In every rank, before its program."""
 
     def strike(self, run):
-        """While the run goes on, at the moment."""
+        """Cause the fault in the running program."""
 
     def undo(self):
         """After the run."""
 
 
 class Disk(Fault):
-    """A small file system of its own for --save; root only."""
+    """A small separate file system for --save; root only."""
 
     needs_disk = True
     size = 4 << 20
@@ -167,7 +167,7 @@ KINDS = {
 
 
 def judge(kind, run, output):
-    """How the run took it."""
+    """Return the outcome of the run under the fault."""
     codes = sorted(set(run.codes.values()))
     if "Traceback" in output and kind is not StoppedRank:
         raise Failure(f"{kind.__name__}: a traceback, exit codes {codes}:\n{output[-4000:]}")

@@ -4,7 +4,7 @@ A case takes the files of a run that stopped half-way (data sets with their toke
 ``--kind`` is BERT or T5; the index cache, three checkpoints, the tracker), damages one of them (with a new or the old
 modification time) and resumes the run to its end. Verdicts:
 
-* noticed: it refuses, in a message that names the file, without a traceback
+* noticed: it ends with a message that names the file, without a traceback
 * noticed, went on: a line about the file (rebuilt, fell back), and results equal to the last bit
 * harmless: not a word, results equal to the last bit
 * token changed: another token in the .bin, which holds no checksum: counted apart (``docs/guides/failures.md``)
@@ -40,7 +40,7 @@ FAMILIES = {
     "tracker": (["save/" + common.TRACKER], 3),
 }
 UNREAD = {"stacks", "metrics.jsonl", "timing.jsonl", ".lock"}
-"""Written only, or a record of what was: nothing is computed from them."""
+"""Files that are only written; no result is computed from them."""
 
 
 def station_argv(folder, world_size, *, stops=False):
@@ -167,14 +167,14 @@ def damage(path, place, random):
 
 
 def names_file(line, path):
-    """Whether a line tells which file is meant: by name, by the data set's prefix, or by the checkpoint's folder."""
+    """Return whether a line names the file: by name, by the data set's prefix, or by the checkpoint's folder."""
     return path.name in line or path.parent.name in line and path.parent.name.startswith("iter_") or (
         path.parent.name == "data" and str(path.with_suffix("").with_suffix("")) in line
     ) or path.parent.name == "cache" and path.name[:32] in line  # fmt: skip
 
 
 def verdict(code, output, path, stations):
-    """What became of a damaged file; :class:`Failure` for what must not be."""
+    """Return the verdict for a damaged file; raise :class:`Failure` for a forbidden outcome."""
     place, end = stations
     if code is None:
         raise Failure(f"no end within {LIMIT:g} s:\n{output[-3000:]}")

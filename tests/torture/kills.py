@@ -3,7 +3,7 @@
 A case is one training run of a tiny GPT (``--kind``: BERT, T5). It is started again and again; each start gets a
 SIGKILL, SIGTERM or SIGINT, to one rank, to all, or to torchrun, at a moment drawn from: the start, training, a save, an
 evaluation. After each signal: no process is left, every checkpoint of the folder reads to the last byte, the newest
-equals that of an uninterrupted run, the tracker never goes back, and the next start takes what the tracker names. At
+equals an uninterrupted run's, the tracker never decreases, and the next start loads the checkpoint it names. At
 the end the whole ``metrics.jsonl`` and the last checkpoint equal the uninterrupted run's: bit for bit where the layout
 stayed, to 1e-9 in float64 where it changed. Counts signals, by signal, target and moment, and how the processes ended.
 """
@@ -60,7 +60,7 @@ class History:
     precision: str
     retain: bool
     behind: bool = False
-    """Whether checkpoints are written behind training."""
+    """Whether checkpoints are written in the background."""
 
     @property
     def name(self):
@@ -208,7 +208,7 @@ def hit(run, world_size, random, number):
 
 
 class Folder:
-    """What is known of a run's --save between its starts."""
+    """Facts about a run's --save folder between its starts."""
 
     def __init__(self, save, reference, tolerance):
         self.save, self.reference, self.tolerance = save, reference, tolerance

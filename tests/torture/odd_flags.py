@@ -1,7 +1,7 @@
-"""Every flag with odd values: first --dry-run, then two iterations of what was accepted.
+"""Every flag with odd values: first --dry-run, then two iterations of each accepted value.
 
 A case is one flag. Its values (-1, 0, 2**63, nan, inf, nothing, a word, 1e30, other alphabets, a very long text, none)
-come as the only change to a command that works. Each is refused (exit code not zero, the message names the flag) or
+are the only change to a command that works. Each is rejected (exit code not zero, the message names the flag) or
 trained. A traceback, a message that does not name the flag, a process that does not end, one that dies of a signal, or
 a dry run that writes a file is a failure.
 """
@@ -61,7 +61,7 @@ def show(flag, value):
 
 
 def judge(flag, value, code, output, limit):
-    """What came of a start."""
+    """Return the outcome of a start; raise if it is forbidden."""
     what = show(flag, value)
     if code is None:
         raise Failure(f"{what}: no end within {limit:g} s:\n{output[-1500:]}")
@@ -82,7 +82,7 @@ def judge(flag, value, code, output, limit):
 
 
 def start(flag, value, folder, work):
-    """The command line with this value in place of its own."""
+    """Return the command line with this value."""
     argv = command(work, folder)
     if flag in argv:
         at = argv.index(flag)
@@ -118,7 +118,7 @@ def dry_runs(argvs, results):
 
 
 def limit_memory():
-    """A size that the machine does not have is refused, or at least does not take the machine down."""
+    """Limit the address space, so that an excessive size ends in an error instead of exhausting the machine."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
 
