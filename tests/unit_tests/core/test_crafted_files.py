@@ -156,7 +156,7 @@ def test_a_reader_that_hangs_or_raises_anything_else_is_found(tmp_path, monkeypa
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="no end after"):
         outcome(Kind(None, lambda folder: (folder / "pipe").read_bytes()), tmp_path)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
     def escapes(folder):
         raise OSError("\x1b[2J")

