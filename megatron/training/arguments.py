@@ -192,14 +192,6 @@ def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
     return "\n".join([title, *sorted(lines, key=str.lower), end])
 
 
-def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return all settings as plain JSON values, for checkpoints and logs."""
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-    values["explicit"] = sorted(values["explicit"])
-    values["exit_signal"] = values["exit_signal"].name
-    return json.loads(json.dumps(values, default=str))
-
-
 def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
     """Return problems that the rules find in the settings that could be read, except problems that mention a misread
     flag, because they concern its default. Empty if the settings come from a checkpoint."""

@@ -28,7 +28,7 @@ from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.environment import environment
 from megatron.training.checkpoint.history import check_save_folder
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
-from megatron.training.checkpoint.settings import apply_checkpoint_args, settings_of_weights
+from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
@@ -53,6 +53,7 @@ from megatron.training.report.out_of_memory import (
 )
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
+from megatron.training.stored_settings import settings_of_weights
 from megatron.training.tasks.base import Task
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.train_state import TrainState

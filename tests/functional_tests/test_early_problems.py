@@ -1,11 +1,17 @@
 """Wrong paths and folders are found together with wrong flags, before torch is imported."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron.core.dist_checkpointing import manifest
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.stored_settings import config_to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -47,3 +53,69 @@ def problems_of(tmp_path):
 def test_all_problems_are_found_without_torch(problems_of, flags, expected):
     errors = problems_of(flags)
     assert all(each in errors for each in expected) and f"{len(expected)} problem" in errors, errors
+
+
+def write_checkpoint(folder, flags, iteration=3, tokenizer="", **objects):
+    """Write a checkpoint without tensors that a run with these flags could have saved."""
+    cfg = validate_args(parse_args(f"{TINY} {NULL} --mock-data {flags}".split()), 1)
+    objects = {"args": config_to_dict(cfg), "tokenizer": tokenizer or build_tokenizer(cfg).fingerprint, **objects}
+    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    (folder / name).mkdir(parents=True)
+    content = {
+        "format": manifest.FORMAT, "format_version": 1, "run_id": "a", "world_size": 1, "objects": objects,
+        "assets": {}, "files": {}, "tensors": {},
+    }  # fmt: skip
+    (folder / name / manifest.MANIFEST).write_bytes(manifest.encode(json.loads(json.dumps(content))))
+    (folder / "latest_checkpointed_iteration.txt").write_text("release" if iteration is None else str(iteration))
+
+
+OTHER = "has another architecture: num_layers is 2, the checkpoint has 3"
+TOKENIZER = "was trained with another tokenizer"
+
+
+@pytest.mark.parametrize("stored, flags, expected", [
+    ("--num-layers 3", "--load a", [OTHER]),
+    ("--num-layers 3", "--load a --ckpt-step 3 --finetune", [OTHER]),
+    ("--num-layers 3", "--pretrained-checkpoint a", [OTHER]),
+    ("--num-layers 3", "--load none --pretrained-checkpoint a", [OTHER]),
+    ("--num-layers 3", "--load a --save used2 --data-path nope", [OTHER, "no data set at nope"]),
+    ("--num-layers 3", "--load a --hidden-size 33", ["num_layers is 2, the checkpoint has 3", "--hidden-size 33"]),
+    ("--vocab-size 99", "--load a", [TOKENIZER]),
+    ("--vocab-size 99 --num-layers 3", "--load a", [TOKENIZER, OTHER]),
+    ("--swiglu", "--load a", ["swiglu is False, the checkpoint has True"]),
+    ("--ffn-hidden-size 64", "--pretrained-checkpoint a --num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size 48",
+     ["its feed-forward width 64 is not 1"]),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_found_without_torch(problems_of, tmp_path, stored, flags, expected):
+    write_checkpoint(tmp_path / "a", stored)
+    data = "" if "--data-path" in flags else "--mock-data"
+    errors = problems_of(f"{NULL} {data} {flags}")
+    assert all(each in errors for each in expected) and f"{len(expected)} problem" in errors, errors
+
+
+@pytest.mark.parametrize("stored, flags, iteration", [
+    ("", "--load a", 3),
+    ("--vocab-size 99", "--load a --finetune", 3),
+    ("--vocab-size 99", "--pretrained-checkpoint a", 3),
+    ("--vocab-size 99", "--load a", None),
+    ("--normalization RMSNorm", "--load a --finetune", 3),
+    ("--normalization RMSNorm", "--load a --skip-train", 3),
+    ("--moe-ffn-hidden-size 16", "--load a", 3),
+    ("--num-layers 3", "--load a --ckpt-step 2", 3),
+    ("--ffn-hidden-size 64", "--load a --num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size 64", 3),
+])  # fmt: skip
+def test_a_checkpoint_that_fits_or_is_searched_by_the_load_is_not_reported(tmp_path, stored, flags, iteration):
+    write_checkpoint(tmp_path / "a", stored, iteration)
+    command = [sys.executable, "-c", STARTS, *f"{TINY} {NULL} --mock-data {flags}".split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+STARTS = """
+import sys
+from megatron.training.arguments import parse_args
+from megatron.training.report.dry_run import preflight
+preflight(parse_args())
+assert "torch" not in sys.modules
+"""

@@ -21,11 +21,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.checkpoint.settings import ARCHITECTURE, check_args, settings_of_weights
+from megatron.training.checkpoint.settings import check_args
 from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.pipeline import stages_of
+from megatron.training.stored_settings import ARCHITECTURE, settings_of_weights
 from tests.test_utils.gated_recurrence import GatedRecurrence
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
 from tests.test_utils.layout_table import CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB

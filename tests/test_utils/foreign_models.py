@@ -94,7 +94,8 @@ def build(model: Family) -> torch.nn.Module:
 @cache
 def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
     """Our name of each tensor -> where it lies in theirs."""
-    from megatron.training.arguments import config_to_dict, parse_args, validate_args
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.stored_settings import config_to_dict
 
     cfg = validate_args(parse_args([*flags_of(model), *more.split()], needs_data=False), 1)
     table = Table("", "", (), model.weights)

@@ -17,8 +17,9 @@ def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.fl
     """Random weights of the model that flags describe, and its settings."""
     from megatron.core.export.interchange import Interchange
     from megatron.core.sharding.lazy_tensor import LazyTensor
-    from megatron.training.arguments import config_to_dict, parse_args, validate_args
+    from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpoint.other_formats import MODEL, expected_tensors
+    from megatron.training.stored_settings import config_to_dict
 
     rest = ["--micro-batch-size", "1", "--skip-train", "--eval-iters", "0", "--seq-length", "32"]
     cfg = validate_args(parse_args([*rest, *argv], needs_data=False, model_family=model_family), 1)

@@ -48,7 +48,8 @@ TRAINING = {
     "train_state": "core",
     "notices": "core config",
     "model_description": "core config",
-    "rules": "core config data model_description",
+    "stored_settings": "core config model_description",
+    "rules": "core config data model_description stored_settings",
     "exits": "core config train_state",
     "observe": "core",
     "hooks": "core config exits observe train_state",
@@ -57,7 +58,7 @@ TRAINING = {
     "report": "core arguments config model_description rules",
     "data": "core config exits",
     "tasks": "core arguments config data hooks initialize model_description",
-    "checkpoint": "core arguments config model_description train_state",
+    "checkpoint": "core arguments config model_description stored_settings train_state",
     "start": "core config data initialize tasks",
     "evaluate": "core config data initialize observe tasks",
     "trained_model": "core arguments checkpoint config initialize tasks",
@@ -67,7 +68,7 @@ TRAINING = {
     "watchdog": "core config exits hooks initialize observe start tasks train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
-        "tasks train_state trainer watchdog",
+        "stored_settings tasks train_state trainer watchdog",
     "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }

@@ -26,7 +26,6 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
-from megatron.core.sharding.sharded_tensor import DTYPES
 
 MANIFEST = "metadata.json"
 FORMAT = "megatron-sharded-safetensors"
@@ -36,6 +35,11 @@ BLOCK_BYTES = 16 * 2**20
 MAX_MANIFEST_BYTES = 2**30
 MAX_HEADER_BYTES = 100 * 2**20  # as other readers of safetensors have it
 MAX_DIMS = 32
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+"""Bytes per element of every storable dtype, by safetensors name; here, so that a manifest is read without torch."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 ASSET_NAME = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -98,11 +102,11 @@ def _check_structure(manifest: dict[str, Any], path: Path) -> None:
     for name, entry in tensors.items():
         shape: Any = entry.get("shape") if isinstance(entry, dict) else None
         dtype = entry.get("dtype") if isinstance(entry, dict) else None
-        known = _is_sizes(shape) and len(shape) <= MAX_DIMS and isinstance(dtype, str) and dtype in DTYPES
+        known = _is_sizes(shape) and len(shape) <= MAX_DIMS and isinstance(dtype, str) and dtype in ITEM_BYTES
         if not known or not isinstance(entry.get("chunks"), list):
             raise CheckpointDamagedError(f"{path}: the entry of tensor {name} is malformed")
         for chunk in entry["chunks"]:
-            _check_chunk(chunk, shape, DTYPES[str(dtype)].itemsize, files, f"{path}: tensor {name}")
+            _check_chunk(chunk, shape, ITEM_BYTES[str(dtype)], files, f"{path}: tensor {name}")
     try:
         check_coverage(manifest)
     except CheckpointError as error:

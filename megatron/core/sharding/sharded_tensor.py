@@ -17,7 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Storable dtypes by their safetensors names."""
+"""Storable dtypes by their safetensors names; their sizes are in ``dist_checkpointing/manifest.py``."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

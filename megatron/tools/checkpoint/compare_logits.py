@@ -25,9 +25,9 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.tools.checkpoint.formats import say
 from megatron.tools.checkpoint.small_model import random_weights, shrink, small_config, tokens_needed
-from megatron.training.arguments import config_to_dict
 from megatron.training.checkpoint.other_formats import WORDS
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.stored_settings import config_to_dict
 from megatron.training.tasks.language_model import task_class
 
 LARGEST = 1_000_000_000

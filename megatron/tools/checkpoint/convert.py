@@ -31,7 +31,7 @@ from megatron.core.export.native import save_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.tools.checkpoint import formats
 from megatron.tools.checkpoint.formats import say
-from megatron.training.arguments import config_to_dict, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.other_formats import (
     MODEL,
@@ -42,6 +42,7 @@ from megatron.training.checkpoint.other_formats import (
 )
 from megatron.training.checkpoint.schema import malformed
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.stored_settings import config_to_dict
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",

@@ -35,8 +35,8 @@ from megatron.training.checkpoint.history import fast_folder, identity, set_asid
 from megatron.training.checkpoint.live_state import LiveState
 from megatron.training.checkpoint.loading import Loading, find_start
 from megatron.training.checkpoint.lock import SaveLock
-from megatron.training.checkpoint.settings import ARCHITECTURE
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.stored_settings import ARCHITECTURE
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)

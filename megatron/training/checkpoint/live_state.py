@@ -12,10 +12,10 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
-from megatron.training.arguments import config_to_dict
 from megatron.training.checkpoint.environment import environment, software_versions
 from megatron.training.checkpoint.random_states import rng_tensors
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.stored_settings import config_to_dict
 from megatron.training.train_state import TrainState
 
 

@@ -12,15 +12,21 @@ from megatron.core.dist_checkpointing.exchange import from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
 from megatron.core.groups.process_groups import Group
-from megatron.training.arguments import config_to_dict
 from megatron.training.checkpoint.files import Found, find_checkpoint
 from megatron.training.checkpoint.history import continues, fast_folder, find_resumable, same_folder
 from megatron.training.checkpoint.live_state import LiveState
 from megatron.training.checkpoint.random_states import rng_tensors, set_rng_state
 from megatron.training.checkpoint.schema import malformed
 from megatron.training.checkpoint.settings import check_args, in_a_box
-from megatron.training.checkpoint.upcycling import DenseCheckpoint, check_width, is_dense, settings_to_compare
+from megatron.training.checkpoint.upcycling import DenseCheckpoint
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.stored_settings import (
+    check_width,
+    config_to_dict,
+    is_dense,
+    other_tokenizer,
+    settings_to_compare,
+)
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -162,9 +168,8 @@ class Loading:
         problems = []
         if not found.release and objects["iteration"] != found.iteration:
             problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
-        known = None not in (self.live.tokenizer, objects["tokenizer"])
-        if known and not self.weights_only and self.live.tokenizer != objects["tokenizer"]:
-            problems.append(f"{found.directory} was trained with another tokenizer: use its own, or --finetune")
+        if not self.weights_only:
+            problems += other_tokenizer(objects["tokenizer"], self.live.tokenizer, found.directory)
         if self.wants_optimizer and "optimizer" not in objects:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         elif self.wants_optimizer:

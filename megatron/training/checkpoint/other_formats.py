@@ -38,10 +38,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.arguments import flag_specs
-from megatron.training.checkpoint.settings import ARCHITECTURE, LAYOUT, SIZES, refuse_other_family
+from megatron.training.checkpoint.settings import LAYOUT
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.model_description import describe_run
+from megatron.training.stored_settings import ARCHITECTURE, SIZES, refuse_other_family
 
 logger = logging.getLogger(__name__)
 

@@ -5,42 +5,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
-from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
 from megatron.core.config.cli import flags_of, from_object
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
-from megatron.core.models.bert_description import SETTINGS_OF_HEADS as BERT_SETTINGS
-from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
-from megatron.core.models.t5_description import OWN_SETTINGS as T5_SETTINGS
-from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
-from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
-from megatron.training.model_description import PROGRAMS
+from megatron.training.stored_settings import (
+    ARCHITECTURE,
+    SIZES,
+    check_architecture,
+    refuse_other_family,
+    with_custom_flags,
+)
 
 logger = logging.getLogger(__name__)
-
-SIZES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
-    "kv_channels", "max_position_embeddings", "decoder_num_layers", "decoder_seq_length",
-)  # fmt: skip
-"""Taken from the checkpoint only if the command line does not set them."""
-
-ARCHITECTURE = tuple(
-    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
-                   *BERT_SETTINGS, *T5_SETTINGS))
-)  # fmt: skip
-"""Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
-checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
-"""
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
 COMPUTED_WITH = (
@@ -85,12 +69,6 @@ FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size", "mask_prob
 UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
 
 
-def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
-    """Return the names of settings that define the meaning of a model's weights. Layers without a description may
-    depend on any architecture setting, so that all of them are included."""
-    return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
-
-
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
     """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``; those in ``TAKEN`` as
     command-line types. Raises CheckpointError if there is no valid checkpoint."""
@@ -110,16 +88,6 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     if wrong:
         raise CheckpointDamagedError(f"{path}: not as training writes it: {'; '.join(sorted(wrong))}")
     return {**args, **taken}
-
-
-def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
-    """Raise ``CheckpointError`` if the settings belong to another model family; settings without a family are GPT's."""
-    family = stored.get("model_family", "gpt")
-    if family != model_family:
-        programs = [program for program, trained in PROGRAMS.items() if trained == family]
-        known = f" (trained by {' and '.join(programs)})" if programs else ""
-        said = f"{where} holds a model of the family {family!r}{known}"
-        raise CheckpointError(f"{said}, this run trains {model_family!r}")
 
 
 def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
@@ -176,15 +144,9 @@ def check_args(
     Returns:
         One line per difference that changes the order of samples or the computed values.
     """
-    stored, current = _with_own_flags(objects["args"]), _with_own_flags(current)
-    refuse_other_family(stored, current.get("model_family", "gpt"), where)
+    stored, current = with_custom_flags(objects["args"]), with_custom_flags(current)
+    check_architecture(stored, current, where, architecture=architecture, weights_only=weights_only)
     differing = {name for name in stored.keys() & current.keys() - UNREPORTED if stored[name] != current[name]}
-    refused = [name for name in architecture if name in differing and (name in SIZES or not weights_only)]
-    if refused:
-        listed = "; ".join(f"{name} is {current[name]!r}, the checkpoint has {stored[name]!r}" for name in refused)
-        raise CheckpointError(
-            f"{where} has another architecture: {listed}; change these flags, or give --use-checkpoint-args"
-        )
     if not weights_only:
         _refuse_forgotten(stored, current, differing, where)
     for name in sorted(differing):
@@ -198,12 +160,6 @@ def check_args(
         *(f"software: {name} was {versions[name]}, is {ours[name]}" for name in ours
           if name in versions and versions[name] != ours[name]),
     ]  # fmt: skip
-
-
-def _with_own_flags(args: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the custom flags of a script (``extra``) at the top level."""
-    own = args.get("extra")
-    return {**own, **args} if isinstance(own, dict) else args
 
 
 def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing: set[str], where: str) -> None:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.moe import has_experts
-from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.placement import fill_parameter, spec_or_replicated
@@ -28,28 +26,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.config.pretrain_config import PretrainConfig
 
 _DENSE = re.compile(r"(model\.(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.)(linear_fc.*)")
-
-
-def is_dense(args: Any) -> bool:
-    """Whether checkpoint settings ``args`` describe a model without experts; False for damaged settings."""
-    return isinstance(args, dict) and args.get("num_moe_experts") is None
-
-
-def settings_to_compare(architecture: Iterable[str]) -> list[str]:
-    """Return the settings of ``architecture`` that a dense model shares with its mixture of experts."""
-    return [name for name in architecture if "moe_" not in name and name != "ffn_hidden_size"]
-
-
-def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
-    """Raise CheckpointError unless the dense MLP width equals expert width x granularity."""
-    dense, width, slices = args.get("ffn_hidden_size"), cfg.moe_ffn_hidden_size, cfg.moe_upcycling_granularity
-    if width is None or not isinstance(dense, int) or dense == width * slices:
-        return
-    fix = f"--moe-ffn-hidden-size {dense // slices}" if dense % slices == 0 else "another --moe-upcycling-granularity"
-    raise CheckpointError(
-        f"{where}: its feed-forward width {dense} is not {slices} (--moe-upcycling-granularity) x {width} "
-        f"(--moe-ffn-hidden-size); give {fix}"
-    )
 
 
 class DenseCheckpoint:

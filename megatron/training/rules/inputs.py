@@ -1,7 +1,7 @@
-"""Problems that only the tokenizer and the data files can show, after the flags are checked.
+"""Problems of the tokenizer, the data files and the checkpoint to load, found after the flags are checked.
 
-Asked where rules refuse a start, so that one message holds everything; and alone, before a model is built and anything
-is written, where they do not. No index is built for it.
+They are reported together with the problems that the rules find, or alone before a model is built and anything is
+written. No index is built for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron.core.config.cli import Problem, flags_of
 from megatron.core.config.errors import UserError, all_of
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.stored_settings import misfits
 
 DATA_FLAGS = {
     "--data-path", "--data-args-path", "--per-split-data-args-path", "--train-data-path", "--split", "--mock-data",
@@ -42,12 +43,14 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
         cfg, seq_length=cfg.seq_length or 8, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length or 8
     )
     wanted = 0 if cfg.skip_train else 1, None if cfg.full_validation else int(cfg.eval_iters > 0), 0
+    tokenizer, lines = None, []
     try:
-        check_inputs(guess, wanted, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS)
+        tokenizer = check_inputs(guess, wanted, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS)
     except UserError as error:
-        found = [Line(line.split()[0].rstrip(":"), line) for line in str(error).splitlines()]
-        return [line for line in found if line.flag not in flags]
-    return []
+        lines = str(error).splitlines()
+    lines += misfits(cfg, tokenizer, consistent=not known)
+    found = [Line(line.split()[0].rstrip(":"), line) for line in lines]
+    return [line for line in found if line.flag not in flags]
 
 
 def check_inputs(

@@ -15,13 +15,13 @@ import pytest
 from megatron.core.config.cli import ConfigError
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import (
-    config_to_dict,
     core_transformer_config_from_args,
     exit_on_config_error,
     format_arguments,
     parse_args,
     validate_args,
 )
+from megatron.training.stored_settings import config_to_dict
 
 ROOT = Path(__file__).resolve().parents[3]
 

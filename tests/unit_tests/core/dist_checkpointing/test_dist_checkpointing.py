@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing import reader as reader_module
 from megatron.core.dist_checkpointing import save as save_state
 from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.sharding import sharded_tensor
 from megatron.core.sharding.sharded_tensor import module_tensors
 
 DTYPES = [
@@ -65,6 +66,10 @@ def test_every_dtype_comes_back_bit_for_bit(saved):
     assert CheckpointReader(saved).objects == {"answer": [42]}
     CheckpointReader(saved).verify()
     assert not list(saved.parent.glob(".*")), "no leftovers"
+
+
+def test_manifests_know_the_size_of_every_storable_dtype():
+    assert {name: dtype.itemsize for name, dtype in sharded_tensor.DTYPES.items()} == manifest_module.ITEM_BYTES
 
 
 def test_what_is_synced_is_the_whole_file(tmp_path, small_blocks, monkeypatch):

@@ -1,0 +1,171 @@
+"""Settings of a run as checkpoints store them, and whether a checkpoint fits the run that loads it. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
+from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
+from megatron.core.config.errors import UserError
+from megatron.core.description.model import ModelDescription
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import RELEASE, directory_of, read_tracker
+from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.models.bert_description import SETTINGS_OF_HEADS as BERT_SETTINGS
+from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
+from megatron.core.models.t5_description import OWN_SETTINGS as T5_SETTINGS
+from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
+from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import PROGRAMS, describe_run
+
+SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
+    "kv_channels", "max_position_embeddings", "decoder_num_layers", "decoder_seq_length",
+)  # fmt: skip
+"""Taken from the checkpoint only if the command line does not set them."""
+
+MAIN_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+
+ARCHITECTURE = tuple(
+    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
+                   *BERT_SETTINGS, *T5_SETTINGS))
+)  # fmt: skip
+"""Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
+checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
+"""
+
+
+def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return all settings as plain JSON values, for checkpoints and logs."""
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    values["explicit"] = sorted(values["explicit"])
+    values["exit_signal"] = values["exit_signal"].name
+    return json.loads(json.dumps(values, default=str))
+
+
+def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
+    """Return the names of settings that define the meaning of a model's weights. Layers without a description may
+    depend on any architecture setting, so that all of them are included."""
+    return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
+
+
+def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
+    """Raise ``CheckpointError`` if the settings belong to another model family; settings without a family are GPT's."""
+    family = stored.get("model_family", "gpt")
+    if family != model_family:
+        programs = [program for program, trained in PROGRAMS.items() if trained == family]
+        known = f" (trained by {' and '.join(programs)})" if programs else ""
+        said = f"{where} holds a model of the family {family!r}{known}"
+        raise CheckpointError(f"{said}, this run trains {model_family!r}")
+
+
+def with_custom_flags(args: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the custom flags of a script (``extra``) at the top level."""
+    own = args.get("extra")
+    return {**own, **args} if isinstance(own, dict) else args
+
+
+def check_architecture(
+    stored: Mapping[str, Any], current: Mapping[str, Any], where: str | os.PathLike, *,
+    architecture: Sequence[str] = ARCHITECTURE, weights_only: bool = False,
+) -> None:  # fmt: skip
+    """Raise CheckpointError, which lists every difference, if the settings give the weights another meaning.
+
+    Args:
+        stored: settings in the checkpoint, with custom flags at the top level.
+        current: settings of this run, alike.
+        where: name of the checkpoint in messages.
+        architecture: settings that define the meaning of weights.
+        weights_only: whether only weights are loaded: only other sizes are rejected then.
+    """
+    refuse_other_family(stored, current.get("model_family", "gpt"), where)
+    differing = {name for name in stored.keys() & current.keys() if stored[name] != current[name]}
+    refused = [name for name in architecture if name in differing and (name in SIZES or not weights_only)]
+    if refused:
+        listed = "; ".join(f"{name} is {current[name]!r}, the checkpoint has {stored[name]!r}" for name in refused)
+        raise CheckpointError(
+            f"{where} has another architecture: {listed}; change these flags, or give --use-checkpoint-args"
+        )
+
+
+def other_tokenizer(stored: str | None, current: str | None, where: str | os.PathLike) -> list[str]:
+    """Return the problem that both fingerprints are known and differ, or an empty list."""
+    if None in (stored, current) or stored == current:
+        return []
+    return [f"{where} was trained with another tokenizer: use its own, or --finetune"]
+
+
+def is_dense(args: Any) -> bool:
+    """Whether checkpoint settings ``args`` describe a model without experts; False for damaged settings."""
+    return isinstance(args, dict) and args.get("num_moe_experts") is None
+
+
+def settings_to_compare(architecture: Iterable[str]) -> tuple[str, ...]:
+    """Return the settings of ``architecture`` that a dense model shares with its mixture of experts."""
+    return tuple(name for name in architecture if "moe_" not in name and name != "ffn_hidden_size")
+
+
+def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
+    """Raise CheckpointError unless the dense MLP width equals expert width x granularity."""
+    dense, width, slices = args.get("ffn_hidden_size"), cfg.moe_ffn_hidden_size, cfg.moe_upcycling_granularity
+    if width is None or not isinstance(dense, int) or dense == width * slices:
+        return
+    fix = f"--moe-ffn-hidden-size {dense // slices}" if dense % slices == 0 else "another --moe-upcycling-granularity"
+    raise CheckpointError(
+        f"{where}: its feed-forward width {dense} is not {slices} (--moe-upcycling-granularity) x {width} "
+        f"(--moe-ffn-hidden-size); give {fix}"
+    )
+
+
+def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterator[str]:
+    """Yield a message for each reason why the checkpoint of --load or --pretrained-checkpoint does not fit the run.
+
+    Only the checkpoint that the tracker or --ckpt-step names is compared, and only if it is complete. In all other
+    cases the load decides, which also searches, repairs and reports.
+
+    Args:
+        cfg: resolved settings.
+        tokenizer: of this run; None to compare settings only.
+        consistent: whether the settings have passed all rules; if not, only their main sizes are compared.
+    """
+    directory, weights_only = _named_checkpoint(cfg.load, cfg.ckpt_step), cfg.finetune
+    if directory is None:
+        directory, weights_only = _named_checkpoint(cfg.pretrained_checkpoint, None), True
+    try:
+        objects = {} if directory is None else read_manifest(directory)["objects"]
+        architecture = settings_of_weights(describe_run(cfg, 0)) if consistent and objects else MAIN_SIZES
+    except UserError:  # reported by the load, or by the rules about --spec
+        return
+    stored = objects.get("args")
+    if directory is None or not isinstance(stored, dict):
+        return
+    upcycled = cfg.moe_use_upcycling and is_dense(stored)
+    weights_only = weights_only or upcycled or os.path.basename(directory) == RELEASE
+    try:
+        if upcycled:
+            architecture = settings_to_compare(architecture)
+            check_width(stored, cfg, directory)
+        check_architecture(
+            with_custom_flags(stored), with_custom_flags(config_to_dict(cfg)), directory,
+            architecture=architecture, weights_only=weights_only or cfg.skip_train,
+        )  # fmt: skip
+    except CheckpointError as error:
+        yield str(error)
+    if tokenizer is not None and not weights_only:
+        yield from other_tokenizer(objects.get("tokenizer"), tokenizer.fingerprint, directory)
+
+
+def _named_checkpoint(folder: str | None, step: int | None) -> str | None:
+    """Return the directory that --ckpt-step or the tracker of ``folder`` names; None if there is none."""
+    if folder is None:
+        return None
+    with suppress(OSError, CheckpointError):
+        directory = directory_of(folder, read_tracker(folder) if step is None else step)
+        return directory if os.path.isdir(directory) else None
+    return None
