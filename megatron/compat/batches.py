@@ -42,7 +42,7 @@ def get_batch_on_this_tp_rank(
 
 def with_attention_mask(batch: dict[str, Any]) -> dict[str, Any]:
     """``batch`` with ``attention_mask``: made from our data sets' ``cu_seqlens`` (of the flattened [b * s] tokens)
-    where there is none yet, else None."""
+    if it does not exist yet, else None."""
     mask = batch.get("attention_mask")
     if mask is None and batch.get("cu_seqlens") is not None:
         mask = _document_mask(batch["cu_seqlens"], *batch["tokens"].shape)
@@ -50,7 +50,7 @@ def with_attention_mask(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
-    """Mask of what causality and document boundaries of the flattened [b * s] tokens hide, bool [b, 1, s, s]."""
+    """Return the mask of positions hidden by causality or document boundaries of [b * s] tokens, bool [b, 1, s, s]."""
     tokens = torch.arange(batch_size * length, device=cu_seqlens.device)
     documents = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch_size, length)
     visible = documents[:, :, None] == documents[:, None, :]

@@ -98,7 +98,7 @@ class ClassicTask(Task):
         return self.data.build(self.functions["datasets_provider"], num_samples)
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
-        """Those of the base class, broadcast to ranks whose data sets the script did not build."""
+        """Return the batches of the base class, broadcast to ranks whose data sets the script did not build."""
         return super().micro_batches(self.data.share(data_iterator, number), number, size)
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
@@ -119,7 +119,7 @@ class ClassicTask(Task):
     def _add_known_facts(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The arguments of the model's forward pass with those that it takes and the script did not give.
 
-        ``sample_index`` makes dropout masks functions of the data; ``loss_mask`` tells auxiliary losses which tokens
+        ``sample_index`` makes dropout masks functions of the data; ``loss_mask`` marks the tokens that auxiliary losses
         count. On pipeline stages where the script reads nothing (its first argument is None), a mask that is None
         counts as not given, and document boundaries are added.
         """

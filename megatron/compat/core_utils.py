@@ -28,7 +28,7 @@ class StragglerDetector:
 
 
 def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """Attribute ``attr`` of a model or of what its wrappers hold (or, with ``return_model_obj``, its owner).
+    """Attribute ``attr`` of a model or a wrapped module (or, with ``return_model_obj``, its owner).
 
     Args:
         allow_none: an attribute that is None counts as found.

@@ -39,7 +39,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Return the running program's groups, of the axes ``required_pgs`` or of all."""
+        """Return the running program's groups, of the axes ``required_pgs`` or all axes."""
         names = list(_GETTERS) if required_pgs is None else required_pgs
         if unknown := sorted(set(names) - _GETTERS.keys()):
             raise ValueError(f"required_pgs: unknown groups {', '.join(unknown)}; choose from {_NAMES}")

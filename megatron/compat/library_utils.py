@@ -38,7 +38,7 @@ def get_pg_rank(group: Any = None) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: Any = None, is_expert: bool = False, check_initialized: bool = True
 ) -> Any:
-    """Return ``tp_group``, or the running program's tensor-parallel group (that of experts if ``is_expert``)."""
+    """Return ``tp_group``, or the running program's tensor-parallel group (``is_expert``: the experts' group)."""
     if tp_group is not None:
         return tp_group
     getter = parallel_state.get_expert_tensor_parallel_group if is_expert else (

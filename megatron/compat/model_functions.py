@@ -114,7 +114,7 @@ class Float16Module(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the model."""
+        """Return the model's state dict."""
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
 
 

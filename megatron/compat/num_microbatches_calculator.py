@@ -36,7 +36,7 @@ class _Position:
 
 
 class _Current:
-    """Seen by every thread: autograd's, in which layers are recomputed on GPUs, have contexts of their own."""
+    """Global, because autograd's threads, which recompute layers on GPUs, have separate contexts."""
 
     position: _Position | None = None
 

@@ -51,7 +51,7 @@ class Program:
 
 
 class Current:
-    """Seen by every thread: autograd's, in which layers are recomputed on GPUs, have contexts of their own."""
+    """Global, because autograd's threads, which recompute layers on GPUs, have separate contexts."""
 
     program: Program | None = None
     parsed: tuple[PretrainConfig, dict[str, Any]] | None = None

@@ -2,7 +2,7 @@
 
 Megatron-LM's scripts read data on the first tensor-parallel rank of the first and last pipeline stages only, and
 broadcast it. Our loop reads it on every rank: dropout masks, document boundaries and the tokens that count in the loss
-are then known everywhere, whatever the script reads. Data sets of the script's own that exist on some ranks only are
+are then known on all ranks. Custom data sets of the script that exist on some ranks only are
 broadcast, a global batch at a time.
 """
 
@@ -108,7 +108,7 @@ def _stand_in(dataset: Any, lengths: Any) -> Any:
 
 
 class ScriptBatch(dict[str, Any]):
-    """A micro-batch with the tensors that data sets of earlier releases had and ours do not."""
+    """A micro-batch with the tensors that only data sets of earlier releases returned."""
 
     def __missing__(self, name: str) -> Any:
         """``enc_dec_mask`` of T5, int64 [b, s, e]: 1 where a decoder's token sees an encoder's."""

@@ -49,7 +49,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict] | None, mtp_on_this_
     """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in the order
     in which scripts unpack ``values()``.
 
-    Inside :func:`pretrain` every rank reads its own ``data_iterator``. In a program with a loop of its own the first
+    Inside :func:`pretrain` every rank reads its own ``data_iterator``. In a program with a custom loop the first
     tensor-parallel rank reads for its group, and the others may pass None.
     ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
     s, s], True where a token may not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster.

@@ -9,5 +9,5 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 
 def core_transformer_config_from_yaml(args: Any, transfomer_key: str = "language_model") -> TransformerConfig:
-    """As ``core_transformer_config_from_args``; the key, spelled as existing programs know it, chooses nothing."""
+    """Call ``core_transformer_config_from_args``; the key, which existing programs pass, has no effect."""
     return core_transformer_config_from_args(args)

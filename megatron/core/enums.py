@@ -13,7 +13,7 @@ class ModelType(Enum):
 
 
 class AttnBackend(str, Enum):
-    """Which kernel computes attention; members equal their names, so ``cfg.attention_backend == "flash"`` works."""
+    """Attention kernels; members equal their names, so ``cfg.attention_backend == "flash"`` works."""
 
     flash = "flash"
     fused = "fused"
@@ -23,7 +23,7 @@ class AttnBackend(str, Enum):
 
 
 class AttnMaskType(Enum):
-    """Which positions a query may see."""
+    """Positions that a query may attend to."""
 
     padding = 1
     causal = 2
@@ -33,7 +33,7 @@ class AttnMaskType(Enum):
 
 
 class AttnType(Enum):
-    """Where keys and values come from."""
+    """Source of keys and values."""
 
     self_attn = 1
     cross_attn = 2

@@ -73,7 +73,7 @@ def initialize_model_parallel(
     before any group exists. Every process of the world calls it with the same arguments. ``order`` lists the axes from
     the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other.
     ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). ``copy_engines``: over NCCL, groups whose
-    ranks share a host get copy engines for what can go through them (``copy_engines/``). ``group_of_one``: see
+    ranks share a host get copy engines for supported collectives (``copy_engines/``). ``group_of_one``: see
     :func:`start_alone`. Further keywords that programs pass and that change nothing here are logged with the reason;
     unknown ones are a TypeError.
     """
@@ -119,7 +119,7 @@ def initialize_model_parallel(
 
 
 def start_alone() -> None:
-    """torch.distributed as a group of one, where no launcher started this process and nobody has: programs call it
+    """Initialize torch.distributed as a group of one if no launcher started this process: programs call it
     (``get_rank``, ``barrier``) for any number of ranks."""
     if not dist.is_initialized() and "RANK" not in os.environ:
         _start_world_of_one()
@@ -354,7 +354,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Which of this rank's model chunks is being built; None outside of model building."""
+    """Index of this rank's model chunk in construction; None outside of model building."""
     return None if _state is None else _state.virtual_pipeline_rank
 
 

@@ -2,7 +2,7 @@
 
 Timers above ``--timing-log-level`` measure nothing, so that level 0, the default, costs nothing. From level 1 on,
 starting and stopping wait for the device: the times are right, the step is slower. Under torch's profiler every timer,
-whatever its level, is a range of its name in the trace.
+at any level, is a range with its name in the trace.
 """
 
 import logging
@@ -60,7 +60,7 @@ class Timer:
         self.active = False
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since the last reset; a running timer goes on running."""
+        """Seconds since the last reset; a running timer continues."""
         running = self.active
         if running:
             self.stop(barrier)
@@ -72,7 +72,7 @@ class Timer:
         return seconds
 
     def active_time(self) -> float:
-        """Seconds since the timer was made, whatever was reset."""
+        """Seconds since the timer was created, regardless of resets."""
         return self._total
 
     def __enter__(self) -> "Timer":
@@ -83,7 +83,7 @@ class Timer:
         if error is None:
             self.stop(self.barrier)
         else:
-            self.reset()  # the other ranks may not get here: wait for nobody
+            self.reset()  # no barrier: the other ranks may not reach this line
 
     def _open_range(self) -> None:
         if self._range is None and torch.autograd._profiler_enabled():
@@ -136,7 +136,7 @@ class Timers:
         self._silent: dict[str, NullTimer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer ``name``; its first use sets its level (by default the highest), later ones may leave it out."""
+        """The timer ``name``; its first use sets its level (by default the highest), later ones may remove it."""
         known = self._levels.get(name)
         if known is None:
             known = MAX_LOG_LEVEL if log_level is None else log_level

@@ -157,5 +157,5 @@ def _read_per_split(path: str) -> list[Blend | None]:
         if blend is not None and not (
             isinstance(blend, list) and all(isinstance(entry, str | int | float) for entry in blend)
         ):
-            raise UserError(f"{flag} {path}: {name!r} is not a list of prefixes, or of weights and prefixes")
+            raise UserError(f"{flag} {path}: {name!r} is neither a list of prefixes nor a list of weights and prefixes")
     return [get_blend_from_list(content.get(name), f"{flag} {path}, {name!r}") for name in names]

@@ -174,7 +174,7 @@ class IndexedDataset:
             try:
                 now = os.stat(path)
             except OSError as error:
-                yield f"{path} cannot be found any more ({error.strerror}): this run goes on with what it opened"
+                yield f"{path} cannot be found any more ({error.strerror}): this run continues with the opened file"
                 continue
             # another file of that name (renamed into its place) leaves the one that is mapped as it is
             is_same = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
@@ -234,7 +234,7 @@ def _not_a_prefix(path: str) -> str:
 
 
 def resolve_prefix(path_prefix: str) -> str:
-    """The prefix to open for what a user gave as data path: itself, or with the first of ``DEFAULT_SUFFIXES`` that
+    """Return the prefix to open for a data path: the path itself, or with the first of ``DEFAULT_SUFFIXES`` that
     exists.
 
     Raises:

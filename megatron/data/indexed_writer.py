@@ -2,7 +2,7 @@
 
 Tokens stream into the ``.bin``; lengths, document boundaries and modes are spooled to temporary files and become the
 ``.idx`` at the end. All of it goes to temporary names in the target folder. ``finalize`` syncs them and renames the
-``.bin``, then the ``.idx``: whatever happens before that (a full disk, a kill) leaves nothing that looks complete.
+``.bin``, then the ``.idx``: after an earlier failure (a full disk, a kill) no file looks complete.
 """
 
 import array

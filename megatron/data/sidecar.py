@@ -87,7 +87,7 @@ def _checked(info: SidecarInfo) -> SidecarInfo:
     """``info``, read from a file; ``ValueError`` for values of another type."""
     texts = isinstance(info.tokenizer_type, str) and isinstance(info.fingerprint, str)
     if not texts or type(info.vocab_size) is not int or not isinstance(info.append_eod, bool):
-        raise ValueError("a value is of another type than it is written with")
+        raise ValueError("a value has another type than the writer's")
     ids = info.special_ids
     if not isinstance(ids, dict) or not all(type(index) is int for index in ids.values()):
         raise ValueError("special_ids is not a table of ids")

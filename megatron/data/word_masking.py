@@ -1,6 +1,6 @@
-"""Choice of the masked words of a sample, for BERT and T5: whole words or single pieces, alone or as n-grams.
+"""Choice of the masked words of a sample, for BERT and T5: whole words or single pieces, separately or as n-grams.
 
-Words are visited in shuffled order; each draws a length in words and is masked with as many of the words behind it as
+Words are visited in shuffled order; each draws a length in words and is masked with as many of the following words as
 the budget of tokens still takes, unless one of them is masked already. Every draw comes from one ``RandomState`` in a
 fixed order, so that the masks equal Megatron-LM's bit for bit.
 """

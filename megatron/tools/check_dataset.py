@@ -96,7 +96,7 @@ def print_sentences(data: IndexedDataset) -> None:
 
 
 def check(path: str, vocab_size: int | None) -> None:
-    """Print a summary of the data set ``path``; ids must be below ``vocab_size`` (None: that of the sidecar, if any).
+    """Print a summary of the data set ``path``; ids must be below ``vocab_size`` (None: the sidecar's, if any).
 
     Raises:
         UserError: the data set is damaged or contains ids outside the vocabulary.

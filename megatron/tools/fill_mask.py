@@ -55,7 +55,7 @@ def sample_of(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int], l
         raise UserError("--text-pair: the model was trained with --bert-no-binary-head, on single texts")
     if len(texts) == 1 and tokenizer.mask not in ids:
         name = tokenizer.inv_vocab[tokenizer.mask]
-        raise UserError(f"--text {texts[0]!r} has no {name}: put it where the model is to say what stands there")
+        raise UserError(f"--text {texts[0]!r} has no {name}: put it where the model must predict a token")
     return ids, types
 
 

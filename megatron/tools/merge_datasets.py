@@ -32,7 +32,7 @@ def find_prefixes(folder: str) -> list[str]:
     prefixes = sorted({stem for stem, _ in halves})
     missing = [f"{stem}{suffix}" for stem in prefixes for suffix in (".bin", ".idx") if (stem, suffix) not in halves]
     if missing:
-        raise UserError(f"--input {folder}: {', '.join(missing)} missing beside the other half of the pair")
+        raise UserError(f"--input {folder}: {', '.join(missing)} missing; the other file of the pair exists")
     if not prefixes:
         raise UserError(f"--input {folder} holds no .bin and .idx files")
     return [os.path.join(folder, stem) for stem in prefixes]

@@ -354,7 +354,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--keys", nargs="+", help="values to draw; default: losses, learning rate, gradient norm, experts, speed"
     )
-    parser.add_argument("--labels", nargs="+", help="a name for each run; default: what tells their paths apart")
+    parser.add_argument("--labels", nargs="+", help="a name for each run; default: the part of the path that differs")
     parser.add_argument(
         "--smooth", nargs="?", type=float, const=0.0, metavar="HALF_LIFE",
         help="lay a moving average over training values; half-life in iterations, default a 100th of the run",

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", required=True, help="folder for the files, made if need be")
     parser.add_argument("--kind", choices=["bpe", "wordpiece"], default="bpe", help="GPT's kind or BERT's [bpe]")
     parser.add_argument("--cased", action="store_true", help="with --kind wordpiece: keep upper case and accents")
-    parser.add_argument("--max-bytes", "--max_bytes", type=int, help="train on about the first so many bytes of text")
+    parser.add_argument("--max-bytes", "--max_bytes", type=int, help="train on about the first MAX_BYTES bytes")
     args = parser.parse_args(argv)
     start = time.monotonic()
     os.makedirs(args.output, exist_ok=True)

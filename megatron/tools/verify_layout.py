@@ -337,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
     print(table(verdict))
     seconds = f"({time.perf_counter() - began:.0f} s)"
     if verdict.equal:
-        print(f"equal: losses, gradients, norms and weights are those of one rank, to 1e-10 {seconds}")
+        print(f"equal: losses, gradients, norms and weights match one rank to 1e-10 {seconds}")
         return 0
     print(f"DIFFERENT in {len(verdict.differences)} places {seconds}; the first one:\n  {verdict.first}")
     return 1

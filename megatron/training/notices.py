@@ -30,7 +30,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved, name)]
     for name in halved if resolved.micro_batch_size % 2 else ():
         size, flag = resolved.micro_batch_size, name.replace("_", "-")
-        yield f"--{flag}: no effect with --micro-batch-size {size}, of which there are no halves; give 2"
+        yield f"--{flag}: no effect with --micro-batch-size {size}, which has no two halves; give 2"
     yield from _layers(given, resolved)
     yield from _strictly(given)
     yield from _of_other_models(given)
@@ -60,13 +60,13 @@ OF_OTHER_MODELS = {
 def _of_other_models(given: PretrainConfig) -> Iterator[str]:
     for field, (flag, families) in OF_OTHER_MODELS.items():
         if field in given.explicit and given.model_family not in families:
-            yield f"{flag}: no effect here, it is of {' and '.join(f'pretrain_{each}.py' for each in families)}"
+            yield f"{flag}: no effect here, only in {' and '.join(f'pretrain_{each}.py' for each in families)}"
 
 
 def _strictly(given: PretrainConfig) -> Iterator[str]:
     value = given.dist_ckpt_strictness
     if "dist_ckpt_strictness" in given.explicit and given.load and not value.startswith("raise"):
-        yield f"--dist-ckpt-strictness {value}: names that are missing or unused are refused and listed all the same"
+        yield f"--dist-ckpt-strictness {value}: missing and unused names are always listed and rejected"
 
 
 def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
@@ -83,14 +83,14 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
             yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if getattr(given, name) and not getattr(resolved, name):
-            yield f"--{name.replace('_', '-')}: no effect beside --use-torch-fsdp2, which shards and gathers everything"
+            yield f"--{name.replace('_', '-')}: no effect with --use-torch-fsdp2, which shards and gathers everything"
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")
     unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
     if unused and not resolved.multi_latent_attention:
         yield f"{', '.join(unused)}: no effect without --multi-latent-attention"
     if resolved.multi_latent_attention and resolved.position_embedding_type == "learned_absolute":
         yield (
-            "--position-embedding-type learned_absolute: added to what latent attention rotates by itself; "
+            "--position-embedding-type learned_absolute: added to the rotary positions of latent attention; "
             "--position-embedding-type rope trains without"
         )
     needed = TOKENIZER_FILES.get(resolved.tokenizer_type or "", ("tokenizer_model",))
@@ -109,4 +109,4 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
     if of_experts and resolved.num_moe_experts is None:
         yield f"{', '.join(of_experts)}: no effect without --num-experts N"
     elif resolved.moe_token_dispatcher_type == "flex":
-        yield "--moe-token-dispatcher-type flex: tokens travel as with alltoall, with the same results"
+        yield "--moe-token-dispatcher-type flex: tokens are exchanged as with alltoall, with the same results"

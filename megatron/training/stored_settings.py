@@ -79,7 +79,7 @@ def check_architecture(
 
     Args:
         stored: settings in the checkpoint, with custom flags at the top level.
-        current: settings of this run, alike.
+        current: settings of this run, in the same form.
         where: name of the checkpoint in messages.
         architecture: settings that define the meaning of weights.
         weights_only: whether only weights are loaded: only other sizes are rejected then.
@@ -162,7 +162,7 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
 
 
 def _named_checkpoint(folder: str | None, step: int | None) -> str | None:
-    """Return the directory that --ckpt-step or the tracker of ``folder`` names; None if there is none."""
+    """Return the directory that --ckpt-step or the tracker of ``folder`` names; None if it does not exist."""
     if folder is None:
         return None
     with suppress(OSError, CheckpointError):

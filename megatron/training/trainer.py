@@ -145,7 +145,7 @@ class Trainer:
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
         """Accumulate and reduce the gradients of the global batch in ``main_grad``. Returns local losses, losses over
-        all ranks, the factor that makes the gradients those of the mean loss per valid token, and module statistics."""
+        all ranks, the factor that normalizes the gradients to the mean loss per valid token, and module statistics."""
         parts, cfg = self.parts, self.cfg
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients in range until the true count is known
         for chunk in parts.model:

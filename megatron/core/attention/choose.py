@@ -114,7 +114,7 @@ def choose_kernel(request: Request) -> Choice:
 def _first_that_serves(request: Request) -> Choice:
     remarks, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
     if request.flash_version is not None:
-        asked, fix = f"--flash-attention-version {request.flash_version}", "leave the flag out"
+        asked, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
         remarks = [asked]
     refused: dict[str, str] = {}
     for name in _candidates(request):

@@ -58,7 +58,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
 
 
 def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
-    """Describe cross-attention: projections of queries and of the encoder's output, core attention, projection."""
+    """Describe cross-attention: projections of the queries and the encoder's output, core attention, projection."""
     heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
     query, key_value = heads // tp * channels, 2 * max(groups // tp, 1) * channels

@@ -63,7 +63,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         if config.context_parallel_size != groups.cp.size:
             raise UserError(
-                f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} "
+                f"context_parallel_size {config.context_parallel_size}: the process groups have {groups.cp.size} "
                 "ranks; pass the same size to initialize_model_parallel(context_parallel_size=...)"
             )
         self.shared = groups.cp.size > 1

@@ -22,7 +22,7 @@ def lengths_of_mask(mask: Tensor) -> Tensor:
     Raises ValueError if padding precedes a token (not checked on GPUs, as that would wait)."""
     mask = mask.long()
     if host_may_read(mask) and bool((mask.diff(dim=1) > 0).any()):
-        raise ValueError("attention_mask: padding stands behind all tokens of a row, here it is before some")
+        raise ValueError("attention_mask: padding must follow all tokens of a row, here it precedes some")
     return mask.sum(1)
 
 
@@ -31,7 +31,7 @@ def _require_equal(queries: Tensor, keys: Tensor) -> None:
     if not host_may_read(equal):
         torch._assert_async(equal)
     elif not equal:
-        raise ValueError("cu_seqlens_kv: must equal cu_seqlens_q; queries and keys are of the same tokens")
+        raise ValueError("cu_seqlens_kv: must equal cu_seqlens_q, because queries and keys have the same tokens")
 
 
 def _with_padding(actual: Tensor, padded: Tensor, num_tokens: int) -> Tensor:
@@ -128,7 +128,7 @@ class PackedSeqParams:
         least 1) of its ``num_keys`` keys; the remaining keys form a document without queries. Raises ValueError for a
         row without keys (not checked on GPUs, as that would wait)."""
         if host_may_read(lengths) and bool((lengths < 1).any()):
-            raise ValueError("a row of padding alone gives the other sequence nothing to see")
+            raise ValueError("a row contains only padding, so that the other sequence has no key to attend to")
         keys = cls.of_lengths(lengths, num_keys).cu_seqlens_q
         assert keys is not None
         queries = cls.of_lengths(torch.full_like(lengths, num_queries), num_queries).cu_seqlens_q

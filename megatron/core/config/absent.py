@@ -1,15 +1,14 @@
-"""What a command line or a program may name although no field stands for it: one table, ``absent.tsv``, with the
-answers.
+"""Flags and settings without a field: the table ``absent.tsv`` holds the answer to each of them.
 
-Each row has five columns, separated by tabs: spellings (``--flag=value``: that value alone; none where only programs
+Each row has five columns, separated by tabs: spellings (``--flag=value``: only that value; empty if only programs
 name it), status, number of values (empty: a switch; ``int>=1``: one integer of at least 1), ``setting=default``,
 answer. The status is one of
 
-- ``not yet``: a capability that does not exist; refused unless left at its default. The answer names the capability.
+- ``not yet``: a capability that does not exist; rejected unless left at its default. The answer names the capability.
 - ``no effect``: accepted, with one notice that gives the answer.
 - ``means``: an older spelling, read as the flags of the answer, in which ``*`` stands for its values.
-- ``retired``: refused; the answer says what to give instead.
-- ``other``: a flag of another program, which the answer names in front of what to give instead.
+- ``retired``: rejected; the answer is the replacement.
+- ``other``: a flag of another program; the answer names the program, then the replacement.
 - ``foreign``: Megatron-LM has this flag and this library has not. ``removed``: Megatron-LM had it.
 
 When a capability is built its row is deleted and a field is added; nothing else changes. Standard library only.
@@ -28,7 +27,7 @@ from megatron.core.config import cli
 from megatron.core.config.ranges import INT64_MAX, Range
 
 OPERANDS = "*"
-LEAVE_OUT = "leave it out"
+LEAVE_OUT = "remove it"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Absent:
 
     @property
     def meaning(self) -> str:
-        """For the flag reference and for notices."""
+        """Text for the flag reference and for notices."""
         if self.status == "not yet":
             return f"{self.answer} not available yet"
         if self.status == "no effect":
@@ -51,10 +50,10 @@ class Absent:
         if self.status == "means":
             return "means " + " ".join("..." if token == OPERANDS else token for token in self.answer.split())
         program, _, fix = self.answer.partition(": ")
-        return f"refused: {fix} (a flag of {program})" if self.status == "other" else f"refused: {self.answer}"
+        return f"rejected: {fix} (a flag of {program})" if self.status == "other" else f"rejected: {self.answer}"
 
     def refusal(self, typed: str) -> cli.Problem:
-        """The answer to a flag that cannot be read as anything."""
+        """Return the problem of a flag that is always rejected."""
         if self.status == "other":
             program, _, fix = self.answer.partition(": ")
             return cli.Problem(typed, f"is a flag of {program}", fix=fix)
@@ -100,13 +99,13 @@ def settings() -> dict[str, Absent]:
 
 
 def _answer_to(row: Absent, value: Any) -> Absent:
-    """The row of this value alone, where there is one."""
+    """Return the row of this value if it exists, else ``row``."""
     return by_name().get(f"{row.names[0]}={value}", row) if row.names else row
 
 
 def _spec(row: Absent) -> cli.FlagSpec:
-    """How a row's flag is read, for the rows that are accepted at all."""
-    field = next(iter(row.settings), row.names[0])  # a spelling alone is nobody's setting
+    """Return the flag specification of an accepted row."""
+    field = next(iter(row.settings), row.names[0])  # without a setting, the spelling is the field
     default = row.settings.get(field)
     if row.nargs.startswith("int"):
         low = int(row.nargs.partition(">=")[2] or -INT64_MAX)
@@ -123,7 +122,7 @@ def _spec(row: Absent) -> cli.FlagSpec:
 
 @functools.cache
 def specs() -> tuple[cli.FlagSpec, ...]:
-    """Flags that are read, and then refused or accepted without effect."""
+    """Return the flags that are read, and then rejected or accepted without effect."""
     accepted = (row for row in rows() if row.status in ("not yet", "no effect") and row.names)
     return tuple(_spec(row) for row in accepted if "=" not in row.names[0])
 
@@ -136,7 +135,7 @@ def renamed() -> dict[str, str]:
 
 
 def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.Segment], list[str], list[cli.Problem]]:
-    """Reads older spellings of a command line as today's, and answers what cannot be read; ``known`` is left alone.
+    """Replace older spellings of a command line by today's flags. ``known`` spellings are not changed.
 
     What comes of a rewrite goes to the front, so that today's spelling wins where both are given.
 
@@ -166,7 +165,7 @@ def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.S
             problems.append(cli.Problem(segment.typed, reason, segment.operands[0], LEAVE_OUT))
         else:
             notices.append(f"{' '.join(segment.tokens)} {row.meaning}")
-    # what sets several flags goes first: --activations-checkpoint-num-layers 4 counts wherever it stands
+    # names that set several flags come first, so that --activations-checkpoint-num-layers 4 applies in any order
     first, bad_operands = cli.segments([token for tokens in sorted(front, key=len, reverse=True) for token in tokens])
     return first + kept, notices, problems + bad_operands
 
@@ -188,7 +187,7 @@ def answers(values: Mapping[str, Any]) -> tuple[list[str], list[cli.Problem]]:
 
 
 def defaults() -> dict[str, Any]:
-    """What a program reads of settings that no field stands for: a capability that is off."""
+    """Return the values that a program reads for settings without a field: every capability is off."""
     foreign = (name[2:].replace("-", "_") for row in rows() if row.status == "foreign" for name in row.names)
     return dict.fromkeys(foreign) | {name: row.settings[name] for name, row in settings().items()}
 
@@ -207,7 +206,7 @@ class TakesSettings(type):
     """Metaclass of a library configuration: the constructor takes, and objects have, the settings of this table by the
     names that Megatron-LM's configurations have for them; of subclasses too, which programs derive.
 
-    A capability that is not there is refused (:class:`ConfigError`) unless it is left at its default, or off.
+    Raise ConfigError for a missing capability, unless it is off or at its default.
     """
 
     def __init__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
@@ -225,14 +224,14 @@ class TakesSettings(type):
         given = cls.in_our_words(given)
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         others = {name: given.pop(name) for name in sorted(given.keys() & defaults().keys() - own)}
-        if problems := [problem for name, value in others.items() for problem in _refused(name, value)]:
+        if problems := [problem for name, value in others.items() for problem in _rejected(name, value)]:
             raise cli.ConfigError(problems)
         made = super().__call__(*args, **given)
         vars(made).update(others)
         return made
 
 
-def _refused(name: str, value: Any) -> Iterator[cli.Problem]:
+def _rejected(name: str, value: Any) -> Iterator[cli.Problem]:
     row = settings().get(name)
     if row is None:
         if value:

@@ -2,7 +2,7 @@
 
 A field is a flag: its annotation gives the type and the choices, its default the default, the string literal below it
 the help text. ``name: bool = False`` becomes ``--name``, ``name: bool = True`` becomes ``--no-name``, everything else
-takes values; :func:`flag` states what is irregular. Names accept ``-`` and ``_`` alike, are never abbreviated, and
+takes values; :func:`flag` states what is irregular. Names accept both ``-`` and ``_``, are never abbreviated, and
 ``--name=value`` works. Scanning collects every mistake of a command line instead of stopping at the first one, which is
 why argparse is used only for ``--help`` and for the flags that third-party scripts add.
 """
@@ -195,7 +195,7 @@ def _source(cls: type) -> str:
 
 
 def _range_of(annotation: Any) -> Range | None:
-    """The :class:`Range` inside an annotation, wherever it stands in unions and lists."""
+    """Return the :class:`Range` inside an annotation, also within unions and lists."""
     if get_origin(annotation) is Annotated:
         return next((extra for extra in annotation.__metadata__ if isinstance(extra, Range)), None)
     return next((found for part in get_args(annotation) if (found := _range_of(part))), None)
@@ -254,7 +254,7 @@ def flags_of(*groups: type) -> tuple[FlagSpec, ...]:
 
 
 def normalize(name: str) -> str:
-    """One spelling for ``--a_b`` and ``--a-b``; the part behind ``=`` is left alone."""
+    """Return one spelling for ``--a_b`` and ``--a-b``; the part after ``=`` is not changed."""
     return name.replace("_", "-")
 
 
@@ -272,12 +272,12 @@ class Segment:
 
     @property
     def tokens(self) -> list[str]:
-        """The segment as it stood on the command line."""
+        """Return the segment as typed on the command line."""
         return [f"{self.typed}={self.operands[0]}"] if self.attached else [self.typed, *self.operands]
 
 
 def segments(argv: Sequence[str]) -> tuple[list[Segment], list[Problem]]:
-    """Cut a command line at its flags. Operands before the first flag, or beside ``--flag=value``, are problems."""
+    """Split a command line at its flags. Operands before the first flag or after ``--flag=value`` are problems."""
     found: list[Segment] = []
     problems: list[Problem] = []
     for token in argv:
@@ -308,7 +308,7 @@ def _read(spec: FlagSpec, segment: Segment) -> Any:
     count = len(segment.operands)
     if spec.is_bool:
         if count:
-            raise ValueError("takes no value: give it alone, or leave it out")
+            raise ValueError("takes no value: pass only the flag, or remove it")
         return True if segment.name == spec.on else not spec.default
     if spec.nargs is None:
         if count != 1:
@@ -322,7 +322,7 @@ def _read(spec: FlagSpec, segment: Segment) -> Any:
 
 
 def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[dict[str, Any], list[Problem]]:
-    """Field values of a command line, the last of repeated flags winning, and all that is wrong with it."""
+    """Return the field values of a command line (the last of repeated flags applies) and all its problems."""
     table = flag_table(specs)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -378,7 +378,7 @@ def read_mapping(
 
 
 def from_object(spec: FlagSpec, value: Any) -> Any:
-    """A value that a file holds with a type of its own, checked like the text on a command line.
+    """Return a typed value from a file, checked like the text on a command line.
 
     Raises:
         ValueError: with the reason.
@@ -400,7 +400,7 @@ def from_object(spec: FlagSpec, value: Any) -> Any:
 
 
 def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description: str = "") -> argparse.ArgumentParser:
-    """The same flags as an argparse parser: for ``--help``, and for scripts that add their own."""
+    """Return an argparse parser of these flags, for ``--help`` and for scripts that add custom flags."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
     )

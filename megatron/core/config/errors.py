@@ -1,4 +1,4 @@
-"""Errors that the user can mend: one class, below every other module."""
+"""Errors that the user can fix: one class, which every other module may import."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -12,10 +12,10 @@ EXIT_FAILED = 1
 
 
 class UserError(ValueError):
-    """A flag, a file or an environment that the user can mend; the message is all there is to say.
+    """Problem of a flag, a file or the environment that the user can fix; the message is complete.
 
-    It names the flag or file, the value, the reason and the fix, and a program ends with it alone, without a
-    traceback. Everything else is a bug of ours or of the user's own code and keeps its traceback.
+    It names the flag or file, the value, the reason and the fix. A program prints it and exits without a
+    traceback. Every other exception is a bug of this library or of user code and keeps its traceback.
     """
 
     elsewhere: bool = False
@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 class MissingFamily(UserError, ImportError):
     """A module of Megatron-LM is imported whose model family this library does not have.
 
-    An ``ImportError``, for programs that go on without the module.
+    An ``ImportError``, for programs that continue without the module.
     """
 
     def __init__(self, module: str, family: str) -> None:
@@ -55,10 +55,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
-    """The results of ``calls``, every one of which is made.
+    """Call all ``calls``, also after errors, and return their results.
 
     Raises:
-        UserError: what was wrong in any of them, each line once; of their own class where that is one.
+        UserError: the problems of all calls, each line once; in their class if all have the same class.
     """
     results: list[Result] = []
     found: dict[str, UserError] = {}

@@ -8,7 +8,7 @@ from typing import Literal
 from megatron.core.config.ranges import Layers
 
 RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_act", "shared_experts", "mla_up_proj")
-"""What selective recomputation knows to drop."""
+"""Modules that selective recomputation can recompute."""
 
 
 @dataclass(kw_only=True)

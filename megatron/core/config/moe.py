@@ -1,4 +1,4 @@
-"""Mixture of experts: which layers have experts, how tokens are routed to them and travel there. Only fields, no
+"""Mixture of experts: which layers have experts, how tokens are routed and sent to them. Only fields, no
 torch."""
 
 from __future__ import annotations
@@ -147,5 +147,5 @@ def depends_on_micro_batch(config: MoEConfig) -> bool:
 
 
 def has_side_losses(config: MoEConfig) -> bool:
-    """Whether routers have losses of their own."""
+    """Whether routers have auxiliary losses."""
     return config.num_moe_experts is not None and bool(any(config.moe_aux_loss_coeff) or config.moe_z_loss_coeff)

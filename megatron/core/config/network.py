@@ -44,7 +44,7 @@ class NetworkSizeConfig:
     weight decay."""
 
     norm_bias: bool = flag("--disable-norm-bias", default=True)
-    """Biases in LayerNorm (RMSNorm has none); ModernBERT disables them."""
+    """Biases in LayerNorm (never in RMSNorm); ModernBERT disables them."""
 
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms of a residual branch. pre: before its mixer; post: after it, before the residual addition (OLMo 2);
@@ -110,7 +110,7 @@ class NetworkSizeConfig:
     """Offset added to the linear half of a gated activation (gpt-oss: 1)."""
 
     hidden_dropout: Probability = 0.1
-    """Dropout probability of the embedding and of each branch before the residual addition."""
+    """Dropout probability of the embedding and each branch before the residual addition."""
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in float32."""
@@ -143,7 +143,7 @@ class InitializationConfig:
     """Seed and initial values"""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 1234
-    """Seed of the initial weights, of dropout and of the data order."""
+    """Seed of the initial weights, dropout and the data order."""
 
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of the normal initial weights. Weights whose output is added to the residual stream use it

@@ -1,4 +1,4 @@
-"""Log lines about what the library does by itself where a program did not say, such as padding a vocabulary."""
+"""Log lines about automatic choices of the library, such as padding a vocabulary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which values a numeric setting can take, as annotations of its field: ``micro_batch_size: PositiveInt``.
+"""Allowed values of a numeric setting, as annotations of its field: ``micro_batch_size: PositiveInt``.
 
-A range is about one number alone: what no other setting could make sensible. Upper bounds are far beyond any use; they
+A range limits one number independently of other settings. Upper bounds are far beyond any use; they
 keep sums and products of settings inside 64 bits, and keep a mistyped number from becoming a list of that length.
 Contradictions between settings are rules (``megatron.training.rules.run_all``). Standard library only.
 """
@@ -57,7 +57,7 @@ class Range:
         return f"{low} to {'below ' * self.below}{_exact(self.high)}"
 
     def reason(self, value: float) -> str:
-        """Why ``value`` is refused; empty if it is not."""
+        """Return why ``value`` is rejected; empty if it is accepted."""
         if value in self:
             return ""
         if _is_finite(value) and self.high == INT64_MAX and value > self.high:

@@ -1,4 +1,4 @@
-"""Which tokenizer, and its files."""
+"""Settings of the tokenizer and its files."""
 
 from __future__ import annotations
 

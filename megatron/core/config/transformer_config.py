@@ -56,12 +56,12 @@ class ModelSettings(
 
 
 def values_of(group: type, source: Any) -> dict[str, Any]:
-    """What ``source``, an object with all fields of the dataclass ``group``, has for them."""
+    """Return name -> value of the fields of dataclass ``group`` in ``source``, an object with all these attributes."""
     return {field.name: getattr(source, field.name) for field in fields(group)}
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, Any]:
-    """The sizes that follow from others, for those that are None and can be told."""
+    """Return sizes derived from others, for sizes that are None and can be derived."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,
@@ -98,7 +98,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         Raises:
             ConfigError: an activation that this library does not have.
         """
-        # renamed ones win: ``dataclasses.replace`` gives all fields beside what it was asked for by another name
+        # older names take precedence: ``dataclasses.replace`` passes all fields in addition to the requested names
         settings = {name: value for name, value in given.items() if name not in _RENAMED}
         settings |= {_RENAMED[name]: value for name, value in given.items() if name in _RENAMED}
         for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
@@ -174,10 +174,10 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         if not self.multi_latent_attention:
             return
         if self.num_query_groups not in (None, self.num_attention_heads):
-            yield Problem("num_query_groups", "excludes multi_latent_attention", self.num_query_groups, "leave it out")
+            yield Problem("num_query_groups", "excludes multi_latent_attention", self.num_query_groups, "remove it")
         for name in ("rotary_interleaved", "qk_l2_norm", "add_qkv_bias", "qk_layernorm_across_heads", "softmax_scale"):
             if getattr(self, name):
-                yield Problem(name, "excludes multi_latent_attention", getattr(self, name), "leave it out")
+                yield Problem(name, "excludes multi_latent_attention", getattr(self, name), "remove it")
         if self.qk_pos_emb_head_dim % 2:
             yield Problem("qk_pos_emb_head_dim", "must be even: pairs are rotated", self.qk_pos_emb_head_dim)
         if self.mla_down_proj_fusion and self.q_lora_rank is None:

@@ -101,7 +101,7 @@ class BlendedMegatronDatasetBuilder:
                 empty.append(error)
 
         all_of(partial(check, prefix) for prefix in blend[0])
-        # what ``build`` does without: a test that nobody named, and sources of a blend by size
+        # optional for ``build``: an unnamed test set, and sources of a blend weighted by size
         spared = split is Split.test and self.config.blend_per_split is None
         by_size = blend[1] is None and not (self.config.multiple_validation_sets and split is Split.valid)
         if empty and not spared and (len(empty) == len(blend[0]) or not by_size):
@@ -119,7 +119,7 @@ class BlendedMegatronDatasetBuilder:
         try:
             return self._build_wanted(split)
         except EmptySplitError as error:
-            # --eval-iters asks for validation and test alike, and a share of 1 % of a small corpus holds no document:
+            # --eval-iters requests both validation and test, and a share of 1 % of a small corpus holds no document:
             # only explicit test data is a request for a test
             if split is not Split.test or self.config.blend_per_split is not None:
                 raise

@@ -56,7 +56,7 @@ class BlendedMegatronDatasetConfig:
     """Sources opened and indexed at the same time."""
 
     path_to_cache: str | None = None
-    """Folder of index files; None puts them beside the data."""
+    """Folder of index files; None: next to the data."""
 
     mmap_bin_files: bool = True
     """Map token files instead of reading them."""
@@ -89,7 +89,7 @@ class BlendedMegatronDatasetConfig:
     """Older name of the following."""
 
     object_storage_cache_path: str | None = None
-    """Cache of data in object storage, which cannot be read: anything but None is refused."""
+    """Cache of data in object storage, which cannot be read: only None is accepted."""
 
     def __post_init__(self, s3_cache_path: str | None) -> None:
         if s3_cache_path or self.object_storage_cache_path:

@@ -242,7 +242,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         single = int(np.diff(bounds).max()) <= 1
         if single and config.min_sentences == 1:
             logger.warning(
-                "%s: every document of %s is one sequence, of which a sample takes the first %d tokens at most: make "
+                "%s: every document of %s is one sequence, and a sample takes at most its first %d tokens: make "
                 "the data with %s to train on all of it",
                 self.dataset_path, self.index_split.name, self.target_length, SENTENCES,
             )  # fmt: skip

@@ -136,6 +136,6 @@ def special_id(tokenizer: Any, role: str) -> int | None:
     """Return the id of a special token, or None if the tokenizer lacks it."""
     try:
         index = getattr(tokenizer, role)
-    except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none
+    except (AttributeError, NotImplementedError, KeyError, ValueError):  # the ways of tokenizers to report a missing id
         return None
     return None if index is None or int(index) < 0 else int(index)

@@ -10,7 +10,7 @@ from megatron.core.description.model import Config, Op, Param, Piece, Saved
 
 
 def activation_bytes(config: Config) -> int:
-    """Return the bytes per element of activations and of weights in the compute dtype."""
+    """Return the bytes per element of activations and weights in the compute dtype."""
     return 2 if config.fp16 or config.bf16 else 8 if config.fp64 else 4
 
 

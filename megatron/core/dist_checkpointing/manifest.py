@@ -31,7 +31,7 @@ MANIFEST = "metadata.json"
 FORMAT = "megatron-sharded-safetensors"
 FORMAT_VERSION = 1
 BLOCK_BYTES = 16 * 2**20
-"""Unit of the checksums within a chunk, of staging on save, and of reading."""
+"""Unit of checksums within a chunk, staging on save, and reading."""
 MAX_MANIFEST_BYTES = 2**30
 MAX_HEADER_BYTES = 100 * 2**20  # as other readers of safetensors have it
 MAX_DIMS = 32
@@ -91,14 +91,14 @@ def _check_structure(manifest: dict[str, Any], path: Path) -> None:
         raise CheckpointDamagedError(f"{path}: run_id or world_size is malformed")
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointDamagedError(f"{path}: refuses the file name {name!r}: only plain *.safetensors will do")
+            raise CheckpointDamagedError(f"{path}: file name {name!r} is rejected: not a plain *.safetensors name")
         if not _has_sizes(entry, "bytes", "header_bytes", "header_crc32") or not (
             8 <= entry["header_bytes"] <= min(entry["bytes"], MAX_HEADER_BYTES)
         ):
             raise CheckpointDamagedError(f"{path}: the entry of file {name} is malformed")
     for name, entry in (assets if isinstance(assets, dict) else {"": None}).items():
         if not ASSET_NAME.fullmatch(name) or not _has_sizes(entry, "bytes", "crc32"):
-            raise CheckpointDamagedError(f"{path}: refuses the asset {name!r}")
+            raise CheckpointDamagedError(f"{path}: asset name {name!r} is rejected")
     for name, entry in tensors.items():
         shape: Any = entry.get("shape") if isinstance(entry, dict) else None
         dtype = entry.get("dtype") if isinstance(entry, dict) else None

@@ -86,7 +86,7 @@ def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor
 
 
 def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """``tree`` without rectangles, and without dictionaries that hold nothing else; UserError for what is no JSON."""
+    """Return ``tree`` without rectangles and dictionaries of only those. Raises UserError for non-JSON values."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         inner = _values(value) if isinstance(value, Mapping) else value
@@ -94,7 +94,7 @@ def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = inner
     if wrong := [name for name, value in found.items() if not _is_json(value)]:
         raise UserError(
-            f"sharded_state_dict: {listed(wrong)}: neither rectangles of tensors nor JSON values; leave them out, or "
+            f"sharded_state_dict: {listed(wrong)}: neither rectangles of tensors nor JSON values; remove them, or "
             "convert them (vars(args), tensor.tolist())"
         )
     return found

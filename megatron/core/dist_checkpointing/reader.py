@@ -132,7 +132,7 @@ class CheckpointReader:
         checkpoint_dir: ``…/iter_0001000``.
 
     Raises:
-        CheckpointDamagedError: the manifest is damaged, or files are missing, foreign or of the wrong size.
+        CheckpointDamagedError: the manifest is damaged, or files are missing, foreign or have the wrong size.
     """
 
     num_threads = 4
@@ -231,7 +231,7 @@ class CheckpointReader:
         header = bytearray(entry["header_bytes"])
         self._read_at(file, 0, memoryview(header))
         if zlib.crc32(header) != entry["header_crc32"]:
-            raise CheckpointDamagedError(f"{self.directory / file}: its header is damaged or of another checkpoint")
+            raise CheckpointDamagedError(f"{self.directory / file}: its header is damaged or from another checkpoint")
         self._checked_headers.add(file)
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:

@@ -108,7 +108,7 @@ class Staging:
             self._free.put(slab)
 
     def trim(self) -> None:
-        """Free unused pageable slabs; keep pinned ones, because allocating 1 GB of them takes a third of a second."""
+        """Free unused pageable slabs; keep pinned slabs, because pinning 1 GB takes a third of a second."""
         while self.stream is None and not self._free.empty():
             self._free.get()
             self._slabs_left += 1

@@ -6,7 +6,7 @@ files and directories are fsynced, rank 0 adds the manifest, and one rename make
 raises on all of them and leaves no files.
 
 ``save`` is ``plan``, which looks at tensors, and ``write``, which looks at files only: a save in the background runs it
-in another thread, over a group of its own, on blocks that ``staging.py`` has copied off the device.
+in another thread, over a separate group, on blocks that ``staging.py`` has copied off the device.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat uint8 view of ``tensor``, or of a copy if it is not contiguous."""
+    """Return a flat uint8 view of ``tensor``; of a copy if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

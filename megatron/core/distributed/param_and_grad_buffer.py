@@ -210,7 +210,7 @@ class ParamAndGradBuffer:
         if arrived.is_last:
             return
         if arrived.started or arrived.pending == 0:
-            raise RuntimeError("a gradient came after its sum began: run all but the last micro-batch in no_sync()")
+            raise RuntimeError("a gradient followed its reduction: run all micro-batches before the last in no_sync()")
         arrived.pending -= 1
         for bucket in self.buckets:
             if bucket.started or bucket.is_last:

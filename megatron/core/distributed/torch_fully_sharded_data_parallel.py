@@ -180,7 +180,7 @@ def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:
         return DeviceMesh.from_group(ranks.shard.handle, device.type)
     grid = torch.tensor(ranks.reduce.ranks).view(ranks.replica.size, ranks.shard.size)
     if ranks.shard.size == 1:
-        raise UserError("as many optimizer instances as data-parallel ranks leave nothing to shard")
+        raise UserError("one optimizer instance per data-parallel rank leaves nothing to shard")
     return DeviceMesh.from_group(
         [ranks.replica.handle, ranks.shard.handle], device.type, grid, mesh_dim_names=("replicate", "shard")
     )

@@ -129,7 +129,7 @@ def read_shards(
     found: dict[str, LazyTensor] = {}
     for file in sorted(set(names.values())):
         if Path(file).name != file:
-            raise CheckpointDamagedError(f"{index}: refuses the file name {file!r:.80}: only names without a folder")
+            raise CheckpointDamagedError(f"{index}: file name {file!r:.80} is rejected: it names a folder")
         path, here = index.parent / file, {name for name, home in names.items() if home == file}
         if not path.is_file():
             raise CheckpointDamagedError(f"{index.parent}: {file} is missing, which holds {listed(sorted(here))}")

@@ -1,4 +1,4 @@
-"""Conversion of native checkpoints, and of plain safetensors with native names, from and to ``Interchange``."""
+"""Conversion between ``Interchange`` and native checkpoints or plain safetensors with native names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy reading of ``torch.save`` files, or of such a file inside a larger one: only the pickle is read at first.
+"""Lazy reading of ``torch.save`` files, also inside a larger file: only the pickle is read at first.
 
 In the zip format (since torch 1.6), every storage is an uncompressed record with a CRC-32, which is checked on the
 record's first read. The legacy format is a sequence of pickles followed by the storages, without checksums.
@@ -234,7 +234,7 @@ def _read_old(file: _Range) -> tuple[Any, dict[str, _Record]]:
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointDamagedError(f"{where}: numbers of another byte order")
     if not isinstance(keys, list) or len(keys) != len(storages) or not all(key in storages for key in keys):
-        raise CheckpointDamagedError(f"{where}: its list of storages is not that of its tensors")
+        raise CheckpointDamagedError(f"{where}: its list of storages does not match its tensors")
     records: dict[str, _Record] = {}
     at = source.tell()
     for key in keys:

@@ -184,7 +184,7 @@ def find_kind(module: str, name: str) -> Any:
     foreign = top not in sys.stdlib_module_names and top not in ("torch", "numpy")
     if full in _INERT or foreign or full.startswith(_INERT_MODULES):
         return Kind(full, lambda *args: Record(full, args))
-    raise CheckpointError(f"refuses the pickle: it asks for {full!r:.120}, and only tensors and plain data are read")
+    raise CheckpointError(f"the pickle is rejected: it requests {full!r:.120}; only tensors and plain data are read")
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
@@ -326,7 +326,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self.read(int.from_bytes(self.read(8), "little")))  # type: ignore[attr-defined]
 
     def refuse(self) -> None:
-        raise CheckpointError("refuses the pickle: it uses an instruction of old or foreign pickles")
+        raise CheckpointError("the pickle is rejected: it uses an instruction of old or foreign pickles")
 
     for _code, _step in (
         (pickle.REDUCE, load_reduce), (pickle.NEWOBJ, load_reduce), (pickle.NEWOBJ_EX, load_newobj_ex),

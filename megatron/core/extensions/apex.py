@@ -57,7 +57,7 @@ def _load(part: str, module: str, *names: str) -> list[Any]:
             return [getattr(loaded, name) for name in names]
         except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, or too old
             reason = f"apex is installed, but {module} does not have what is needed ({error})"
-    raise UserError(f"{FLAG} {part}: {reason}; {INSTALL}, or leave it out")
+    raise UserError(f"{FLAG} {part}: {reason}; {INSTALL}, or remove it")
 
 
 class ApexWeightGradient:

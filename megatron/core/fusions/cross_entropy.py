@@ -37,7 +37,7 @@ class Statistics(Protocol):
 
 class Gradient(Protocol):
     def __call__(self, logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
-        """Write the logits' gradient to ``out_tv``, which may be ``logits_tv``; ``grad_t`` is that of the losses."""
+        """Write the logits' gradient to ``out_tv``, which may be ``logits_tv``; ``grad_t`` is the losses' gradient."""
 
 
 class Softmax(NamedTuple):

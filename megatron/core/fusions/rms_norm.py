@@ -3,7 +3,7 @@
     y = x r w,  r = 1 / sqrt(mean(x^2) + eps)
     dx = r (g w - x r^2 mean(g w x)),  dw = sum_t g x r
 
-Torch has a fused kernel on GPUs; on CPUs its composite needs about twice as many passes, with casts for 16 bits.
+Torch has a fused kernel on GPUs; on CPUs its composite needs about twice the number of passes, with casts for 16 bits.
 
 Legend: t tokens (all leading dims), h normalized dim.
 """

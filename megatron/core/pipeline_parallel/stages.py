@@ -307,7 +307,7 @@ def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int)
     rest = num_layers - (first or 0) - (last or 0)
     others = ranks - (first is not None) - (last is not None)
     if others < 0 or rest < others * chunks or (others == 0 and rest):
-        raise LayoutError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
+        raise LayoutError(f"{rest} layers remain for {others} pipeline ranks without a given number of layers")
     per_rank = shared_out(rest, others) if others else []
     per_rank = ([] if first is None else [first]) + per_rank + ([] if last is None else [last])
     per_chunk = [shared_out(count, chunks) for count in per_rank]

@@ -165,7 +165,7 @@ def parameter(
     placed = dict(mesh or {})
     unknown = placed.keys() - set(DENSE_AXES) - set(EXPERT_AXES)
     if unknown or (placed.keys() & set(DENSE_AXES) and placed.keys() & set(EXPERT_AXES)):
-        raise ValueError(f"a mesh names axes of {DENSE_AXES} or of {EXPERT_AXES}, not {sorted(placed)}")
+        raise ValueError(f"a mesh names axes of {DENSE_AXES} or {EXPERT_AXES}, not {sorted(placed)}")
     if placed and groups is None:
         raise ValueError("a parameter that is split over ranks is created with their groups")
     grid = EXPERT_AXES if placed.keys() & set(EXPERT_AXES) else DENSE_AXES

@@ -45,7 +45,7 @@ def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
             raise UserError("is_expert True: experts split over ranks are built by MoELayer only; use that")
         for name in given.keys() & _WITHOUT_EFFECT.keys():
             if (value := given.pop(name)) != _WITHOUT_EFFECT[name] and name not in _NAMES_ONLY:
-                raise UserError(f"{name} {value}: not available in tensor-parallel layers; leave it out")
+                raise UserError(f"{name} {value}: not available in tensor-parallel layers; remove it")
         skips_weight, fill = given.pop("skip_weight_param_allocation", False), given.get("init_method")
         if callable(fill) or fill is None:
             given["init_method"] = AsBuilt()

@@ -126,7 +126,7 @@ def vocab_parallel_losses(
             f"multiple of {divisible_by}; pass logits that are not gathered"
         )
     if reuse_logits and logits.requires_grad and logits.is_leaf:
-        raise ValueError("reuse_logits: these logits are no result of a computation; leave it out")
+        raise ValueError("reuse_logits: these logits are not the result of a computation; remove it")
     labels = local_labels(target, local_size, vocab_size, group)
     return _VocabParallelCrossEntropy.apply(logits, labels, reuse_logits).view(target.shape)
 

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class StackedSize(NamedTuple):
-    """Output dim made of several logical dims, one of which is split: gate and up are ``((2, ffn), 1)``.
+    """Output dim that consists of several logical dims, with one split: gate and up are ``((2, ffn), 1)``.
 
     For ``(blocks, rows)`` split along blocks, several ranks may replicate the last ``shared`` rows of each block: with
     fewer blocks than ranks, the ranks of a block split its other rows and each hold all of its shared ones (query heads

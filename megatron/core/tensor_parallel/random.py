@@ -28,7 +28,7 @@ def _set_state(state: Tensor) -> None:
 
 
 class CudaRNGStatesTracker:
-    """Named states of the current GPU's generator, or of the CPU generator without a GPU."""
+    """Named states of the current GPU's generator; without a GPU, the CPU generator's."""
 
     def __init__(self) -> None:
         self.reset()

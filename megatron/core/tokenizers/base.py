@@ -70,7 +70,7 @@ class Tokenizer(ABC):
             ValueError: ``special_tokens`` is set, but the tokenizer does not define such tokens.
         """
         if special_tokens:
-            raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} puts none around a text; leave it out")
+            raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} adds no tokens around a text; remove it")
         return self.tokenize_batch(texts)
 
     @property

@@ -67,7 +67,7 @@ class BackendTokenizer(Tokenizer):
         try:
             self._fast = build_fast_bpe(definition, self._backend)
         except (AttributeError, KeyError, TypeError, ValueError):  # the library reads more forms than its own
-            logger.info("encoding with tokenizers, not tiktoken: tokenizer.json is of an unusual form")
+            logger.info("encoding with tokenizers, not tiktoken: tokenizer.json has an unusual form")
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenize_batch([text])[0].tolist()
@@ -260,7 +260,7 @@ def _locate(path: str | None) -> Path:
     config = _optional_json(found / "tokenizer_config.json")
     if "AutoTokenizer" in (config.get("auto_map") or {}):
         raise UserError(
-            f"--tokenizer-model {path}: its tokenizer_config.json asks for Python code of its own (auto_map), which is "
+            f"--tokenizer-model {path}: its tokenizer_config.json requests custom Python code (auto_map), which is "
             "never run; if its tokenizer.json is complete without that code, give the path of tokenizer.json itself"
         )
     if not (found / "tokenizer.json").is_file():

@@ -50,7 +50,7 @@ class TikTokenizer(Tokenizer):
         wanted = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
         if wanted < 256:
             raise UserError(
-                f"--vocab-size {vocab_size} leaves {wanted} ids beside --tiktoken-num-special-tokens "
+                f"--vocab-size {vocab_size} leaves {wanted} ids in addition to --tiktoken-num-special-tokens "
                 f"{num_special_tokens}; at least 256 are needed, for the bytes"
             )
         ranks = _read_ranks(raw, str(path), wanted, num_special_tokens)

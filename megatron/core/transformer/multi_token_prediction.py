@@ -9,7 +9,7 @@ their number in the global batch; to that sum is added
 
   factor / D  sum_d sum_b (n_b / n^d_b) sum_i loss^d_bi
 
-over sequences b with n_b valid tokens, n^d_b of them at depth d: the mean of each depth's losses over its valid tokens,
+over sequences b with n_b valid tokens, n^d_b at depth d: the mean of each depth's losses over its valid tokens,
 with sequences weighted as in the main loss, independent of layout and micro-batch size. The gradient of the main losses
 gives the weight of a token, so any loss function works, and the model returns only the main losses.
 

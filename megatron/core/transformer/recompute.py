@@ -6,7 +6,7 @@
              two norms of a layer · mlp_act: output of the feed-forward activation · mla_up_proj: heads of MLA
 
 Recomputation is bit-exact: dropout masks are functions of coordinates, and torch's generators, which custom modules may
-use, are restored; those of Python and numpy are not. Collectives inside run again, so all ranks must recompute the same
+use, are restored; Python's and numpy's are not. Collectives inside run again, so all ranks must recompute the same
 functions. Gradient hooks and ``main_grad`` see one backward pass, because the graph is from the first forward
 (torch's non-reentrant checkpoint).
 """

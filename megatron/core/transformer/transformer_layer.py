@@ -58,7 +58,7 @@ def branch_specs(submodules: Any) -> Sequence[BranchSpec]:
 class TransformerLayer(nn.Module):
     """Layer of residual branches, [s, b, h] -> [s, b, h]. ``layer_number`` counts from 1 over the full model.
 
-    ``submodules`` lists the branches. ``branches`` restricts the layer to a range of them; the others are not built.
+    ``submodules`` lists the branches. ``branches`` restricts the layer to a range; other branches are not built.
 
     Raises:
         UserError: two modules would have the same name.

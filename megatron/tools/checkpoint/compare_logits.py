@@ -1,4 +1,4 @@
-"""Comparison of the logits of ``transformers`` and of this project for the weights of a Hugging Face folder."""
+"""Comparison of the logits of ``transformers`` and this project for the weights of a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool; unknown flags are passed to the model's parser."""
     made = formats.parser(__doc__)
     made.add_argument("--saver", required=True, choices=(*formats.SAVERS, *formats.SAVER_ALIASES), metavar="FORMAT",
-                      help=f"format of what is written: {', '.join(formats.SAVERS)}")  # fmt: skip
+                      help=f"format of the result: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
     made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to make")
     made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT", "T5"),
@@ -208,7 +208,7 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
     objects["args"] = json.loads(json.dumps(objects["args"]))
     if wrong := malformed(objects, release=which == RELEASE):
-        raise CheckpointError(f"cannot be continued from: {'; '.join(wrong)}; --no-optimizer takes the weights alone")
+        raise CheckpointError(f"cannot be continued from: {'; '.join(wrong)}; --no-optimizer converts only the weights")
     save_native(source, target, name, objects, max_file_bytes=max_bytes)
     write_file(target.folder / TRACKER, str(which).encode())
 

@@ -92,7 +92,7 @@ def open_checkpoint(
         load = load_megatron_torch if loader == "megatron_torch" else load_megatron_torch_dist
         return loader, load(folder, step, padded_vocabulary=padded_vocabulary)
     if step is not None:
-        raise CheckpointError(f"--ckpt-step {step}: a folder of format {loader} holds one state alone")
+        raise CheckpointError(f"--ckpt-step {step}: a folder of format {loader} holds only one state")
     return loader, load_hf(folder) if loader == "hf" else load_safetensors(path)
 
 
@@ -136,7 +136,7 @@ class Progress:
         self.skipped = min(count, self.total)
 
     def count(self, name: str, size: int) -> None:
-        """Add ``size`` bytes for ``name``, which is counted only once, and refresh the display if it is due."""
+        """Add ``size`` bytes for ``name``, which is counted only once; refresh the display at intervals."""
         if name in self.seen:
             return
         self.seen.add(name)
@@ -167,7 +167,7 @@ class Progress:
         say(f"{self.verb} {rate}{kept}")
 
     def watch(self, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """Wrap ``tensors`` so that every read, of a full tensor or of a range of rows, is counted."""
+        """Wrap ``tensors`` so that every read (full tensor or range of rows) is counted."""
         return {name: self._counted(name, each) for name, each in tensors.items()}
 
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:

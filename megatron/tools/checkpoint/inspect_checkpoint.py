@@ -138,8 +138,8 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
 def difference(one: LazyTensor, other: LazyTensor, tolerance: float) -> dict[str, Any]:
     """Read and compare two tensors in float64; return a summary of the differences, empty if equal.
 
-    Elements that differ by at most ``tolerance`` and pairs of NaN are equal. A dtype difference alone is no difference.
-    The relative norm is that of the difference divided by the norm of ``one``."""
+    Elements that differ by at most ``tolerance`` and pairs of NaN are equal. Only another dtype is no difference.
+    The relative norm is the norm of the difference divided by the norm of ``one``."""
     if one.shape != other.shape:
         return {"shapes": f"{list(one.shape)} | {list(other.shape)}"}
     first, second, number, largest, squares, scale = one.read(), other.read(), 0, 0.0, 0.0, 0.0

@@ -138,7 +138,7 @@ class Loading:
             logger.info(
                 "--dist-ckpt-strictness %s: %d of %d stored names are loaded, none is missing%s",
                 cfg.dist_ckpt_strictness, total - len(left), total,
-                f"; left alone, as flags ask: {', '.join(left)}" if left else "",
+                f"; not loaded, as flags request: {', '.join(left)}" if left else "",
             )  # fmt: skip
         if live.optimizer is not None and state is not None:
             live.optimizer.load_state_dict({**state, **reader.objects["optimizer"]})
@@ -207,5 +207,5 @@ class Loading:
         stored = {name: self.reader.shape(name) for name in self.reader.names if name.startswith("rng.")}
         if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:
             return True
-        logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
+        logger.warning("random states are not restored: the checkpoint is from another number or type of devices")
         return False

@@ -81,7 +81,7 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
     given = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
     if wrong := [name for name in given if name in FIXED]:
         both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
-        raise CheckpointError(f"{where} is another model than these flags describe: {both}; leave these flags out")
+        raise CheckpointError(f"{where} is another model than these flags describe: {both}; remove these flags")
     cfg = dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
     # a rule requires kv_lora_rank to be explicit, because its default fits no published model
     size = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()

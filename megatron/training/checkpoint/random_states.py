@@ -46,7 +46,7 @@ def set_rng_state(states: dict[str, Tensor]) -> None:
     try:
         _set_rng_state(states)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # raised by four libraries
-        raise CheckpointDamagedError(f"the random states of the checkpoint are of no generator: {error}") from error
+        raise CheckpointDamagedError(f"the random states of the checkpoint fit no generator: {error}") from error
 
 
 def _set_rng_state(states: dict[str, Tensor]) -> None:

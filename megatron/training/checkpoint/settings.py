@@ -105,7 +105,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
         folder = found.directory
     described = None not in (cfg.num_layers or cfg.encoder_num_layers, cfg.hidden_size, cfg.num_attention_heads)
     if found is None and described and folder == cfg.load and not cfg.exit_on_missing_checkpoint:
-        logger.warning("--use-checkpoint-args: %s holds no checkpoint yet: this command line's settings stand", folder)
+        logger.warning("--use-checkpoint-args: %s holds no checkpoint yet: this command line's settings apply", folder)
         return cfg
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     refuse_other_family(stored, cfg.model_family, folder)

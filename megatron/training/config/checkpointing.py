@@ -1,4 +1,4 @@
-"""What is saved, what is loaded, and how."""
+"""Settings of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class CheckpointConfig:
     """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""
 
     keep_last_checkpoints: PositiveInt | None = None
-    """Keep only this many checkpoints, the latest ones, and those of --save-retain-interval. Checkpoints of earlier
+    """Keep only this many latest checkpoints, and those that --save-retain-interval selects. Checkpoints of earlier
     jobs are kept, except those that this run continues."""
 
     non_persistent_save_interval: PositiveInt | None = None
-    """Iterations between non-persistent checkpoints, each of which replaces the previous one. They have a separate
+    """Iterations between non-persistent checkpoints; each replaces the previous one. They have a separate
     folder, which may be on a fast disk. Loading uses the newest complete checkpoint of both folders."""
 
     non_persistent_ckpt_type: Literal["global", "local"] = "global"
@@ -42,7 +42,7 @@ class CheckpointConfig:
 
     start_over: bool = False
     """Restart from scratch in a --save directory with checkpoints that this run does not continue: the first save
-    archives them in the folder set-aside-001 there. Without this flag such a start is rejected."""
+    archives them in the folder set-aside-001 there. Without this flag the start is rejected."""
 
     max_failed_saves: PositiveInt = 3
     """Stop, with exit code 75, after this many failed saves in a row."""

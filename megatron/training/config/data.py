@@ -1,4 +1,4 @@
-"""Which data, how it is split into sequences, how it is loaded, and which of its words are masked."""
+"""Settings of the data: files, splits, loading and masked words."""
 
 from __future__ import annotations
 

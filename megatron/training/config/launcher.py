@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, srun) tells a process through environment variables, and whether it can be. Torch-free."""
+"""Environment variables that a launcher (torchrun, srun) sets, and checks of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launched_world_size() -> int | None:
 
 
 def launched_rank() -> int:
-    """This process among those of the launcher; 0 without one, or where it cannot be read."""
+    """Return this process's rank as set by the launcher; 0 without a launcher, or if it is not a number."""
     return _integer(os.environ.get("RANK", "")) or 0
 
 

@@ -1,4 +1,4 @@
-"""What is logged, where and how often."""
+"""Settings of logging: quantities, destinations and intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training scripts add to the transformer's shape: positions, vocabulary padding, output layer, BERT and T5."""
+"""Model settings outside of the transformer: positions, vocabulary padding, output layer, BERT and T5."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModelConfig:
     """Encoder layers of an encoder-decoder model; default: --num-layers."""
 
     spec: list[str] | None = flag("--spec", nargs="*", metavar="MODULE NAME")
-    """Python module and name of custom layers: the spec of one layer or of all layers, or a function that returns it
+    """Python module and name of custom layers: the spec of one layer or all layers, or a function that returns it
     and may take the library's ``config``. ``local``: the built-in layers."""
 
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)

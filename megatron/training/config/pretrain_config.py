@@ -44,7 +44,7 @@ class PretrainConfig(
     ProfilingConfig,
     DistributedConfig,
 ):
-    """Every setting of a run. Frozen once ``resolve`` has filled in what follows from other settings."""
+    """All settings of a run. Frozen; ``resolve`` returns a copy with the derived settings filled in."""
 
     world_size: int = derived(1)
     """Ranks of the run."""
@@ -56,13 +56,13 @@ class PretrainConfig(
     """Fields that the command line or the YAML file set."""
 
     extra: dict[str, Any] = derived(factory=dict)
-    """Values of the flags that an entry script added, and of those that have no effect; also readable as attributes."""
+    """Values of flags that an entry script added or that have no effect; also readable as attributes."""
 
     model_family: str = derived("gpt")
-    """Which description, rules and notices are those of this program: ``gpt``, ``bert`` or ``t5``."""
+    """Model family that selects description, rules and notices: ``gpt``, ``bert`` or ``t5``."""
 
     needs_data: bool = derived(True)
-    """False for entry scripts that bring data sets and tokenizers of their own: no rule asks for the flags of data."""
+    """False for entry scripts with custom data sets and tokenizers: no rule requires data flags."""
 
     resolved: bool = derived(False)
     """True once ``resolve`` made this object; it accepts no assignment then."""

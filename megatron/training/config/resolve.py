@@ -1,4 +1,4 @@
-"""Fills in what follows from other settings. Pure: a new frozen object is returned, nothing is checked or printed.
+"""Fills in derived settings. Pure: returns a new frozen object, checks and prints nothing.
 
 What contradicts itself is left as it is, for the rules to name; so nothing here may fail on half-sensible values.
 """
@@ -70,7 +70,7 @@ def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
 
 
 def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
-    """What is asked for that Transformer Engine's layers do not do and built-in ones do, as flags."""
+    """Return the set flags that built-in layers support and Transformer Engine's layers do not."""
     tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
     if groups is None:
         groups = 1 if cfg.group_query_attention else cfg.num_attention_heads
@@ -89,7 +89,7 @@ def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
 
 
 def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
-    """Settings of what is not asked for: scripts vary one flag and leave those around it."""
+    """Return settings of features that are not enabled: scripts vary one flag and keep the related flags."""
     values: dict[str, Any] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
@@ -180,7 +180,7 @@ def _batches(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
-    """Needs the batch sizes; fills the lengths of training, of the learning-rate decay and of the weight-decay ramp."""
+    """Needs the batch sizes; fills the lengths of training, learning-rate decay and weight-decay ramp."""
     values: dict[str, Any] = {}
     if cfg.skip_train and cfg.train_iters is None:
         values["train_iters"] = 0

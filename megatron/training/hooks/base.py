@@ -159,6 +159,6 @@ class Hooks(Hook):
                 raise
             self.hooks.remove(hook)
             logger.warning(
-                "%s: %s: %s. Training goes on without it; metrics.jsonl keeps the values",
+                "%s: %s: %s. Training continues without it; metrics.jsonl keeps the values",
                 hook.only_for, type(error).__name__, error,
             )  # fmt: skip

@@ -18,7 +18,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressHook(Hook):
-    """Logs the throughput of this job, and of all consecutive jobs with this number of GPUs, including waiting
+    """Logs the throughput of this job and of all consecutive jobs with this number of GPUs, including waiting
     times."""
 
     def __init__(self, save_dir: str, seq_length: int):

@@ -17,7 +17,7 @@ try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
     raise UserError(
-        f"--tensorboard-dir needs the tensorboard package ({error}): pip install tensorboard, or leave the flag out"
+        f"--tensorboard-dir needs the tensorboard package ({error}): pip install tensorboard, or remove the flag"
     ) from error
 
 
@@ -85,7 +85,7 @@ class TensorBoardHook(Hook):
             self.writer.flush()
 
     def _restore_points_by_samples(self, path: Path, purge_step: int) -> None:
-        """Rewrite points by samples: TensorBoard drops all points from ``purge_step`` on, whatever their unit."""
+        """Rewrite points by samples: TensorBoard drops all points from ``purge_step`` on, in any unit."""
         for record in read_metrics(path) if path.exists() else ():
             shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
             if shown and record["consumed_samples"] >= purge_step:

@@ -21,7 +21,7 @@ try:
     import wandb
 except ImportError as error:
     raise UserError(
-        f"--wandb-project needs the wandb package ({error}): pip install wandb, or leave the flag out"
+        f"--wandb-project needs the wandb package ({error}): pip install wandb, or remove the flag"
     ) from error
 
 logger = logging.getLogger(__name__)

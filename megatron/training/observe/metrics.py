@@ -333,5 +333,5 @@ class MetricsFile:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            logger.warning("cannot write %s (%s): training goes on, its records wait in memory", self.path, error)
+            logger.warning("cannot write %s (%s): training continues, the records are kept in memory", self.path, error)
         self._warned = True

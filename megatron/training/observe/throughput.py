@@ -80,7 +80,7 @@ def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | Non
 
 @dataclass(frozen=True)
 class Rate:
-    """Throughput per device and of all devices."""
+    """Throughput per device and in total."""
 
     tflops: float | None
     """Model TFLOP/s per device; None for a task that does not count FLOPs."""

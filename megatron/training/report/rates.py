@@ -16,7 +16,7 @@ AXES = ("tp", "pp", "cp", "ep")
 SMALL_WIDTH = 1536
 """Maximum hidden size at which kernels are so short that host or memory bandwidth limits the speed."""
 WIDE_EXPERT = 4096
-"""Feed-forward width per rank from which experts reach the speed of Mixtral, not of fine-grained experts."""
+"""Feed-forward width per rank from which experts reach the speed of Mixtral instead of fine-grained experts."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
         install = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
         yield problem(cfg, "transformer_impl", "needs a package that is not installed", f"{install}, or {_LOCAL}")
     elif not gpu_present():
-        yield problem(cfg, "transformer_impl", "computes on NVIDIA GPUs only, and there is none", _LOCAL)
+        yield problem(cfg, "transformer_impl", "requires an NVIDIA GPU, and this machine has no GPU", _LOCAL)
 
 
 def _impl(cfg: PretrainConfig) -> str:
@@ -45,31 +45,31 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         return
     if cfg.attention_backend not in ("auto", "flash"):
         reason = f"contradicts --attention-backend {cfg.attention_backend}"
-        yield problem(cfg, field, reason, "leave one out")
+        yield problem(cfg, field, reason, "remove one")
     if cfg.transformer_impl == ENGINE:
         reason = f"is not for {_impl(cfg)}, which chooses its own version"
-        yield problem(cfg, field, reason, f"leave it out, or {_LOCAL}")
+        yield problem(cfg, field, reason, f"remove it, or {_LOCAL}")
     if cfg.context_parallel_size > 1 and version != 4:
         reason = "does not serve context parallelism, whose blocks only torch's own kernels and version 4 compute"
-        yield problem(cfg, field, reason, "leave it out")
+        yield problem(cfg, field, reason, "remove it")
     if cfg.attention_dropout > 0:
         reason = f"excludes --attention-dropout {cfg.attention_dropout:g}: kernels draw masks that depend on the layout"
         yield problem(cfg, field, reason, "--attention-dropout 0")
     if not (cfg.bf16 or cfg.fp16):
         yield problem(cfg, field, "takes 16-bit numbers only", "--bf16")
     if version not in installed_versions() and not cfg.dry_run:
-        yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
+        yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or remove it")
 
 
 def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
-    """The only one that does, and that of --transformer-impl transformer_engine too."""
+    """Only this backend does, also with --transformer-impl transformer_engine."""
     if not cfg.attn_logit_softcapping:
         return
     if cfg.attention_backend in ("flash", "fused"):
         reason = f"is not what the kernels of --attention-backend {cfg.attention_backend} compute"
         yield problem(cfg, "attn_logit_softcapping", reason, "--attention-backend auto")
     if cfg.flash_attention_version is not None:
-        yield problem(cfg, "flash_attention_version", "does not cap logits (--attn-logit-softcapping)", "leave one out")
+        yield problem(cfg, "flash_attention_version", "does not cap logits (--attn-logit-softcapping)", "remove one")
 
 
 def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
@@ -85,11 +85,11 @@ def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
 
 
 def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
-    """Those of the packages take a bias for what makes a LayerNorm."""
+    """The packages' norm kernels always have a bias in LayerNorm."""
     if cfg.norm_bias or cfg.normalization != "LayerNorm":
         return
     if cfg.transformer_impl == ENGINE:
-        yield problem(cfg, "norm_bias", f"is not for the norms of {_impl(cfg)}", f"leave it out, or {_LOCAL}")
+        yield problem(cfg, "norm_bias", f"is not for the norms of {_impl(cfg)}", f"remove it, or {_LOCAL}")
     if "norm" in cfg.apex_parts:
         yield problem(cfg, "norm_bias", "is not for the norms of --apex-parts norm", "leave one of the two out")
 
@@ -108,13 +108,13 @@ def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
         if part in parts and clash:
             yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
     if parts and cfg.fp64:
-        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "leave it out")
+        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "remove it")
     if not parts or cfg.dry_run:
         return
     if missing := [lacking for part in parts if (lacking := what_is_missing(part))]:
-        yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or leave it out")
+        yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or remove it")
     if not gpu_present():
-        yield problem(cfg, "apex_parts", "computes on NVIDIA GPUs only, and there is none", "leave it out")
+        yield problem(cfg, "apex_parts", "requires an NVIDIA GPU, and this machine has no GPU", "remove it")
 
 
 def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
@@ -141,4 +141,4 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
         if applies:
             yield problem(cfg, field, f"records a micro-batch, but here it {reason}", "leave one of the two out")
     if not gpu_present() and not cfg.dry_run:
-        yield problem(cfg, field, "records what NVIDIA GPUs do, and there is none", "leave it out")
+        yield problem(cfg, field, "requires an NVIDIA GPU, and this machine has no GPU", "remove it")

@@ -28,7 +28,7 @@ def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
         value = getattr(cfg, field)
         paths = value if isinstance(value, list) else [value]
         if any(isinstance(path, str) and not path.strip() for path in paths):
-            yield problem(cfg, field, "is an empty path", "is a variable unset? leave the flag out to do without it")
+            yield problem(cfg, field, "is an empty path", "is a variable unset? remove the flag to do without it")
 
 
 def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
@@ -64,21 +64,21 @@ def fast_folder_is_another_one(cfg: PretrainConfig) -> Problems:
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
         folder = getattr(cfg, field)
         if folder is not None and cfg.save and os.path.abspath(folder) == os.path.abspath(cfg.save):
-            yield problem(cfg, field, "is the folder of --save", "give it one of its own")
+            yield problem(cfg, field, "is the folder of --save", "choose a separate folder")
 
 
 def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
     if cfg.start_over and not cfg.save:
         yield problem(cfg, "start_over", "needs --save DIRECTORY")
     if cfg.start_over and cfg.save and cfg.load == cfg.save and not cfg.finetune:
-        yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "leave one out")
+        yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "remove one")
 
 
 def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
     if cfg.load_hf is None:
         return
     if cfg.pretrained_checkpoint:
-        yield problem(cfg, "load_hf", "contradicts --pretrained-checkpoint", "leave one of them out")
+        yield problem(cfg, "load_hf", "contradicts --pretrained-checkpoint", "remove one")
     if cfg.use_checkpoint_args:
         yield problem(cfg, "load_hf", "contradicts --use-checkpoint-args", "settings come from its config.json")
     if cfg.spec:

@@ -41,7 +41,7 @@ def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:
 
 
 def exchanged_heads_are_whole(cfg: PretrainConfig) -> Problems:
-    """All-to-all gives each rank of its group the same number of heads and of key-value heads."""
+    """All-to-all gives each rank of its group equal numbers of heads and key-value heads."""
     tp, cp, levels = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
     sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
     for kind in sorted(set(cfg.cp_comm_type) & set(sizes)):
@@ -65,7 +65,7 @@ def two_levels_make_up_the_ranks(cfg: PretrainConfig) -> Problems:
     if levels is None:
         return
     if not wanted:
-        yield problem(cfg, field, "counts only with --cp-comm-type a2a+p2p", "add that, or leave it out")
+        yield problem(cfg, field, "requires --cp-comm-type a2a+p2p", "add that, or remove it")
     if len(levels) != 2 or min(levels) < 1 or math.prod(levels) != cp:
         reason = f"must be two sizes whose product is --context-parallel-size {cp}"
         yield problem(cfg, field, reason, f"for example: {pairs}")

@@ -28,7 +28,7 @@ def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
 def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
     given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
     if given and "split" in cfg.explicit:
-        yield problem(cfg, "split", f"contradicts {names_of(given[0])}", "leave one out")
+        yield problem(cfg, "split", f"contradicts {names_of(given[0])}", "remove one")
     if any(getattr(cfg, field) for field in PER_SPLIT) and not cfg.train_data_path and not cfg.skip_train:
         yield missing("train_data_path", f"is required with {names_of(given[0])}")
 
@@ -53,7 +53,7 @@ def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
     evaluated = 0 if cfg.full_validation else num_evaluations(cfg) * eval_samples(cfg)
     for field, count in (("train_samples" if cfg.train_samples else "train_iters", train), ("eval_iters", evaluated)):
         if count > MOST_SAMPLES and cfg.dataloader_type != "external":
-            yield problem(cfg, field, f"takes {count:,} samples, whose order alone fills {count * 8 / 2**30:,.0f} GiB")
+            yield problem(cfg, field, f"takes {count:,} samples, whose order fills {count * 8 / 2**30:,.0f} GiB")
 
 
 def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
@@ -103,4 +103,4 @@ def mock_data_needs_two_tokens(cfg: PretrainConfig) -> Problems:
 
 def mock_data_comes_from_the_loader(cfg: PretrainConfig) -> Problems:
     if cfg.mock_data and cfg.dataloader_type == "external":
-        yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "leave one out")
+        yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "remove one")

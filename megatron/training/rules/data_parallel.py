@@ -28,7 +28,7 @@ def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
 def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Problems:
     field = "ddp_reduce_scatter_with_fp32_accumulation"
     if getattr(cfg, field) and not (cfg.use_distributed_optimizer and cfg.grad_reduce_in_bf16):
-        reason = "gradients travel in float32 already unless --grad-reduce-in-bf16 is given, and only "
+        reason = "gradients are already reduced in float32 unless --grad-reduce-in-bf16 is given, and only "
         reason += "--use-distributed-optimizer scatters them"
         yield problem(cfg, field, reason, "give all three, or none")
 
@@ -36,14 +36,14 @@ def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Proble
 def torch_fsdp2_stands_alone(cfg: PretrainConfig) -> Problems:
     if not cfg.use_torch_fsdp2:
         if not cfg.torch_fsdp2_reshard_after_forward:
-            yield problem(cfg, "torch_fsdp2_reshard_after_forward", "counts only with --use-torch-fsdp2")
+            yield problem(cfg, "torch_fsdp2_reshard_after_forward", "requires --use-torch-fsdp2")
         return
     if cfg.pipeline_model_parallel_size > 1:
         reason = "would gather every layer once per micro-batch and stage; it is not combined with"
         yield problem(cfg, "use_torch_fsdp2", f"{reason} --pipeline-model-parallel-size", "use tensor parallelism")
     for field in ("ddp_bucket_size", "ddp_num_buckets"):
         if getattr(cfg, field) is not None:
-            yield problem(cfg, field, "has no meaning with --use-torch-fsdp2: its units are layers", "leave it out")
+            yield problem(cfg, field, "has no meaning with --use-torch-fsdp2: its units are layers", "remove it")
     ranks = cfg.data_parallel_size * cfg.context_parallel_size
     if cfg.num_distributed_optimizer_instances == ranks > 1:
         reason = "leaves one rank per instance, and nothing to shard"

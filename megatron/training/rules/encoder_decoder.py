@@ -11,12 +11,12 @@ def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
         return
     for field in ("decoder_num_layers", "decoder_seq_length"):
         if getattr(cfg, field) is not None:
-            yield problem(cfg, field, "counts only with pretrain_t5.py", "leave it out")
+            yield problem(cfg, field, "requires pretrain_t5.py", "remove it")
     if cfg.scale_decoder_outputs:
-        yield problem(cfg, "scale_decoder_outputs", "counts only with pretrain_t5.py", "leave it out")
+        yield problem(cfg, "scale_decoder_outputs", "requires pretrain_t5.py", "remove it")
     if cfg.position_embedding_type == "relative":
         fix = "--position-embedding-type rope"
-        yield problem(cfg, "position_embedding_type", "counts only with pretrain_t5.py", fix)
+        yield problem(cfg, "position_embedding_type", "requires pretrain_t5.py", fix)
 
 
 def encoder_layers_agree(cfg: PretrainConfig) -> Problems:
@@ -32,14 +32,14 @@ def the_decoder_has_a_length(cfg: PretrainConfig) -> Problems:
 def a_scaled_output_is_shared(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "t5" and cfg.scale_decoder_outputs and cfg.untie_embeddings_and_output_weights:
         reason = "contradicts --untie-embeddings-and-output-weights: a shared output layer is what T5 1.0 scales"
-        yield problem(cfg, "scale_decoder_outputs", reason, "leave one of them out")
+        yield problem(cfg, "scale_decoder_outputs", reason, "remove one")
 
 
 REFUSED = {
-    "use_parallel_residual": "leave it out",
-    "embed_layernorm": "leave it out",
-    "window_attn_skip_freq": "leave it out",
-    "no_rope_freq": "leave it out",
+    "use_parallel_residual": "remove it",
+    "embed_layernorm": "remove it",
+    "window_attn_skip_freq": "remove it",
+    "no_rope_freq": "remove it",
     "num_layers_per_virtual_pipeline_stage": "--num-virtual-stages-per-pipeline-rank",
 }
 """Flags that are ambiguous for two stacks, each with its replacement."""
@@ -64,7 +64,7 @@ def relative_positions_fit(cfg: PretrainConfig) -> Problems:
         return
     buckets, distance = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
     if buckets % 2:
-        yield problem(cfg, "relative_attention_num_buckets", "is odd: half of them are for keys behind a query")
+        yield problem(cfg, "relative_attention_num_buckets", "is odd: half of the buckets are for keys after the query")
     if distance <= buckets // 2:
         reason = f"must be more than half of {names_of('relative_attention_num_buckets')} {buckets}"
         yield problem(cfg, "relative_attention_max_distance", reason, f"at least {buckets // 2 + 1}")

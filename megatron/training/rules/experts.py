@@ -92,7 +92,7 @@ def quantiles_are_whole(cfg: PretrainConfig) -> Problems:
     if experts is None or not _uses(cfg, "quantile_balancing"):
         return
     if cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or cfg.moe_expert_capacity_factor is not None:
-        reason = "quantile_balancing has a bias of its own, for a choice without groups and capacity"
+        reason = "quantile_balancing has a separate bias, and chooses without groups and capacity"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
     if top == experts:
         yield problem(cfg, "moe_router_topk", "leaves quantile_balancing nothing to choose", f"at most {experts - 1}")
@@ -144,7 +144,7 @@ def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
         reason = f"has {len(coefficients)} numbers for {len(kinds)} kinds (--moe-router-load-balancing-type)"
         yield problem(cfg, "moe_aux_loss_coeff", reason, "give one for each")
     elif any(kind in NO_LOSS and value for kind, value in zip(kinds, coefficients)):
-        yield problem(cfg, "moe_aux_loss_coeff", "counts for auxiliary losses alone", f"0 for {', '.join(NO_LOSS)}")
+        yield problem(cfg, "moe_aux_loss_coeff", "applies to auxiliary losses", f"0 for {', '.join(NO_LOSS)}")
     if len(kinds) > 1 and (set(NO_LOSS) & set(kinds) or len(set(kinds)) < len(kinds)):
         reason = f"lists losses that add up: each once, without {', '.join(NO_LOSS)}"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
@@ -154,10 +154,10 @@ def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is None:
         return
     if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
-        reason = "needs --moe-expert-capacity-factor: without it no token is dropped, and nothing is filled up"
+        reason = "needs --moe-expert-capacity-factor: without it no token is dropped or padded"
         yield problem(cfg, "moe_pad_expert_input_to_capacity", reason, "give it, for example 1.0")
     if cfg.moe_expert_capacity_factor is not None and _uses(cfg, "sinkhorn"):
-        yield problem(cfg, "moe_expert_capacity_factor", "excludes sinkhorn, which balances by itself")
+        yield problem(cfg, "moe_expert_capacity_factor", "excludes sinkhorn, which balances without a capacity")
 
 
 def static_rows_are_gathered(cfg: PretrainConfig) -> Problems:
@@ -186,9 +186,9 @@ def shared_experts_are_there(cfg: PretrainConfig) -> Problems:
     for field in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):
         if getattr(cfg, field) and cfg.num_moe_experts is not None:
             reason = "needs a shared expert"
-            yield problem(cfg, field, reason, "--moe-shared-expert-intermediate-size N, or leave it out")
+            yield problem(cfg, field, reason, "--moe-shared-expert-intermediate-size N, or remove it")
 
 
 def experts_have_their_execution(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is not None and cfg.cuda_graph_impl == "local":
-        yield problem(cfg, "cuda_graph_impl", "does not record experts, whose numbers of tokens differ", "leave it out")
+        yield problem(cfg, "cuda_graph_impl", "does not capture experts, because their token counts vary", "remove it")

@@ -10,17 +10,17 @@ from megatron.training.rules.common import Problems, problem
 
 NOT_FOR_ENCODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "num_moe_experts": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "leave it out"),
-        "moe_use_upcycling": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "leave it out"),
-        "mtp_num_layers": ("further tokens are predicted by pretrain_gpt.py", "leave it out"),
-        "multi_latent_attention": ("latent attention is causal, encoders are not", "leave it out"),
-        "reset_position_ids": ("samples hold one document each", "leave it out"),
-        "reset_attention_mask": ("samples hold one document each", "leave it out"),
-        "eod_mask_loss": ("the loss is of masked words", "leave it out"),
-        "embedding_multiplier": ("is a factor of pretrain_gpt.py", "leave it out"),
-        "residual_multiplier": ("is a factor of pretrain_gpt.py", "leave it out"),
-        "logits_scaling": ("is a divisor of pretrain_gpt.py", "leave it out"),
-        "spec": ("layers of your own train in pretrain_gpt.py", "leave it out, or --spec local"),
+        "num_moe_experts": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "remove it"),
+        "moe_use_upcycling": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "remove it"),
+        "mtp_num_layers": ("further tokens are predicted by pretrain_gpt.py", "remove it"),
+        "multi_latent_attention": ("latent attention is causal, encoders are not", "remove it"),
+        "reset_position_ids": ("samples hold one document each", "remove it"),
+        "reset_attention_mask": ("samples hold one document each", "remove it"),
+        "eod_mask_loss": ("the loss is of masked words", "remove it"),
+        "embedding_multiplier": ("is a factor of pretrain_gpt.py", "remove it"),
+        "residual_multiplier": ("is a factor of pretrain_gpt.py", "remove it"),
+        "logits_scaling": ("is a divisor of pretrain_gpt.py", "remove it"),
+        "spec": ("layers of your own train in pretrain_gpt.py", "remove it, or --spec local"),
         "use_rope_scaling": ("is of pretrain_gpt.py", "--position-embedding-type yarn stretches rotary positions too"),
     }
 )
@@ -45,7 +45,7 @@ def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
     if not cfg.use_packed_sequence:
         return
     if cfg.model_family != "bert":
-        fix = "--reset-attention-mask keeps documents apart" if cfg.model_family == "gpt" else "leave it out"
+        fix = "--reset-attention-mask keeps documents apart" if cfg.model_family == "gpt" else "remove it"
         yield problem(cfg, field, "lays samples of pretrain_bert.py end to end", fix)
         return
     if cfg.attention_dropout:

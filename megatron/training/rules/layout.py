@@ -103,7 +103,7 @@ def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
 def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
     known = ", ".join(RECOMPUTED_MODULES)
     if cfg.recompute_modules is not None and cfg.recompute_granularity != "selective":
-        reason = "counts only with --recompute-granularity selective"
+        reason = "requires --recompute-granularity selective"
         yield problem(cfg, "recompute_modules", reason, "add it, or leave both out")
     if unknown := [name for name in cfg.recompute_modules or () if name not in RECOMPUTED_MODULES]:
         yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
@@ -113,7 +113,7 @@ def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
     if not cfg.distribute_saved_activations:
         return
     if cfg.recompute_granularity != "full":
-        yield problem(cfg, "distribute_saved_activations", "counts only with --recompute-granularity full")
+        yield problem(cfg, "distribute_saved_activations", "requires --recompute-granularity full")
     if cfg.sequence_parallel:
         reason = "contradicts --sequence-parallel, under which every rank keeps its own positions anyway"
-        yield problem(cfg, "distribute_saved_activations", reason, "leave it out")
+        yield problem(cfg, "distribute_saved_activations", reason, "remove it")

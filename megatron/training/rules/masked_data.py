@@ -32,7 +32,7 @@ def berts_tokenizer_has_a_mask(cfg: PretrainConfig) -> Problems:
 def sentinels_have_a_tokenizer(cfg: PretrainConfig) -> Problems:
     if cfg.vocab_extra_ids and cfg.tokenizer_type in WITHOUT_SENTINELS:
         reason = f"--tokenizer-type {cfg.tokenizer_type} takes no sentinels"
-        yield problem(cfg, "vocab_extra_ids", reason, "leave it out")
+        yield problem(cfg, "vocab_extra_ids", reason, "remove it")
 
 
 def t5s_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:

@@ -44,7 +44,7 @@ def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
     if not groups or not heads or groups < 1:
         return
     if "num_query_groups" in cfg.explicit and not cfg.group_query_attention and groups != heads:
-        yield problem(cfg, "num_query_groups", "counts only with --group-query-attention", "add that flag")
+        yield problem(cfg, "num_query_groups", "requires --group-query-attention", "add that flag")
     if heads % groups:
         yield problem(cfg, "num_query_groups", f"does not divide --num-attention-heads {heads}")
 
@@ -117,7 +117,7 @@ def latent_attention_stands_alone(cfg: PretrainConfig) -> Problems:
     }  # fmt: skip
     for field, reason in reasons.items():
         if getattr(cfg, field):
-            yield problem(cfg, field, reason, "leave it out")
+            yield problem(cfg, field, reason, "remove it")
     if cfg.position_embedding_type == "yarn":
         fix = "--position-embedding-type rope --rope-type yarn"
         yield problem(cfg, "position_embedding_type", "is not for --multi-latent-attention", fix)
@@ -127,7 +127,7 @@ def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
     if cfg.multi_latent_attention:
         return
     if "mla_up_proj" in (cfg.recompute_modules or ()):
-        yield problem(cfg, "recompute_modules", "mla_up_proj needs --multi-latent-attention", "leave it out")
+        yield problem(cfg, "recompute_modules", "mla_up_proj needs --multi-latent-attention", "remove it")
     if cfg.rope_type is not None and cfg.rope_type != cfg.position_embedding_type:
         fix = f"--position-embedding-type {cfg.rope_type}"
         yield problem(cfg, "rope_type", "is the rotation of --multi-latent-attention", fix)
@@ -147,7 +147,7 @@ def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
 def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
     pattern = cfg.window_attn_skip_freq
     if pattern is not None and cfg.window_size is None:
-        yield problem(cfg, "window_attn_skip_freq", "counts only with --window-size", "add --window-size LEFT,0")
+        yield problem(cfg, "window_attn_skip_freq", "requires --window-size", "add --window-size LEFT,0")
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "window_attn_skip_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 
@@ -162,7 +162,7 @@ def norms_across_heads_have_heads_of_their_own(cfg: PretrainConfig) -> Problems:
         return
     field, tp, groups = "qk_layernorm_across_heads", cfg.tensor_model_parallel_size, cfg.num_query_groups
     if not cfg.qk_layernorm:
-        yield problem(cfg, field, "counts only with --qk-layernorm", "add that flag")
+        yield problem(cfg, field, "requires --qk-layernorm", "add that flag")
     if cfg.normalization != "RMSNorm":
         yield problem(cfg, field, f"is not for --normalization {cfg.normalization}", "--normalization RMSNorm")
     if groups and groups % tp:
@@ -203,7 +203,7 @@ def one_precision_is_chosen(cfg: PretrainConfig) -> Problems:
 
 def loss_scaling_is_for_fp16(cfg: PretrainConfig) -> Problems:
     if cfg.loss_scale and not cfg.fp16:
-        yield problem(cfg, "loss_scale", "counts only with --fp16", "leave it out")
+        yield problem(cfg, "loss_scale", "requires --fp16", "remove it")
     if cfg.min_loss_scale > cfg.initial_loss_scale:
         yield problem(cfg, "min_loss_scale", f"is larger than --initial-loss-scale {cfg.initial_loss_scale}")
 

@@ -49,8 +49,8 @@ def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
     fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule", "delay_wgrad_compute")
     for field in fields:
         if getattr(cfg, field):
-            fix = "leave it out, or give more ranks than one"
-            yield problem(cfg, field, "counts only with --pipeline-model-parallel-size > 1", fix)
+            fix = "remove it, or give more ranks than one"
+            yield problem(cfg, field, "requires --pipeline-model-parallel-size > 1", fix)
 
 
 def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
@@ -68,7 +68,7 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     if cfg.num_layers and layers != cfg.num_layers + (cfg.decoder_num_layers or 0):
         yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
     if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
-        yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "leave it out")
+        yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "remove it")
     if ranks > 0 and len(stages) % ranks:
         reason = f"has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {ranks}"
         fix = f"nearest: {max(len(stages) // ranks, 1) * ranks} or {(len(stages) // ranks + 1) * ranks} stages"
@@ -81,18 +81,18 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
 
 
 def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageContents]) -> Problems:
-    """Where the output layer is, and a copy of the embedding with them."""
+    """Multi-token prediction needs the stage of the output layer, which then also holds a copy of the embedding."""
     wanted, found = cfg.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
     if found != wanted:
         reason = f"has {found} m for --mtp-num-layers {wanted}"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, f"give {wanted} m before the L")
     elif stages[-1].num_mtp != wanted:
-        reason = "has an m in a stage without the loss: further tokens need the output layer, which is where L is"
+        reason = "has an m in a stage without the loss: the m layers need the output layer, which is where L is"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, "write all m in the last stage, before the L")
 
 
 def _branches(cfg: PretrainConfig) -> BranchNames | None:
-    """None: those of decoder layers, or other rules say what is wrong with the layers of --spec or the sizes."""
+    """None: standard decoder layers, or other rules report a problem with --spec or the sizes."""
     try:
         return branches_of_spec(cfg) if cfg.num_layers else None
     except UserError:
@@ -122,7 +122,7 @@ def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
     except LayoutError:
         return  # layout_string_is_well_formed says what is wrong
     if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
-        fix = "interleaved or zero-bubble instead, or leave it out"
+        fix = "interleaved or zero-bubble instead, or remove it"
         yield problem(cfg, "pipeline_schedule", f"takes one chunk per rank, not {chunks}", fix)
     if cfg.pipeline_schedule == "interleaved" and chunks == 1:
         fix = "--num-virtual-stages-per-pipeline-rank 2"
@@ -138,7 +138,7 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
     if size is None:
         return
     if chunks == 1:
-        yield problem(cfg, field, "counts only with several chunks per rank", "leave it out")
+        yield problem(cfg, field, "requires several chunks per rank", "remove it")
         return
     if size < ranks:
         reason = f"is smaller than --pipeline-model-parallel-size {ranks}: every chunk would wait for the last stage"

@@ -93,7 +93,7 @@ def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
     if cfg.decoupled_min_lr is None:
         return
     if cfg.decoupled_lr is None:
-        yield problem(cfg, "decoupled_min_lr", "counts only with --decoupled-lr")
+        yield problem(cfg, "decoupled_min_lr", "requires --decoupled-lr")
     elif cfg.decoupled_min_lr > cfg.decoupled_lr:
         yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.decoupled_lr}")
 
@@ -152,7 +152,7 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
     if not cfg.use_precision_aware_optimizer:
         for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(cfg, field) != "fp32":
-                yield problem(cfg, field, "counts only with --use-precision-aware-optimizer", "add that flag")
+                yield problem(cfg, field, "requires --use-precision-aware-optimizer", "add that flag")
         return
     if cfg.optimizer != "adam":
         yield problem(cfg, "use_precision_aware_optimizer", f"is about Adam, not --optimizer {cfg.optimizer}")
@@ -165,8 +165,8 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
             reason = f"has 8 bits, and {flag} {getattr(cfg, beta)} takes off less per step: moments would never shrink"
             yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
     if cfg.main_params_dtype == "fp16":
-        reason = "is not available: fp32 takes no more memory with --bf16, 16 bits beside each weight"
-        yield problem(cfg, "main_params_dtype", reason, "leave it out")
+        reason = "is not available: with --bf16, fp32 takes no more memory: 16 bits in addition to each weight"
+        yield problem(cfg, "main_params_dtype", reason, "remove it")
     if cfg.main_grads_dtype == "bf16" and not cfg.grad_reduce_in_bf16:
         reason = "gradients are read in the format in which they are added up"
         yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
@@ -196,7 +196,7 @@ def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
     if cfg.multiple_validation_sets and not cfg.full_validation:
         yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
     if cfg.validation_set_names and not cfg.multiple_validation_sets:
-        yield problem(cfg, "validation_set_names", "counts only with --multiple-validation-sets", "add that flag")
+        yield problem(cfg, "validation_set_names", "requires --multiple-validation-sets", "add that flag")
     paths = cfg.valid_data_path
     if cfg.validation_set_names and paths and len(cfg.validation_set_names) != len(paths):
         yield problem(cfg, "validation_set_names", f"has {len(cfg.validation_set_names)} names for {len(paths)} sets")
@@ -206,7 +206,7 @@ def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
     if cfg.wandb_project and not cfg.wandb_exp_name:
         yield missing("wandb_exp_name", "is required with --wandb-project")
     if cfg.wandb_project and not cfg.dry_run and not is_installed("wandb"):
-        yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or leave the flag out")
+        yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or remove the flag")
     if cfg.wandb_project and not (cfg.wandb_save_dir or cfg.save):
         yield missing("wandb_save_dir", "this or --save is required with --wandb-project")
 

@@ -133,8 +133,8 @@ class GraphedForwardBackward:
         changed."""
         if (found := _form(batch)) != (recorded := _form(recording.inputs)):
             raise UserError(
-                f"--cuda-graph-impl local: a micro-batch holds {found}, the recorded one {recorded}; leave the flag "
-                "out for such data"
+                f"--cuda-graph-impl local: a micro-batch holds {found}, the recorded one {recorded}; remove "
+                "the flag for such data"
             )
         for name, value in batch.items():
             recording.inputs[name].copy_(value)

@@ -128,7 +128,7 @@ class Monitor(threading.Thread):
             self._store_lost = self._store_lost or now
             self._store_is_gone(error, now - self._store_lost)
         except Exception:
-            logger.exception("the watchdog made a mistake; training goes on")
+            logger.exception("the watchdog failed; training continues")
 
     def _round(self) -> None:
         """Publish, read the failure, answer and judge once. Raises RuntimeError or OSError if the store is lost."""

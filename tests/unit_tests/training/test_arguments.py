@@ -130,8 +130,8 @@ def test_retired_spellings_are_logged(caplog):
         ("--encoder-pipeline-model-parallel-size 2", "--encoder-pipeline-model-parallel-size: is not a flag any more; "
          "encoder and decoder share one pipeline: add its stages to --pipeline-model-parallel-size"),
         ("--expert-parallel", "--expert-parallel: is not a flag any more; --expert-model-parallel-size"),
-        ("--dsa-indexer-topk 3", "--dsa-indexer-topk: exists in Megatron-LM, is not available here; leave it out"),
-        ("--retro-workdir x", "--retro-workdir: was removed from Megatron-LM; leave it out"),
+        ("--dsa-indexer-topk 3", "--dsa-indexer-topk: exists in Megatron-LM, is not available here; remove it"),
+        ("--retro-workdir x", "--retro-workdir: was removed from Megatron-LM; remove it"),
         ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers"),
         ("--window-size a", "--window-size a: "),
         ("--moe-layer-freq [2]", "--moe-layer-freq [2]: must be an integer"),

@@ -43,7 +43,7 @@ LINES = [
     (f"--tensor-model-parallel-size 2 {LATENTS} --v-head-dim 16 --untie-embeddings-and-output-weights",
      "built-in layers take its place, which --multi-latent-attention needs"),
     (f"--use-torch-fsdp2 {SHARDED} --no-async-tensor-model-parallel-allreduce",
-     "--use-distributed-optimizer: no effect beside --use-torch-fsdp2"),
+     "--use-distributed-optimizer: no effect with --use-torch-fsdp2"),
     ("--use-megatron-fsdp --data-parallel-sharding-strategy optim --ckpt-format fsdp_dtensor --fsdp-double-buffer",
      "--use-megatron-fsdp means --use-torch-fsdp2"),
     ("--distributed-backend nccl2", "--distributed-backend nccl2 means --distributed-backend nccl"),
@@ -60,7 +60,7 @@ LINES = [
     (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute --pipeline-model-parallel-size 2"
      " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn, quantiles"),
     (f"{EXPERTS} {SIDE_LOSS} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20",
-     "--moe-token-dispatcher-type flex: tokens travel as with alltoall"),
+     "--moe-token-dispatcher-type flex: tokens are exchanged as with alltoall"),
 ]  # fmt: skip
 
 

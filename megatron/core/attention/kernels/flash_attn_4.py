@@ -40,7 +40,7 @@ def _interface() -> Any:
         return importlib.import_module(MODULES[4])
     except Exception as error:  # a beta on top of other betas: incompatible versions raise errors of any type
         raise UserError(
-            f"flash-attn-4 is installed, but cannot be imported ({error}); install it anew: {INSTALL[4]}; or choose "
+            f"flash-attn-4 is installed, but cannot be imported ({error}); install it again: {INSTALL[4]}; or choose "
             "--attention-backend fused"
         ) from error
 

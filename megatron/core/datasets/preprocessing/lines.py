@@ -24,7 +24,7 @@ class BadLine:
 
 
 def rows_of(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """For each line (parquet: row) of ``part``: the texts of ``keys`` or why it has none; its size in bytes."""
+    """Yield for each line (parquet: row) of ``part``: the texts of ``keys`` or why they are missing; its bytes."""
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
         return

@@ -51,7 +51,7 @@ class PreprocessConfig:
     """Worker processes; default: the number of processors."""
 
     partitions: int = 1
-    """Accepted for old scripts; the work is cut into parts by itself."""
+    """Accepted for old scripts; the work is always divided automatically."""
 
     keep_sequential_samples: bool = False
     """Accepted for old scripts; documents always keep the order of the input."""
@@ -69,7 +69,7 @@ class PreprocessConfig:
     """Documents that --find-optimal-num-workers uses."""
 
     max_bad_lines: int | None = None
-    """Fail when more input lines than this are unusable; default: skip, count and list any number of them."""
+    """Fail when more input lines than this are unusable; default: skip, count and list unusable lines."""
 
     strict: bool = False
     """Fail at the first unusable line: --max-bad-lines 0."""

@@ -59,7 +59,7 @@ def save_hf(
     Args:
         dtype: cast weights to this dtype; None: unchanged.
         max_shard_bytes: maximum file size; a larger tensor gets a separate file.
-        family: the ``model_type`` to write. None: that of the source folder, else ``preferred``, if the settings still
+        family: the ``model_type`` to write. None: the source folder's, else ``preferred``, if the settings still
             match it; else the first family that matches.
         preferred: the ``model_type`` to write if several families match.
 

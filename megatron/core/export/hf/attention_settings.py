@@ -217,7 +217,7 @@ def _save_yarn(settings: Table) -> dict[str, Any] | None:
     if settings["mscale_all_dim"]:
         stretch |= {name: settings[name] for name in ("mscale", "mscale_all_dim")}
     elif settings["mscale"] != 1.0:
-        raise refuse("mscale", settings["mscale"], "which counts only with mscale_all_dim there")
+        raise refuse("mscale", settings["mscale"], "which requires mscale_all_dim there")
     return stretch
 
 

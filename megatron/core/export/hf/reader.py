@@ -103,7 +103,7 @@ def _begin_optional(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int
 def _drop_blank(found: dict[str, LazyTensor], names: Iterable[str], folder: Path) -> None:
     for name in names:
         if (blank := found.pop(name, None)) is not None and blank.read().any():
-            raise UserError(f"{folder}: {name}: is not zero, but config.json's model has no place for it")
+            raise UserError(f"{folder}: {name}: is not zero, but config.json's model does not contain it")
 
 
 def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
@@ -129,7 +129,7 @@ def _check(
         same = tied.get(name) or copies.get(name) or (today if today != name else None)
         if same is not None and not _equal(found[name], found.get(same)):
             fix = "; set tie_word_embeddings in config.json to false" if name in tied else ""
-            raise UserError(f"{folder}: {name}: differs from {same}, of which it should be a copy{fix}")
+            raise UserError(f"{folder}: {name}: differs from {same}, although it should be its copy{fix}")
         if same is not None or (unused and re.fullmatch(unused, name)):
             del found[name]
             left_out += [] if name in copies else [name]

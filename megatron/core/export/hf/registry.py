@@ -115,4 +115,4 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     except (TypeError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, UserError):
             raise UserError(f"{folder}: {error}") from None
-        raise UserError(f"{folder / CONFIG}: a value is of a type that it cannot have ({error!r:.200})") from error
+        raise UserError(f"{folder / CONFIG}: a value has a wrong type ({error!r:.200})") from error

@@ -110,7 +110,7 @@ class Choice(Rule):
         if fitting:
             return {self.theirs[0]: self.default if self.default in fitting else fitting[0]}
         found = ", ".join(f"{name} {settings[name]!r:.60}" for name in self.ours)
-        raise UserError(f"{found}: none of what {self.theirs[0]} can say: {list(self.options)}")
+        raise UserError(f"{found}: not a value of {self.theirs[0]}, which has {list(self.options)}")
 
 
 class Begin(Rule):

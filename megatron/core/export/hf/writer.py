@@ -36,7 +36,7 @@ def save(
 ) -> None:  # fmt: skip
     """See :func:`megatron.core.export.hf.save_hf`."""
     if EMBEDDING not in model.tensors:
-        raise UserError(f"{EMBEDDING} is missing: not a language model of ours")
+        raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
     before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
     settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
     chosen = family_for(settings, before.get("model_type", preferred), only=family)
@@ -77,8 +77,8 @@ def save(
 
 
 def _generation(assets: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``generate()``: those of the folder that the model came from, or how to sample from those
-    beside the tokenizer; ids that they lack come from ``config``."""
+    """Return the settings of ``generate()`` from the source folder of the model, or the sampling settings
+    next to the tokenizer; missing ids come from ``config``."""
     settings: dict[str, Any] = {"_from_model_config": True}
     if f"hf/{GENERATION}" in assets:
         settings = read_json(assets[f"hf/{GENERATION}"])

@@ -39,13 +39,13 @@ def cut_buckets(
         CheckpointError: the parameters do not fill the buckets exactly.
     """
     sizes = [bucket.shape[0] for bucket in next(iter(buckets.values()))]
-    # embeddings that two stages share have a bucket of their own; buckets joined to one do not say where it begins
+    # embeddings that two stages share have a separate bucket; buckets joined to one do not say where it begins
     for alone in (False, True) if len(sizes) == 1 else (False,):
         places = _places(order, sizes, alone)
         if places is not None:
             break
     else:
-        raise CheckpointError(f"{where}: flat state of {sizes} elements is not that of {len(order)} parameters")
+        raise CheckpointError(f"{where}: flat state of {sizes} elements does not match {len(order)} parameters")
     return {
         kind: {name: _slice(parts[bucket], start, shape) for name, shape, bucket, start in places}
         for kind, parts in buckets.items()

@@ -26,7 +26,7 @@ Named = Mapping[str, LazyTensor]
 def find_folder(folder: Path, step: int | None, marker: str) -> Path:
     """Return the checkpoint directory: ``folder`` if ``step`` is None and it contains ``marker`` (a glob pattern).
 
-    Otherwise return the directory of ``step``, or of the tracker's iteration.
+    Otherwise return the directory of ``step``, by default the tracker's iteration.
 
     Raises:
         CheckpointError: no checkpoint of this format exists there.

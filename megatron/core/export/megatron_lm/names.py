@@ -29,7 +29,7 @@ class Row:
     dim: int | None = None
     """Dimension of Megatron-LM's shape that tensor parallelism splits; None: replicated."""
     fold: str = ""
-    """How the local shape splits Megatron-LM's first dimension (of one expert): ``groups``, ``gate`` or not."""
+    """Split of Megatron-LM's first dimension (of one expert) in the local shape: ``groups``, ``gate`` or none."""
     experts: bool = False
     """Whether the local tensor has a leading expert dimension."""
 
@@ -241,7 +241,7 @@ _NOT_TAKEN = {
     "transformer_impl", "use_checkpoint_args", "finetune", "no_load_optim", "no_load_rng", "spec", "padded_vocab_size",
     "exit_on_missing_checkpoint",
 }  # fmt: skip
-"""Arguments that are not converted: settings of the run, not of the model or its training."""
+"""Arguments that are not converted: they concern the run, but neither the model nor its training."""
 _NO_COUNTERPART = (
     "use_mup", "moe_latent_size", "experimental_attention_variant", "linear_attention_freq",
     "attention_output_gate", "enable_mhc_connections", "mrope_section", "hybrid_layer_pattern",
@@ -287,7 +287,7 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
         settings["bert_binary_head"] = "binary_head.weight" in tensors
         if "embedding.position_embeddings.weight" in tensors:  # its program learns positions and ignores the flag
             settings["position_embedding_type"] = "learned_absolute"
-    if family == "t5":  # whose program gives the decoder as many layers as the encoder has, whatever its flag says
+    if family == "t5":  # whose program ignores the decoder's flag and uses the encoder's number of layers
         settings["decoder_num_layers"] = len(layers_of(tensors, "decoder"))
     return settings
 

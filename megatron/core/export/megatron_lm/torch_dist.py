@@ -192,7 +192,7 @@ def _parse(metadata: Record, folder: Path) -> _Checkpoint:
     for index, info in metadata["storage_data"].items():
         file, start, length = info["relative_path"], info["offset"], info["length"]
         if not _FILE_NAME.fullmatch(file):
-            raise CheckpointDamagedError(f"{folder}: refuses the file name {file!r:.80}")
+            raise CheckpointDamagedError(f"{folder}: file name {file!r:.80} is rejected")
         if file not in sizes:
             sizes[file] = _size(folder / file)
         if info.attributes.get("transform_descriptors"):

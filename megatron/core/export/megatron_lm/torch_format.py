@@ -196,7 +196,8 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
                 if tensor is None:
                     continue
                 if not isinstance(tensor, LazyTensor) or tensor.shape != parameters[name].shape:
-                    raise CheckpointError(f"{folder}: {kind} of {name} is not of shape {list(parameters[name].shape)}")
+                    expected = list(parameters[name].shape)
+                    raise CheckpointError(f"{folder}: {kind} of {name} does not have the shape {expected}")
                 kinds.setdefault(kind, {})[name] = tensor
 
 

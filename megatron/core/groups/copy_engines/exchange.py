@@ -126,7 +126,7 @@ class CopyEngines:
         for peer in self._others:
             slot.wait_for_arrival(queue, [peer])
             queue.copy(target + peer * num_bytes, slot.address(peer), num_bytes)
-            slot.set_free(queue, [peer])  # ordered after the copy: from here on the peer may overwrite its shard
+            slot.set_free(queue, [peer])  # ordered after the copy: afterwards the peer may overwrite its shard
         done = slot.window.mark()
 
         def finish() -> Tensor:
@@ -136,7 +136,7 @@ class CopyEngines:
         return Transfer(x, finish)
 
     def exchange(self, parts: Sequence[Tensor], consume: Consume) -> Transfer:
-        """Start an all-to-all: ``parts[r]`` goes to rank r. Collective. ``parts`` must be contiguous and of equal shape
+        """Start an all-to-all: ``parts[r]`` goes to rank r. Collective. ``parts`` must be contiguous, with equal shapes
         on all ranks. ``wait()`` calls ``consume`` with the parts received from ranks 0 to n-1 and returns its result.
         ``consume`` must not keep references to the parts, since their memory is reused."""
         own = parts[self.rank]
@@ -150,7 +150,7 @@ class CopyEngines:
         sent = slot.window.mark()
 
         def finish() -> Tensor:
-            slot.window.after(sent)  # from here on the memory of ``parts`` may be reused
+            slot.window.after(sent)  # afterwards the memory of ``parts`` may be reused
             here = slot.window.here()
             slot.wait_for_arrival(here, self._others)
             received = list(slot.memory(shape, dtype).unbind())

@@ -77,7 +77,7 @@ class GPTModel(LanguageModule):
     ) -> None:
         groups = groups_of_program(pg_collection, groups)
         if logit_dtype not in (None, torch.float32):
-            raise UserError(f"logit_dtype {logit_dtype}: not available; leave it out")
+            raise UserError(f"logit_dtype {logit_dtype}: not available; remove it")
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),

@@ -3,7 +3,7 @@
 Both stacks form one list of layers, the encoder's first, which is split into pipeline stages. Stages send the hidden
 states of both stacks (:class:`Streams`), so that only the first stage computes embeddings.
 
-Legend: e, s sequence of the encoder and of the decoder (this rank's positions), b batch, h hidden, v vocabulary entries
+Legend: e, s sequence of encoder and decoder (this rank's positions), b batch, h hidden, v vocabulary entries
 of this rank (stored, padding included), n buckets, a heads (local).
 """
 

@@ -123,7 +123,7 @@ class TopKRouter(nn.Module):
     def _register_buffers(self) -> None:
         biased = self.config.moe_router_enable_expert_bias
         if biased and self.rule.quantiles:
-            raise UserError("quantile_balancing has a bias of its own, without moe_router_enable_expert_bias")
+            raise UserError("quantile_balancing has a separate bias; disable moe_router_enable_expert_bias")
         if biased and self.config.moe_router_score_function == "softmax":
             raise UserError("moe_router_enable_expert_bias needs moe_router_score_function sigmoid or sqrtsoftplus")
         self.counts_choices = "global_aux_loss" in self.losses.coefficient_of

@@ -63,7 +63,7 @@ def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog
         assert parse_args((TINY + text_of(spec, spec.default)).split()) is not None
         assert not caplog.records
     if row.status == "not yet":
-        assert problems_of(text_of(spec, "77")) == [f"{spec.names[0]} 77: {row.answer} not available yet; leave it out"]
+        assert problems_of(text_of(spec, "77")) == [f"{spec.names[0]} 77: {row.answer} not available yet; remove it"]
         return
     with caplog.at_level(logging.WARNING):
         cfg = parse_args((TINY + text_of(spec, "77")).split())
@@ -75,7 +75,7 @@ def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog
 def test_a_switch_is_answered(spec, caplog):
     row = absent.by_name()[spec.names[0]]
     if row.status == "not yet":
-        assert problems_of(spec.names[0]) == [f"{spec.names[0]}: {row.answer} not available yet; leave it out"]
+        assert problems_of(spec.names[0]) == [f"{spec.names[0]}: {row.answer} not available yet; remove it"]
     else:
         with caplog.at_level(logging.WARNING):
             assert getattr(parse_args((TINY + spec.names[0]).split()), spec.field) is not spec.default
@@ -95,7 +95,7 @@ def test_a_configuration_takes_settings_at_the_defaults_of_megatron_lm():
 
 
 def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
-    assert problems_of("--optimizer muon") == ["--optimizer muon: this optimizer is not available yet; leave it out"]
+    assert problems_of("--optimizer muon") == ["--optimizer muon: this optimizer is not available yet; remove it"]
     assert "is not available yet" in problems_of("--rerun-mode report_stats")[0]
     assert parse_args((TINY + "--rerun-mode disabled --spec local --fp8-margin 0").split())
 
@@ -103,7 +103,7 @@ def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
 def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     path = tmp_path / "settings.yaml"
     path.write_text("fp8_margin: 8\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
-    expected = ["--fp8-margin 8: fp8 is not available yet; leave it out"]
+    expected = ["--fp8-margin 8: fp8 is not available yet; remove it"]
     assert problems_of(f"--yaml-cfg {path}") == expected
     assert problems_of("", args_defaults={"fp8_margin": 8}) == expected
     path.write_text("use_persistent_ckpt_worker: true\n")
@@ -114,7 +114,7 @@ def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
 
 
 def test_a_value_has_the_same_answer_wherever_it_stands(caplog):
-    refused = ["--rerun-mode report_stats: gathering statistics by rerunning steps is not available yet; leave it out"]
+    refused = ["--rerun-mode report_stats: gathering statistics by rerunning steps is not available yet; remove it"]
     assert problems_of("", args_defaults={"rerun_mode": "report_stats"}) == refused
     with caplog.at_level(logging.WARNING):
         assert parse_args(TINY.split(), args_defaults={"moe_per_layer_logging": True})
@@ -164,9 +164,9 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     with pytest.raises(ConfigError) as caught:
         TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", fp8_margin=1, mtp_standalone=True)
     assert sorted(str(problem) for problem in caught.value.problems) == [
-        "fp8 hybrid: fp8 is not available yet; leave it out",
-        "fp8_margin 1: fp8 is not available yet; leave it out",
-        "mtp_standalone True: exists in Megatron-LM, is not available here; leave it out",
+        "fp8 hybrid: fp8 is not available yet; remove it",
+        "fp8_margin 1: fp8 is not available yet; remove it",
+        "mtp_standalone True: exists in Megatron-LM, is not available here; remove it",
     ]
     with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):
         TransformerConfig(**SIZES, enable_autocast=True)

@@ -138,7 +138,7 @@ def test_names_are_not_abbreviated():
         ("--rate nan", "--rate nan: must be a finite number"),
         ("--color gren", "--color gren: must be one of red, green; did you mean green?"),
         ("--level 3", "--level 3: must be one of 0, 1, 2; did you mean"),
-        ("--fast true", "--fast true: takes no value: give it alone, or leave it out"),
+        ("--fast true", "--fast true: takes no value: pass only the flag, or remove it"),
         ("--ramp 1 2", "--ramp 1 2: takes 3 values, got 2"),
         ("--paths", "--paths: needs at least one value"),
         ("--pair 1", "--pair 1: not enough values"),

@@ -228,10 +228,10 @@ def test_documents_where_sentences_were_expected_are_refused(tmp_path, caplog):
     with pytest.raises(EmptySplitError, match="fewer than 2 .*--split-sentences, or give --bert-no-binary-head"):
         train("bert", prefix, 10)
     assert len(train("bert", prefix, 10, classification_head=False)) == 30
-    assert "every document of train is one sequence, of which a sample takes the first 45 tokens" in caplog.text
+    assert "every document of train is one sequence, and a sample takes at most its first 45 tokens" in caplog.text
     caplog.clear()
     assert len(train("t5", prefix, 10)) == 30
-    assert "takes the first 46 tokens" in caplog.text
+    assert "takes at most its first 46 tokens" in caplog.text
     prefix = write(tmp_path / "data_sentence", [[np.full(3, 9)]] * 2)
     with pytest.raises(EmptySplitError, match="each of its documents is one sentence: take longer ones, or give"):
         train("bert", prefix, 10)

@@ -200,7 +200,7 @@ def test_paths_in_the_manifest_are_refused(saved, name):
         content["files"][name] = content["files"].pop("model_00000.safetensors")
 
     rewrite(saved, change)
-    with pytest.raises(CheckpointError, match="refuses the file name"):
+    with pytest.raises(CheckpointError, match="file name .* is rejected"):
         CheckpointReader(saved)
 
 

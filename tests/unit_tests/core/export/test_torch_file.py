@@ -210,7 +210,7 @@ def records_of(path):
 
 
 def rewrite(path, change, **options):
-    """Write the records of a file of torch.save again: name -> new (name, bytes), or None to leave it out."""
+    """Write the records of a file of torch.save again: name -> new (name, bytes), or None to remove it."""
     with zipfile.ZipFile(path) as archive:
         records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w", **options) as archive:

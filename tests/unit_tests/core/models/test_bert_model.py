@@ -160,7 +160,7 @@ def test_padding_before_a_token_is_refused():
     model, *_ = make()
     ids, mask, types, _ = inputs()
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="padding stands behind all tokens"):
+    with pytest.raises(ValueError, match="padding must follow all tokens"):
         model(ids, mask, types)
 
 

@@ -177,9 +177,9 @@ def test_no_token_sees_padding():
     torch.testing.assert_close(other[:, :9], losses[:, :9], rtol=1e-12, atol=1e-12)
     shorter = model(text[1:, :7], answer[1:], lm_labels=labels[1:])
     torch.testing.assert_close(shorter, losses[1:], rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="padding stands behind all tokens"):
+    with pytest.raises(ValueError, match="padding must follow all tokens"):
         model(text, answer, 1 - mask, lm_labels=labels)
-    with pytest.raises(ValueError, match="a row of padding alone"):
+    with pytest.raises(ValueError, match="a row contains only padding"):
         model(text, answer, lm_labels=labels, encoder_lengths=torch.tensor([LENGTH, 0]))
 
 

@@ -181,7 +181,7 @@ def test_a_bert_of_hugging_faces_ends_with_its_separator(tmp_path):
 
 def test_special_tokens_around_sentences_need_a_tokenizer_that_puts_some(tokenizers):
     for kind in ("GPT2BPETokenizer", "SentencePieceTokenizer", "ByteLevelTokenizer"):
-        with pytest.raises(ValueError, match=f"--sentence-special-tokens: {kind} puts none around a text"):
+        with pytest.raises(ValueError, match=f"--sentence-special-tokens: {kind} adds no tokens around a text"):
             tokenizers[kind][0].tokenize_sentences(["a"], True)
 
 

@@ -114,4 +114,4 @@ def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, capl
     with caplog.at_level(logging.WARNING):
         simulated_run(eval_interval=2, save_interval=2).train([only_for("--tensorboard-dir x", hook)], 1, 10)
     assert len(caplog.records) == 1
-    assert caplog.messages[0].startswith("--tensorboard-dir x: ") and "Training goes on" in caplog.messages[0]
+    assert caplog.messages[0].startswith("--tensorboard-dir x: ") and "Training continues" in caplog.messages[0]

@@ -136,7 +136,7 @@ def test_nccl_needs_gpus_if_a_launcher_started_the_process(monkeypatch):
 
 def test_a_cuda_graph_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
-    assert "records what NVIDIA GPUs do" in problems("--cuda-graph-impl local")[0]
+    assert "requires an NVIDIA GPU" in problems("--cuda-graph-impl local")[0]
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ def test_a_missing_apex_is_one_error_that_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
     (found,) = problems("--apex-parts wgrad norm")
     assert found.startswith("--apex-parts wgrad norm: needs NVIDIA apex, which is not installed; APEX_CPP_EXT=1 ")
-    assert "APEX_CUDA_EXT=1 pip install" in found and found.endswith("or leave it out")
+    assert "APEX_CUDA_EXT=1 pip install" in found and found.endswith("or remove it")
     fake_apex.install(monkeypatch, without=("amp_C",))
     assert problems("--apex-parts wgrad norm") == []
     (found,) = problems("--apex-parts wgrad adam")
     assert found.startswith("--apex-parts wgrad adam: adam needs amp_C, without which the installed apex was built; ")
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
-    assert "computes on NVIDIA GPUs only" in problems("--apex-parts wgrad")[0]
+    assert "requires an NVIDIA GPU" in problems("--apex-parts wgrad")[0]
     assert problems("--apex-parts wgrad norm adam --dry-run") == []
     assert "must be one of wgrad, norm, adam" in bad_value("--apex-parts all")
 

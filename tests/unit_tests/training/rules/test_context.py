@@ -35,7 +35,7 @@ def problems(text, world_size):
     ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4", 4,
      "--hierarchical-context-parallel-sizes 4: must be two sizes"),
     ("--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2", 4,
-     "--hierarchical-context-parallel-sizes 2 2: counts only with --cp-comm-type a2a+p2p; add that, or leave it out"),
+     "--hierarchical-context-parallel-sizes 2 2: requires --cp-comm-type a2a+p2p; add that, or remove it"),
 ])  # fmt: skip
 def test_an_impossible_layout_is_named_with_its_fix(text, world_size, expected):
     found = problems(text, world_size)

@@ -68,4 +68,4 @@ def test_what_they_can_be_passes(text, world_size):
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_settings_of_two_stacks_are_refused_elsewhere(text, family):
     (problem,) = problems(text, family=family)
-    assert problem.startswith(text.split()[0]) and "counts only with pretrain_t5.py" in problem
+    assert problem.startswith(text.split()[0]) and "requires pretrain_t5.py" in problem

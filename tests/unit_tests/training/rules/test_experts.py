@@ -62,10 +62,11 @@ def test_possible_experts_are_accepted(text):
          "--moe-router-enable-expert-bias: is for scores that do not depend on each other; --moe-router"),
         (MOE + "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
          "--moe-router-load-balancing-type sinkhorn: sinkhorn makes its own choice, without groups, bias or other"),
-        (GROUPS + QUANTILES, QUANTILES.strip() + ": quantile_balancing has a bias of its own, for a choice without"),
-        (MOE + QUANTILES + "--moe-expert-capacity-factor 1", QUANTILES.strip() + ": quantile_balancing has a bias of"),
+        (GROUPS + QUANTILES, QUANTILES.strip() + ": quantile_balancing has a separate bias, and chooses without"),
+        (MOE + QUANTILES + "--moe-expert-capacity-factor 1",
+         QUANTILES.strip() + ": quantile_balancing has a separate bias"),
         (MOE + QUANTILES + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-         QUANTILES.strip() + ": quantile_balancing has a bias of"),
+         QUANTILES.strip() + ": quantile_balancing has a separate bias"),
         (MOE + QUANTILES + "--moe-router-topk 8",
          "--moe-router-topk 8: leaves quantile_balancing nothing to choose; at most 7"),
         ("--num-experts 5 " + QUANTILES, "--num-experts 5: does not divide the"),
@@ -90,7 +91,7 @@ def test_possible_experts_are_accepted(text):
         (MOE + "--moe-aux-loss-coeff 0.1 0.2",
          "--moe-aux-loss-coeff 0.1 0.2: has 2 numbers for 1 kinds (--moe-router-load-balancing-type); give one for"),
         (MOE + "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-         "--moe-aux-loss-coeff 0.1: counts for auxiliary losses alone; 0 for sinkhorn, quantile_balancing, none"),
+         "--moe-aux-loss-coeff 0.1: applies to auxiliary losses; 0 for sinkhorn, quantile_balancing, none"),
         (MOE + "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
          "--moe-router-load-balancing-type aux_loss none: lists losses that add up: each once, without"),
         (MOE + "--moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1",
@@ -98,13 +99,13 @@ def test_possible_experts_are_accepted(text):
         (MOE + "--moe-pad-expert-input-to-capacity",
          "--moe-pad-expert-input-to-capacity: needs --moe-expert-capacity-factor: without it no token is dropped"),
         (MOE + "--moe-expert-capacity-factor 1 --moe-router-load-balancing-type sinkhorn",
-         "--moe-expert-capacity-factor 1.0: excludes sinkhorn, which balances by itself"),
+         "--moe-expert-capacity-factor 1.0: excludes sinkhorn, which balances without a capacity"),
         (MOE + "--moe-static-rows --moe-token-dispatcher-type alltoall",
          "--moe-static-rows: is not for tokens that are exchanged, whose number the host must know; --moe-token-disp"),
         (MOE + "--moe-shared-expert-overlap",
-         "--moe-shared-expert-overlap: needs a shared expert; --moe-shared-expert-intermediate-size N, or leave it"),
+         "--moe-shared-expert-overlap: needs a shared expert; --moe-shared-expert-intermediate-size N, or remove it"),
         (MOE + "--moe-shared-expert-gate", "--moe-shared-expert-gate: needs a shared expert; --moe-shared-expert-inte"),
-        (MOE + "--cuda-graph-impl local", "--cuda-graph-impl local: does not record experts, whose numbers of tokens"),
+        (MOE + "--cuda-graph-impl local", "--cuda-graph-impl local: does not capture experts, because their token"),
     ],
 )  # fmt: skip
 def test_impossible_experts_are_named(text, problem):
@@ -161,6 +162,6 @@ def test_latent_attention_with_learned_positions_gets_a_notice():
 
 def test_the_flex_dispatcher_is_all_to_all_with_one_notice():
     flex = "--num-experts 4 --moe-token-dispatcher-type flex"
-    told = "--moe-token-dispatcher-type flex: tokens travel as with alltoall, with the same results"
+    told = "--moe-token-dispatcher-type flex: tokens are exchanged as with alltoall, with the same results"
     assert said(flex) == [told]
     assert not problems(f"{flex} --moe-enable-deepep --moe-flex-dispatcher-backend hybridep --moe-deepep-num-sms 8", 1)

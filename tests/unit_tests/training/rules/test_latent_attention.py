@@ -1,4 +1,4 @@
-"""Rules of multi-latent attention: what it lacks, what it excludes, what counts only with it."""
+"""Rules of multi-latent attention: what it lacks, what it excludes, what requires it."""
 
 import pytest
 

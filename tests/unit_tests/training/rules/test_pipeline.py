@@ -28,8 +28,8 @@ def test_a_possible_pipeline_is_accepted(text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("--pipeline-schedule zero-bubble", "--pipeline-schedule zero-bubble: counts only with --pipeline-model-par"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 2: counts only with"),
+        ("--pipeline-schedule zero-bubble", "--pipeline-schedule zero-bubble: requires --pipeline-model-par"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 2: requires"),
         (PP4 + "--num-layers 3", "--num-layers 3: 3 layers cannot fill 4 pipeline stages; at least 4 layers"),
         (PP4 + "--num-virtual-stages-per-pipeline-rank 3",
          "--num-layers 8: 8 layers cannot fill 12 pipeline stages; at least 12 layers for 4 x 3 = 12 stages"),
@@ -54,14 +54,14 @@ def test_a_possible_pipeline_is_accepted(text):
         (PP2 + "--pipeline-model-parallel-layout Et*4a|fL",
          "--pipeline-model-parallel-layout Et*4a|fL: has 5 layers for --num-layers 8"),
         (PP2 + "--pipeline-model-parallel-layout Et*4a|ft*3L --whole-layers-in-pipeline-split",
-         "--whole-layers-in-pipeline-split: contradicts a and f in 'Et*4a|ft*3L'; leave it out"),
-        ("--whole-layers-in-pipeline-split", "--whole-layers-in-pipeline-split: counts only with --pipeline-model-par"),
+         "--whole-layers-in-pipeline-split: contradicts a and f in 'Et*4a|ft*3L'; remove it"),
+        ("--whole-layers-in-pipeline-split", "--whole-layers-in-pipeline-split: requires --pipeline-model-par"),
         (PP2 + "--pipeline-model-parallel-layout Et*4|t*4mL",
          "--pipeline-model-parallel-layout Et*4|t*4mL: has 1 m for --mtp-num-layers 0; give 0 m before the L"),
         (PP2 + "--pipeline-model-parallel-layout Et*4|t*4L --mtp-num-layers 2",
          "--pipeline-model-parallel-layout Et*4|t*4L: has 0 m for --mtp-num-layers 2; give 2 m before the L"),
         (PP4 + "--pipeline-model-parallel-layout Et*4|t*4|mm|L --mtp-num-layers 2",
-         "--pipeline-model-parallel-layout Et*4|t*4|mm|L: has an m in a stage without the loss: further tokens need "
+         "--pipeline-model-parallel-layout Et*4|t*4|mm|L: has an m in a stage without the loss: the m layers need "
          "the output layer, which is where L is; write all m in the last stage, before the L"),
         (PP4 + "--pipeline-model-parallel-layout Et*8|||L",
          "--pipeline-model-parallel-layout Et*8|||L: leaves pipeline rank 1 without anything"),
@@ -71,7 +71,7 @@ def test_a_possible_pipeline_is_accepted(text):
         (PP2 + "--pipeline-schedule 1f1b --delay-wgrad-compute",
          "--delay-wgrad-compute: contradicts --pipeline-schedule 1f1b"),
         (PP2 + "--microbatch-group-size-per-virtual-pipeline-stage 2",
-         "--microbatch-group-size-per-virtual-pipeline-stage 2: counts only with several chunks"),
+         "--microbatch-group-size-per-virtual-pipeline-stage 2: requires several chunks"),
         (PP4 + "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3",
          "--microbatch-group-size-per-virtual-pipeline-stage 3: is smaller than --pipeline-model-parallel-size 4"),
         (PP2 + "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 9",

@@ -107,7 +107,7 @@ def test_other_shapes_are_refused():
     )
     train(model, graphed, device, steps=1)
     short = [{name: value[:1] for name, value in batch.items()} for batch in batches(1)]
-    with pytest.raises(ValueError, match="tokens .1, 16. .*the recorded one .*tokens .2, 16.*leave the flag"):
+    with pytest.raises(ValueError, match="tokens .1, 16. .*the recorded one .*tokens .2, 16.*remove the flag"):
         graphed(
             forward_step_func=partial(forward_step, device=device), data_iterator=iter(short), model=[model],
             num_microbatches=1,

@@ -20,7 +20,7 @@ EXACT_GELU = Choice(
     "hidden_act", {"gelu": {"bias_gelu_fusion": False, "exact_gelu": False},
                    "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True}}, default="gelu",
 )  # fmt: skip
-"""By the error function, as their one key is of the head too, where ours is exact always."""
+"""GELU with the error function: the HF setting also applies to the head, which always uses the exact GELU here."""
 
 
 def has_pairs(masked: str) -> Computed:

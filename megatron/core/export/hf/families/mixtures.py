@@ -47,7 +47,7 @@ def _save_sparse_step(settings: Table) -> dict[str, Any]:
 EXPERT_LAYERS = Computed(
     ("decoder_sparse_step", "mlp_only_layers"), ("moe_layer_freq",), _load_sparse_step, _save_sparse_step
 )
-"""Qwen: every so many layers, without some."""
+"""Qwen: every n-th layer has experts, except listed layers."""
 
 
 def first_dense(default: int) -> Computed:
@@ -69,7 +69,7 @@ def _save_first_dense(settings: Table) -> dict[str, Any]:
 
 
 def shared_expert(theirs: str) -> Weights:
-    """Where the expert that every token goes to lies."""
+    """Return the layouts of the shared expert, which processes every token."""
     ours = "decoder.layers.*.mlp.shared_experts.linear_fc"
     return {f"{ours}1": Halves(f"{theirs}.gate_proj", f"{theirs}.up_proj"), f"{ours}2": f"{theirs}.down_proj"}
 

@@ -1,5 +1,5 @@
-"""ModernBERT (``ModernBertForMaskedLM``): two of three layers have a rotary base and a window of their own, the norm
-behind the embedding is the first layer's too, GELU is gated, and only the output layer has a bias."""
+"""ModernBERT (``ModernBertForMaskedLM``): two of three layers have a separate rotary base and a window, the norm
+after the embedding is also the first layer's, GELU is gated, and only the output layer has a bias."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """T5 1.0, 1.1 and Flan-T5 (``T5ForConditionalGeneration``): no softmax scale. 1.0 has ReLU and an output layer that is
-the embedding, of the decoder's output scaled; 1.1 gated GELU and an output layer of its own."""
+the embedding, with the decoder's output scaled; 1.1: gated GELU and a separate output layer."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def refusals(rank, size):
         CoreAttention(one_group, 1, groups=groups)
     with pytest.raises(ValueError, match="hierarchical_context_parallel_sizes"):
         CoreAttention(make_config(context_parallel_size=2, cp_comm_type=["a2a+p2p"]), 1, groups=groups)
-    with pytest.raises(ValueError, match="context_parallel_size 1: the process groups are of 2 ranks"):
+    with pytest.raises(ValueError, match="context_parallel_size 1: the process groups have 2 ranks"):
         CoreAttention(make_config(), 1, groups=groups)
     core = CoreAttention(make_config(context_parallel_size=2), 1, groups=groups)
     query = torch.zeros(4, 1, 4, 6)

@@ -365,7 +365,7 @@ def test_a_torch_folder_of_another_model_is_one_message(changes, message, tmp_pa
     [
         (lambda d: (d / ".metadata").unlink(), "being written"),
         (lambda d: (d / ".metadata").write_bytes(pickle.dumps(cut)), "not metadata|damaged"),
-        (lambda d: (d / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."), "refuses the pickle"),
+        (lambda d: (d / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."), "the pickle is rejected"),
         (lambda d: (d / "common.pt").unlink(), "common.pt: is missing"),
         (lambda d: next(d.glob("*.distcp")).unlink(), "distcp: is missing"),
         (lambda d: cut(next(d.glob("*.distcp"))), "ends beyond"),

@@ -175,7 +175,7 @@ def test_a_part_of_the_quantiles_stays():
 
 @pytest.mark.parametrize("settings, message", [
     ({"moe_router_topk": 8}, "below 8"), ({"num_moe_experts": 5}, "5 experts do not divide 18 tokens x 2 choices"),
-    ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, "a bias of its own"),
+    ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, "a separate bias"),
 ])  # fmt: skip
 def test_quantiles_that_are_none_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
