@@ -29,7 +29,7 @@ def settings(folder=None, **changes):
 
 
 class Run:
-    """A tiny training run with everything that a checkpoint holds."""
+    """A tiny training run with all state that a checkpoint holds."""
 
     device = "cpu"
 
@@ -73,7 +73,7 @@ class Run:
         return state
 
     def bits(self):
-        """Every bit that matters for what comes next."""
+        """Return all state that determines the following steps, bit for bit."""
         state = self.optimizer.state_dict()
         tensors = {**self.net.state_dict()}
         tensors |= {f"{k}.{n}": t for k in ("exp_avg", "exp_avg_sq", "main_param") for n, t in state[k].items()}

@@ -78,7 +78,7 @@ CASES = {
 
 
 def facts(kernel):
-    """How many reads the compiler doubled; and in which order it reads (r), waits for all threads (|), writes (w)."""
+    """Return the number of reads that the compiler duplicated, and the order of reads (r), barriers (|), writes (w)."""
     written, made = (len(re.findall(r"\btt\.load\b", kernel.asm[form])) for form in ("ttir", "ttgir"))
     steps = re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", kernel.asm["ptx"])
     order = "".join({"l": "r", "s": "w", "b": "|"}[step[0]] for step in steps)

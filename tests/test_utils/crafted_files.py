@@ -488,7 +488,7 @@ def change(path: Path, random: Any) -> None:
 
 
 def with_checksum(data: bytes) -> bytes:
-    """A native checkpoint's manifest with the checksum of what it says now; other bytes as they are."""
+    """Return a native checkpoint's manifest with the checksum of its current content; other bytes unchanged."""
     from megatron.core.dist_checkpointing.manifest import encode
 
     with suppress(ValueError, RecursionError):

@@ -1,10 +1,10 @@
 """Rows of the matrix that take every declared parameter through every rank axis, in few and small models.
 
-A model here holds as many kinds of parameters as fit into one layer. Its rows cover tensor parallelism with and
+Each model combines the maximum number of parameter kinds in one layer. Its rows cover tensor parallelism with and
 without sequence parallelism, context and data parallelism, several micro-batches, ZeRO-1 and FSDP2; loss masks are
 random, so that ranks and micro-batches count different numbers of tokens. Mixtures of experts run with every pair of
-dense and expert tensor-parallel size of 1, 2 and 4. :func:`missing_axes` says which parameters of which models a set
-of rows leaves out: a new parameter must be in a row of every axis.
+dense and expert tensor-parallel size of 1, 2 and 4. :func:`missing_axes` lists the axes that a set of rows does not
+cover for a parameter of the models: a new parameter must be in a row of every axis.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Entry scripts run inside ranks of the pool, as ``__main__`` and with a command line of their own."""
+"""Entry scripts run inside ranks of the pool, as ``__main__`` with a separate command line."""
 
 import runpy
 import sys

@@ -1,7 +1,7 @@
-"""Runs of two ranks of which one goes wrong, and what they leave behind.
+"""Runs of two ranks with a fault in one rank, and their outcome.
 
 Ranks run ``scripts/pretrain_gpt_with_fault.py``. They are forked from a server that has imported everything once, by
-torchrun itself (``--start-method fork --run-path``), as ranks without a launcher, or as hosts of their own: in network,
+torchrun itself (``--start-method fork --run-path``), as ranks without a launcher, or as separate hosts: in network,
 name and process namespaces with a cable between them.
 """
 
@@ -29,15 +29,15 @@ NEW_USER, NEW_NET, NEW_NAME, NEW_PIDS = 0x10000000, 0x40000000, 0x04000000, 0x20
 
 @dataclass(frozen=True)
 class Fault:
-    """Which rank does what, and who started the ranks."""
+    """A fault, its rank, and the launcher and flags of the run."""
 
     what: str
     rank: int | str = 1
     launcher: str = "torchrun"
-    """"torchrun"; "ranks": nobody, rank 0 holds the store; "hosts": likewise, each rank on a host of its own;
+    """"torchrun"; "ranks": no launcher, rank 0 holds the store; "hosts": likewise, each rank on a separate host;
     "alone": one rank."""
     ranks: tuple[int, ...] = (0, 1)
-    """Those that are started at all, with launcher "ranks"."""
+    """Ranks to start with launcher "ranks"."""
     interpreter: bool = False
     """Whether torchrun and the ranks are fresh processes of a shell, with nothing loaded."""
     device: str = "cpu"
@@ -63,20 +63,20 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What is left of a run."""
+    """Exit code, duration, output and remaining processes of a run."""
 
     code: int | None
     """The launcher's exit code, or the first of the ranks that is not 0."""
     seconds: float
     """From the fault, or the start if there was none, to the end of the last process."""
     output: str
-    """What the launcher printed."""
+    """Output of the launcher."""
     folder: Path
     errors: dict[int, str] = field(default_factory=dict)
-    """What each rank wrote, to stdout and stderr."""
+    """Rank -> its stdout and stderr."""
     stacks: dict[str, str] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
-    """Processes of ranks that still run."""
+    """Rank processes that still run after the launcher has exited."""
 
     def first_word(self, rank):
         """The first line that a rank's watchdog wrote."""
@@ -106,7 +106,7 @@ def run(fault, folder):
 
 
 def look(fault, folder, code, output, began):
-    """Gathers what the ranks wrote."""
+    """Collect the output of the ranks and kill their remaining processes."""
     ended = time.time()
     notes = {path.name: path.read_text().split() for path in folder.glob("*-[01]")}
     times = [float(when) for name, (_, when) in notes.items() if name.startswith("fault")]
@@ -207,7 +207,7 @@ def start_rank(fault, folder, rank, place):
     os._exit(code)
 
 
-# ---- hosts of their own
+# ---- separate hosts
 
 
 def address(rank):
@@ -251,7 +251,7 @@ def hosts_with_cable(start):
     for _ in pids:
         os.read(ready[0], 1)
     for pid in pids:
-        os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)  # a cable stays when a host behind it dies
+        os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)  # keeps the cable when its host dies
     command = "ip link add name cable netns {} type veth peer name cable netns {}"
     subprocess.run(command.format(*pids).split(), check=True)
     os.write(go[1], b"gg")

@@ -88,7 +88,7 @@ def adam(calls):
 
 
 def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
-    """As the object of that name, which adds the size of a chunk."""
+    """Call ``op`` with the chunk size as first argument, like apex's object of this name."""
     return op(CHUNK, noop_flag_buffer, tensor_lists, *args)
 
 

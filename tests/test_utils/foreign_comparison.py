@@ -1,4 +1,4 @@
-"""A model of ours beside one of ``transformers`` on the same text: logits, loss and every gradient."""
+"""Comparison of a local model with one of ``transformers`` on the same text: logits, loss and every gradient."""
 
 import math
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ def compare_losses(ours: nn.Module, foreign: nn.Module) -> None:
 
 
 def compare_gradients(ours: nn.Module, expected: Mapping[str, Tensor]) -> int:
-    """Gradients agree with ``expected`` (under our names, without padding, experts apart or one above the other), and
-    those of the padding are zero; the number of elements."""
+    """Assert that gradients equal ``expected`` (local names, no padding, experts separate or concatenated) and are zero
+    in the padding; return the number of compared elements."""
     compared = 0
     for key, parameter in ours.named_parameters():
         rows = expected[key].reshape(-1, *parameter.shape[1:])

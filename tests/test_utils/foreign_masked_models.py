@@ -1,7 +1,7 @@
-"""Tiny encoders and encoder-decoders of the package ``transformers`` beside the flags that say the same here, and how
-their weights are named.
+"""Tiny encoders and encoder-decoders of the package ``transformers``, with the equivalent local flags and weight
+names.
 
-A family is a row of data: pairs of our name and theirs. Weights and gradients go through the same rearrangement.
+A family is a row of data: pairs of local and HF names. The same rearrangement applies to weights and gradients.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def thirds_in_turn(parts: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """One of our modules: the modules there whose weights, and biases, it holds."""
+    """A local module, and the HF modules whose weights and biases it holds."""
 
     ours: str
     theirs: tuple[str, ...]
     arrange: Callable = torch.cat
     scale: float = 1.0
-    """Our weight over theirs; gradients go the other way."""
+    """Local weight divided by HF weight; gradients use the inverse."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model: its class in ``transformers``, settings there, flags here, places of its tensors."""
+    """One model: its class and settings in ``transformers``, the local flags, and the mapping of its tensors."""
 
     architecture: str
     parts: tuple[Part, ...]
@@ -209,7 +209,7 @@ def build(family: Family) -> torch.nn.Module:
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     foreign = model_class(config).float().eval()
-    if family.settings.get("tie_word_embeddings") is False:  # which transformers 5 ties whatever the setting says
+    if family.settings.get("tie_word_embeddings") is False:  # transformers 5 ties it despite this setting
         foreign.lm_head.weight = torch.nn.Parameter(torch.empty_like(foreign.lm_head.weight))
     spread = 0.1 if family.is_t5 else 0.2  # its scores are not scaled: larger ones magnify float32's rounding
     with torch.no_grad():
@@ -219,7 +219,7 @@ def build(family: Family) -> torch.nn.Module:
 
 
 def to_ours(family: Family, tensors: dict[str, torch.Tensor], gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Weights (or gradients) of the foreign model under the names, and in the arrangement, of ours."""
+    """Return weights (or gradients) of the foreign model under local names and in local layout."""
     found: dict[str, torch.Tensor] = {}
     for part in family.parts:
         scale = 1 / part.scale if gradients else part.scale
@@ -231,7 +231,7 @@ def to_ours(family: Family, tensors: dict[str, torch.Tensor], gradients: bool = 
 
 
 def random_arrays(family: Family) -> dict[str, torch.Tensor]:
-    """A batch of two, the first padded; tokens without the 0 that theirs take for padding."""
+    """Return a batch of two, the first padded; real tokens are never 0, the padding id of the HF models."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(high: int, *shape: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Tiny models of the package ``transformers`` beside the flags that say the same here, and how their weights are named.
+"""Tiny models of the package ``transformers``, with the equivalent local flags and weight names.
 
-A family is a row of data. Where its tensors are, and how queries, keys and values lie in them, is a table as
-``core/export/hf`` has it: its own for a family that can be converted, one of this file for any other. Weights and
-gradients go through the same (linear) rearrangement, so a comparison needs one map only.
+A family is a row of data. A table in the format of ``core/export/hf`` maps its tensors and the layout of queries, keys
+and values: the exporter's table for a family that can be converted, a table of this file for any other. Weights and
+gradients use the same (linear) rearrangement, so a comparison needs one map only.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def build(model: Family) -> torch.nn.Module:
 
 @cache
 def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
-    """Our name of each tensor -> where it lies in theirs."""
+    """Local name of each tensor -> its placement in the HF tensors."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.stored_settings import config_to_dict
 
@@ -104,8 +104,8 @@ def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
 
 
 def to_ours(tensors: Mapping[str, torch.Tensor], model: Family, more: str = "") -> dict[str, torch.Tensor]:
-    """Weights (or gradients) of the foreign model, as many as there are, under the names of ``GPTModel``: [out, in], of
-    experts [e, out, in]. ``more``: further flags of ours."""
+    """Return the available weights (or gradients) of the foreign model under the names of ``GPTModel``: [out, in], for
+    experts [e, out, in]. ``more``: additional local flags."""
     held = {name: LazyTensor.of(tensor.detach()) for name, tensor in tensors.items()}
     plan = [each for each in _plan(model, more).values() if each.parts[0].name in held]
     found = conversion.to_ours(plan, held)
@@ -157,7 +157,7 @@ def gemma(architecture, weights, flags="", **settings):
 
 
 def neox(parallel, flags=""):
-    """GPT-NeoX, one branch after the other or both beside each other."""
+    """GPT-NeoX with sequential or parallel branches."""
     return Family(
         "GPTNeoX", NEOX,
         {"intermediate_size": 48, "layer_norm_eps": 1e-3, "use_parallel_residual": parallel, "hidden_act": "gelu",
@@ -185,7 +185,7 @@ LATENT_FLAGS = (
 
 def deepseek(attention, yarn=False, topk=4, groups=(4, 2), **settings):
     """DeepSeek-V3 of 8 experts in groups[0] groups; each token chooses ``topk`` experts of groups[1] groups; a dense
-    layer first. The norms of its latents have an epsilon of their own, 1e-6."""
+    layer first. The norms of its latents have a separate epsilon, 1e-6."""
     scaling = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.9}
     positions = rope(kind="yarn", **scaling) if yarn else rope()
     experts = {"n_routed_experts": 8, "n_group": groups[0], "topk_group": groups[1], "num_experts_per_tok": topk,

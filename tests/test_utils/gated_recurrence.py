@@ -2,8 +2,8 @@
 
     h_t = f_t * h_(t-1) + (1 - f_t) * v_t,   y_t = W_out (h_t * silu(g_t)),   f_t = sigmoid(a_t + decay)
 
-a, v and g are products of x_t with one matrix. States start anew with every document. Tensor-parallel ranks share out
-the channels; each sees all positions.
+a, v and g are products of x_t with one matrix. States are reset at every document. Channels are sharded over the
+tensor-parallel ranks; each rank sees all positions.
 
 Legend: s sequence, b batch, h hidden, w channels of this rank.
 """
@@ -81,7 +81,7 @@ def follows(like_sbw, packed):
 
 
 def mixed_layers(config):
-    """In turn: attention, the recurrence in its place, both one after another; each with a feed-forward network."""
+    """Cycle of three layer types: attention, the recurrence, the recurrence then attention; each followed by an MLP."""
     backend = get_backend("local")
     slots = Slots(backend.column_parallel_linear, backend.row_parallel_linear)
     kinds = []
@@ -94,7 +94,7 @@ def mixed_layers(config):
 
 
 class Undescribed(GatedRecurrence):
-    """The same, which says nothing of itself."""
+    """A ``GatedRecurrence`` without a description."""
 
     describe = None
 

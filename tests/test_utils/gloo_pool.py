@@ -3,7 +3,7 @@ torch and the suite once.
 
 These imports cost seconds per process; a test that needs four ranks must not pay them four times. The pool
 starts its workers at first use, keeps them between tests, and gives each task a fresh process group of the size it asks
-for. A task that raises reports its traceback; a pool with a dead or stuck worker is torn down and built anew. (Forking
+for. A task that raises reports its traceback; a pool with a dead or stuck worker is torn down and rebuilt. (Forking
 the test process itself would break autograd in the workers once a test had used a GPU.)
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 TASK_TIMEOUT_SECONDS = 120.0
 START_METHOD = "forkserver"  # or "fork", in processes that never use a GPU (tests/mutate.py)
-TASKS_PER_WORKER = 100  # FSDP2 leaves a group of three threads behind; fresh workers are cheap
+TASKS_PER_WORKER = 100  # FSDP2 leaks a group with three threads; fresh workers are cheap
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.run",
              "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"]  # fmt: skip
-"""What nearly every task imports, a second and a half of it: once in the server instead of in every worker."""
+"""Imports of nearly every task (1.5 seconds): done once in the server instead of in every worker."""
 
 
 class WorkerError(AssertionError):
@@ -31,7 +31,7 @@ class WorkerError(AssertionError):
 
 def _serve(connection, backend: str) -> None:
     if backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks train on the CPU, whatever the machine has
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks train on the CPU, even if the machine has GPUs
     import torch
     import torch.distributed as dist
 

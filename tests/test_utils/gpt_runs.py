@@ -1,4 +1,4 @@
-"""Whole training runs of a tiny model, inside a test: the program of ``pretrain_gpt.py`` (or of another family's entry
+"""Full training runs of a tiny model inside a test: the program of ``pretrain_gpt.py`` (or another family's entry
 script) without a new interpreter."""
 
 import contextlib
@@ -47,7 +47,7 @@ def train(rank: int, world_size: int, argv: list[str], fp64: bool = False, model
 def train_with_errors(
     rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt"
 ) -> tuple[int, str]:
-    """Like :func:`train`, with what the rank wrote to stderr."""
+    """Run :func:`train`; return the exit code and the rank's stderr."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = train(rank, world_size, argv, fp64, model_family)

@@ -33,7 +33,7 @@ def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.fl
 
 
 def as_on_the_hub(folder: Path) -> Path:
-    """``folder`` with the files that repositories of the hub hold beside weights and config.json."""
+    """Add the files that Hub repositories hold in addition to weights and config.json; return ``folder``."""
     files = {
         "generation_config.json": '{"do_sample": true, "temperature": 0.6, "transformers_version": "4.43.0"}',
         "README.md": "---\nlicense: other\n---", ".gitattributes": "*.safetensors filter=lfs", "LICENSE": "text",

@@ -1,4 +1,4 @@
-"""Planted bugs: each a context manager that breaks one thing on every rank of the pool while a layout runs."""
+"""Injected faults: each a context manager that breaks one thing on every rank of the pool while a layout runs."""
 
 import contextlib
 import dataclasses
@@ -14,25 +14,25 @@ def module(name):
 
 
 def through_copy_engines(rank):
-    """No bug: messages that copy engines would carry go through memory that the ranks share."""
+    """No fault: messages that copy engines would carry go through memory that the ranks share."""
     where = module("megatron.core.parallel_state")
     return mock.patch.object(where, "engines_of", engines_over_shared_memory)
 
 
 def small_messages_through_copy_engines(rank):
-    """No bug: on GPUs, copy engines carry everything that they can."""
+    """No fault: on GPUs, copy engines carry every message that they support, even small ones."""
     engines = module("megatron.core.groups.copy_engines.exchange").CopyEngines
     return mock.patch.object(engines, "carries", lambda self, num_bytes: True)
 
 
 def norm_gradients_not_summed(rank):
-    """Nobody adds up the partial gradients of norms and biases under sequence parallelism."""
+    """Partial gradients of norms and biases are not summed under sequence parallelism."""
     where = module("megatron.core.distributed.finalize_model_grads")
     return mock.patch.object(where, "sum_partial_gradients", lambda *_: None)
 
 
 def gradients_summed_twice(rank):
-    """Partial gradients are summed over their group a second time: they come out as many times too large."""
+    """Partial gradients are summed over their group twice, so they are too large by a factor of the group size."""
     where = module("megatron.core.distributed.finalize_model_grads")
     correct = where.sum_partial_gradients
 
@@ -83,7 +83,7 @@ def _other_branches(of_last_stage):
 
 
 def loss_is_a_mean_of_means(rank):
-    """Every micro-batch counts alike, however many of its tokens do."""
+    """Every micro-batch has the same weight, regardless of the number of its unmasked tokens."""
     import torch
 
     def loss_func(self, batch, output):
@@ -108,7 +108,7 @@ def padding_in_the_softmax(rank):
 
 
 def dropout_by_local_position(rank):
-    """Dropout masks depend on where a token stands on its rank instead of in its sequence."""
+    """Dropout masks depend on a token's position on its rank instead of in its sequence."""
     import torch
 
     where = module("megatron.core.models.gpt.gpt_model").GPTModel
@@ -159,7 +159,7 @@ def bucket_sent_before_it_is_full(rank):
 
 
 def data_order_depends_on_ranks(rank):
-    """Each data-parallel rank reads a stretch of the data of its own."""
+    """Each data-parallel rank reads a different range of the data."""
     where = module("megatron.training.data.loader").Shard
     correct = where.slices
 
@@ -170,7 +170,7 @@ def data_order_depends_on_ranks(rank):
 
 
 def reduced_in_bf16(rank):
-    """Gradients travel in bfloat16."""
+    """Gradients are rounded to bfloat16 before they are reduced."""
     import torch
 
     where = module("megatron.core.distributed.param_and_grad_buffer").Bucket
@@ -229,7 +229,7 @@ def pairs_weigh_as_on_one_rank(rank):
 
 
 def samples_of_a_row_drop_other_elements(rank):
-    """Dropout in samples that are laid end to end goes by the first one's number."""
+    """Dropout in packed samples uses the first sample's number for every sample."""
     where = module("megatron.training.tasks.bert")
     correct = where.laid_end_to_end
 
@@ -241,7 +241,7 @@ def samples_of_a_row_drop_other_elements(rank):
 
 
 def states_go_on_to_the_next_document(rank):
-    """States of a recurrence do not start anew with a document, on all ranks but the first."""
+    """States of a recurrence are not reset at a new document, except on the first rank."""
     where = module("tests.test_utils.gated_recurrence")
     correct = where.follows
     return mock.patch.object(where, "follows", lambda like, packed: correct(like, None if rank else packed))
@@ -275,7 +275,7 @@ def attention_gradients_of_blocks_are_off(rank):
 
 
 def masks_from_the_clock(rank):
-    """Dropout masks come from a generator that nobody seeds."""
+    """Dropout masks come from an unseeded generator."""
     import torch
 
     where = module("megatron.core.random.philox").DropoutStream
@@ -291,7 +291,7 @@ def masks_from_the_clock(rank):
 
 
 def router_gradients_not_summed(rank):
-    """Gradients of routers stay those of this rank's positions under sequence parallelism."""
+    """Router gradients are not summed over ranks under sequence parallelism: only local positions contribute."""
     where = module("megatron.core.distributed.partial_gradients")
     correct = where._partial_sums
 
@@ -305,7 +305,7 @@ def router_gradients_not_summed(rank):
 
 
 def experts_summed_over_dense_ranks(rank):
-    """Gradients of experts are summed over all data-parallel ranks, some of which have other experts."""
+    """Gradients of experts are summed over all data-parallel ranks, although some ranks have other experts."""
     return _other_expert_groups(lambda groups, correct: groups.dense)
 
 
@@ -359,7 +359,7 @@ def expert_bias_from_own_tokens(rank):
 
 
 def side_losses_averaged_over_ranks(rank):
-    """Balancing losses are divided by the data-parallel ranks, although every rank has sequences of its own."""
+    """Balancing losses are divided by the data-parallel size, although every rank has different sequences."""
     where = module("megatron.core.transformer.moe.router")
     correct = where.attach_loss
 

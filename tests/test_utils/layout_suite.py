@@ -1,4 +1,4 @@
-"""Which rows of the matrix the suite leaves to ``tests/torture/layouts.py``."""
+"""Rows of the matrix that only ``tests/torture/layouts.py`` runs, not the suite."""
 
 from tests.test_utils.expert_table import EXPERT_ROWS, IN_THE_SUITE
 from tests.test_utils.layout_table import THROUGH_COPY_ENGINES
@@ -26,9 +26,9 @@ EXTENDED = _LATER | {
     "mla-cp2-tp2-sp", "gemma-2-pp2-tp2-sp-zero-bubble", "gemma-3-cp2-pp2", "olmo-2-cp2-tp2-zero",
     "olmo-2-fsdp2-recompute", "gpt-neox-cp2-recompute",
 }  # fmt: skip
-"""Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
-at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
-line that the table executes, and combine any two flags that one row combines."""
+"""Rows that only ``tests/torture/layouts.py`` runs. 121 faults were injected (``layout_faults.py``, and changed lines
+that at most 60 percent of the rows execute); the remaining rows detect every fault that any row detects. They also
+execute every line that the table executes, and combine any two flags that one row combines."""
 
 _OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
     "pp2-vpp-ep2", "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared",
@@ -42,4 +42,4 @@ EXTENDED_THROUGH_COPY_ENGINES = _OF_ENCODERS | _OF_EXPERTS | {
     "mtp-pp2-packed-zero-bubble", "mtp-pp2-vpp-zero2-gather", "sinks-pp2-vpp-recompute",
     "gemma-2-pp2-tp2-sp-zero-bubble", "gpt-neox-tp2-sp-pp2-halves",
 }  # fmt: skip
-"""The same of the rows through copy engines."""
+"""Rows through copy engines that only ``tests/torture/layouts.py`` runs."""

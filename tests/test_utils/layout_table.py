@@ -387,4 +387,4 @@ THROUGH_COPY_ENGINES = [
     or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp2-tp2-sp", "pp4-untied", "recompute-modules",
                 "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared", "ep2-padded")
 ]  # fmt: skip
-"""What they carry: collectives of sequence parallelism, tokens on their way to experts, messages between stages."""
+"""Rows whose copy engines carry sequence-parallel collectives, MoE token dispatch or messages between stages."""

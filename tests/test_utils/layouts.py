@@ -26,7 +26,7 @@ with a smaller eps would blow up."""
 
 
 BANDS = {"bf16": 0.2, "fp16": 0.02}
-"""Sums in another order are rounded to 8 and 11 bits in every layer: what is wrong by a factor stands out, no more."""
+"""Sums in another order are rounded to 8 and 11 bits in every layer: these tolerances detect only wrong factors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layout:
     precision: str = "fp64"
     steps: int = STEPS
     family: str = "gpt"
-    """Whose program the flags are of."""
+    """Model family whose program parses the flags."""
 
     @property
     def argv(self):
@@ -49,8 +49,8 @@ class Layout:
 
     @property
     def reference(self):
-        """The same on one rank, the whole batch in one micro-batch if the model names no size; few or all steps
-        of which shorter rows use the first."""
+        """Row of the same model on one rank, with the full batch in one micro-batch if the model names no size. It runs
+        FEW_STEPS or STEPS; shorter rows use its first steps."""
         layout = "" if "--micro-batch-size" in self.model else "--micro-batch-size 8"
         steps = FEW_STEPS if self.steps <= FEW_STEPS else STEPS
         return dataclasses.replace(self, layout=layout, world_size=1, steps=steps)
@@ -129,7 +129,7 @@ class Matrix:
         return self.paths[key]
 
     def verdict(self, row, fault=None):
-        """How the row compares."""
+        """Comparison of the row with its reference."""
         from megatron.training.verify.layout_trace import TOLERANCE, judge
 
         tolerance = {**TOLERANCE, **BANDS}[row.precision]

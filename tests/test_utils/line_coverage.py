@@ -1,4 +1,4 @@
-"""Which tests execute a line: what ``line_trace`` recorded, kept in a folder and brought up to date with the tree."""
+"""Tests that execute a line: records of ``line_trace``, stored in a folder and updated when the tree changes."""
 
 import contextlib
 import difflib
@@ -15,11 +15,11 @@ LEFT_OUT = ("torture", "benchmarks", "test_watchdog", "test_docs_commands", "tes
             "test_packaging", "test_mutate")  # fmt: skip
 """Tests that are slow, or about the text of the tree."""
 MEASURED = (0, 1, 5)
-"""What pytest ends with if it could collect: all passed, some failed, none was left to run."""
+"""Exit codes of pytest if collection succeeded: all passed, some failed, no tests to run."""
 
 
 class Coverage:
-    """Records by test, and which of them execute what a mutant changes."""
+    """Records by test, and the lookup of tests that execute the lines that a mutant changes."""
 
     def __init__(self, folder, tree, suite, num_processes):
         self.folder, self.tree, self.suite = folder, tree, suite

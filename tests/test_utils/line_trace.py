@@ -1,5 +1,5 @@
-"""Which lines of ``megatron`` and ``tools`` each test executes: in its own process, on the ranks of the pool that it
-sends tasks to, and in the programs that it starts. A pytest plugin for ``tests/mutate.py``; without it, nothing here
+"""Lines of ``megatron`` and ``tools`` that each test executes: in its process, on the ranks of the pool that it sends
+tasks to, and in the programs that it starts. A pytest plugin for ``tests/mutate.py``; without it, nothing here
 runs."""
 
 import atexit
@@ -102,7 +102,7 @@ class Collector:
         plain_run = RankPool.run
 
         def run(pool, function, world_size, *args):
-            sys.settrace(None)  # else workers forked from here would trace themselves, too
+            sys.settrace(None)  # else workers forked by this process would trace themselves, too
             self.current["ranks"] = max(self.current["ranks"], world_size)
             try:
                 replies = plain_run(pool, traced_task, world_size, self.root, function, *args)
@@ -142,7 +142,7 @@ class Collector:
         self._write(self.current)
 
     def pytest_sessionfinish(self):
-        """What the tests imported from other packages, so that a campaign may import it once."""
+        """Record the modules of other packages that the tests imported, so that a campaign can import them once."""
         modules = [name for name, module in list(sys.modules.items())
                    if "-packages" + os.sep in str(getattr(module, "__file__", None) or "")]  # fmt: skip
         self._write({"modules": modules})

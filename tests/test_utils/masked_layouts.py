@@ -1,5 +1,5 @@
-"""Rows of the matrix with encoders: BERT, whose two losses each have their own count. A model's name begins with the
-family whose program its flags are of."""
+"""Rows of the matrix with encoders: BERT, whose two losses have separate counts. A model's name begins with the
+family whose program parses its flags."""
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"

@@ -1,4 +1,4 @@
-"""Whole runs of ``pretrain_bert.py`` and ``pretrain_t5.py`` beside the reference: their data, and what a row gives."""
+"""Full runs of ``pretrain_bert.py`` and ``pretrain_t5.py`` compared with the reference: data, differences per row."""
 
 import struct
 from pathlib import Path
@@ -25,12 +25,12 @@ COMMON = [
 TOKENIZER = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", "vocab.txt"]
 PROGRAM_ONLY = {"bert": TOKENIZER, "t5": [*TOKENIZER, "--vocab-extra-ids", str(SENTINELS)]}
 SIZES = {"--encoder-num-layers": ("--num-layers", "2"), "--encoder-seq-length": ("--seq-length", "32")}
-"""Flags that the ones before them take the place of."""
+"""Flag -> (default flag, its value) that the flag replaces."""
 
 
 def corpora():
-    """Documents of 1 to 8 sentences of 1 to 12 tokens, by name of the file. A document counts upwards in a step of its
-    own; some hold the ids of special tokens, as text that was tokenized with them does."""
+    """Documents of 1 to 8 sentences of 1 to 12 tokens, by name of the file. A document counts upwards in a step drawn
+    for it; some hold the ids of special tokens, as text that was tokenized with them does."""
     generator = np.random.default_rng(5)
     result = {}
     for name, count in {"a": 70, "b": 25, "c": 12}.items():
@@ -63,14 +63,14 @@ def write_corpora(folder):
 
 
 def command_line(kind, flags):
-    """What all rows share and a row's flags, which win."""
+    """Return the flags of all rows and a row's flags, which take precedence."""
     lengths = ["--decoder-seq-length", "20"] if kind == "t5" else []
     base = [word for flag, pair in SIZES.items() if flag not in flags for word in pair]
     return [*base, *COMMON, *lengths, *flags]
 
 
 def differences(pool, kind, row, folder, save):
-    """Between a run of the program and the reference's, one line each."""
+    """Return the differences between a run of the program and the reference run, one line each."""
     flags, precision = row
     argv, vocab_size = command_line(kind, flags), len(VOCABULARIES[kind].texts)
     options = [*argv, *PROGRAM_ONLY[kind]], precision == "fp64", str(folder), str(save), kind, vocab_size

@@ -1,6 +1,6 @@
 """Runs of BERT and T5 that are compared with the reference: settings that differ from every default that
-``reference_table.ROWS`` cannot set, and those of GPT's that meet what is new (masks of padding, cross-attention, two
-stacks, two losses). A row is flags, and a precision where that is not fp64.
+``reference_table.ROWS`` cannot set, and GPT settings that interact with new components (padding masks, cross-attention,
+two stacks, two losses). A row is flags, and a precision if it is not fp64.
 """
 
 from tests.test_utils.reference_table import DROPOUT, GROUPS, NO_DROPOUT, UNTIED, WARMUP, WHOLE
@@ -88,4 +88,4 @@ def _complete(row):
 
 
 ROWS = {kind: {name: _complete(row) for name, row in rows.items()} for kind, rows in (("bert", BERT), ("t5", T5))}
-"""Kind -> name -> (flags behind what all share, precision)."""
+"""Kind -> name -> (flags after the common flags, precision)."""

@@ -1,5 +1,5 @@
-"""Rank of ``test_mbridge.py``: mbridge loads a tiny Hugging Face model into ours and saves it again. A program of its
-own, since it stands in for CUDA calls of mbridge on machines without a GPU."""
+"""Rank of ``test_mbridge.py``: mbridge loads a tiny Hugging Face model into a local model and saves it again. This is a
+separate program, since it replaces CUDA calls of mbridge on machines without a GPU."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ def without_gpu():
 
 
 def main(source: str, target: str) -> None:
-    """Print the largest difference of logits, and how many tensors are the same after the way back."""
+    """Print the largest difference of logits, and which tensors are the same after the round trip."""
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)

@@ -1,7 +1,7 @@
-"""One rank of Megatron Core itself, on a CPU over gloo: a program for the interpreter that has it, not for ours.
+"""One rank of the original Megatron Core, on a CPU over gloo: a program for an interpreter that has it installed.
 
 ``python megatron_core_run.py JSON``: trains a small GPT, BERT or T5 on given samples and writes checkpoints and losses.
-What the JSON holds is read below (``args``: those of Megatron-LM). Devices of tensors are replaced.
+The code below reads the entries of the JSON (``args``: Megatron-LM arguments). Devices of tensors are replaced.
 """
 
 import argparse
@@ -220,7 +220,7 @@ def bert(config, a, **options):
 
 
 def t5(config, a, **options):
-    """With the norms behind its stacks, which its local spec leaves to Transformer Engine."""
+    """Build T5 with the final norms of its stacks, which its local spec leaves to Transformer Engine."""
     from megatron.core.models.T5.t5_model import T5Model
     from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -240,7 +240,7 @@ def mean_loss(output):
 
 
 def masked_loss(batch, output):
-    """Mean over the words that count, plus that over the pairs where there are some."""
+    """Mean over the unmasked words, plus the mean over sentence pairs if there are any."""
     losses, pairs = output if isinstance(output, tuple) else (output, None)
     mask = batch["loss_mask"].float()
     loss = (losses.float() * mask).sum() / mask.sum()

@@ -24,7 +24,7 @@ class Mutant(NamedTuple):
 
     @property
     def key(self):
-        """What stays the same when lines move."""
+        """Identity of the mutant, which does not change when lines move."""
         return self.path, self.before.strip(), self.after.strip()
 
     def apply(self, text):
@@ -92,10 +92,10 @@ class _Finder:
             self._statement(statement, (1, len(self.lines)))
         return self.found
 
-    # -- which nodes ----------------------------------------------------------------------------------------------
+    # -- selected nodes -------------------------------------------------------------------------------------------
 
     def _statement(self, node, outside):
-        """``outside``: the lines of whatever this statement configures if it runs on import; None inside functions."""
+        """``outside``: lines of the class or file that this statement configures on import; None inside functions."""
         if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal):
             return
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -148,7 +148,7 @@ class _Finder:
             if isinstance(child, ast.expr | ast.keyword | ast.comprehension | ast.withitem | ast.slice):
                 self._expression(child)
 
-    # -- what becomes of them -------------------------------------------------------------------------------------
+    # -- their changes --------------------------------------------------------------------------------------------
 
     def _change_statement(self, node):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) or isinstance(node, ast.AugAssign):

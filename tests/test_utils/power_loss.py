@@ -1,8 +1,8 @@
 """Simulate a loss of power at every moment of a program that writes files.
 
-Only what was synced is sure to be there afterwards: the bytes of a file by its own ``fsync``, the names in a folder by
-that of the folder. Everything else may or may not be: each creation, deletion and rename that was not synced, in any
-combination, and the unsynced bytes of all files together. A rename is atomic, as file systems with a journal make it.
+Only synced data is sure to survive: the bytes of a file after an ``fsync`` of the file, the names in a folder after an
+``fsync`` of the folder. Everything else may or may not survive: each creation, deletion and rename that was not synced,
+in any combination, and the unsynced bytes of all files together. A rename is atomic, as on file systems with a journal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 MAX_SUBSETS_OF = 5
-"""Pending changes up to which every combination is tried; of more: none, all, each alone, all but each."""
+"""Largest number of pending changes to try in every combination; of more: none, all, each single one, all minus one."""
 
 Names = dict[int, dict[str, int]]
 """Folder -> name -> file or folder, by inode."""

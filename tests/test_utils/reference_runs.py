@@ -1,4 +1,4 @@
-"""Whole runs of the program beside the reference (``tests/reference``): what each leaves, and where they differ."""
+"""Full runs of the program compared with the reference (``tests/reference``): results and differences."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ BASE = [
 with a smaller eps would blow up."""
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 MEMORIES = (".expert_bias", ".last_choices")
-"""What routers keep besides weights."""
+"""Suffixes of router state other than weights."""
 TOKENIZER = ["--tokenizer-type", "NullTokenizer"]
 PROGRAM_ONLY = ["--num-workers", "0", "--log-interval", "1", "--log-params-norm"]
 
 
 def corpora():
-    """Documents of 4 to 70 tokens that count upwards in steps of their own, by name of the file."""
+    """Documents of 4 to 70 tokens by name of the file; each document counts upwards in a step drawn for it."""
     generator = np.random.default_rng(5)
     result = {}
     for name, count in {"a": 60, "b": 25, "c": 12}.items():
@@ -49,7 +49,7 @@ def write_corpora(folder):
 
 
 def with_folder(argv, folder):
-    """The names of corpora as the prefixes of their files, that of the vocabulary as its path."""
+    """Return ``argv`` with the names of corpora and vocabulary replaced by their paths in ``folder``."""
     return [str(Path(folder) / word) if word in ("a", "b", "c", "vocab.txt") else word for word in argv]
 
 
@@ -88,8 +88,8 @@ def program(rank, world_size, argv, fp64, folder, save, kind="gpt", vocab_size=V
 TOLERANCE = {
     "fp64": (1e-10, 1e-13, 1e-9), "fp32": (2e-5, 1e-6, 2e-4), "bf16": (2e-2, 1e-2, 5e-2), "fp16": (5e-3, 1e-3, 2e-2),
 }  # fmt: skip
-"""Largest relative difference of losses and norms, of initial and of final weights (of a tensor's largest entry). The
-reference computes in fp64 for all of them."""
+"""Largest relative difference of losses and norms, initial weights, final weights (relative to a tensor's largest
+entry). The reference computes in fp64 for every precision."""
 
 
 def command_line(flags):
@@ -128,7 +128,7 @@ def compare(found, expected, precision):
 
 
 def _memories(expected):
-    """What routers have at the end besides weights, under the program's names."""
+    """Yield final router state other than weights, under the program's names."""
     for at, router in expected.routers.items():
         if router.bias.any():
             yield f"{at}.router.expert_bias", router.bias

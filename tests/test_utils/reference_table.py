@@ -1,7 +1,7 @@
-"""Runs that are compared with the reference: settings that differ from every default, alone or a few together.
+"""Runs that are compared with the reference: settings that differ from every default, one or a few per row.
 
-Each setting of model, optimizer, schedule, data and evaluation stands in some row with a value that is not its
-default and that matters to the numbers (an epsilon that is large, a clamp that acts, an original context shorter than
+Each setting of model, optimizer, schedule, data and evaluation has a value in some row that is not its default and
+that affects the results (an epsilon that is large, a clamp that acts, an original context shorter than
 the sequence); rows are otherwise as small as ``reference_runs.BASE``. A row is flags, and a precision where that is
 not fp64.
 """
@@ -264,4 +264,4 @@ ROWS = {
     )
     for name, row in group.items()
 }
-"""Name -> (flags behind ``BASE``, precision)."""
+"""Name -> (flags after ``BASE``, precision)."""

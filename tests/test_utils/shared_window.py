@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 30.0
 
 
 class HostQueue:
-    """What a stream does, done by the host."""
+    """Operations of a stream, executed by the host."""
 
     def copy(self, target, source, num_bytes):
         ctypes.memmove(target, source, num_bytes)

@@ -24,7 +24,7 @@ LOCAL = {
 
 _OPERATORS = {
     (operators.identity, operators.all_reduce_sum): ((I,), R),
-    # the local product of a row-parallel layer is V to the checker, which cannot tell that its terms are to be summed
+    # the checker types the local product of a row-parallel layer as V: it does not know that the terms are summed
     (operators.all_reduce_sum, operators.identity): ((V, P), I),
     (operators.split_along_last_dim, operators.all_gather_along_last_dim): ((I,), V),
     (operators.all_gather_along_last_dim, operators.split_along_last_dim): ((V,), I),

@@ -14,7 +14,7 @@ TEXTS = [
 
 
 def flags(tokenizer_type, **values):
-    """What ``build_tokenizer`` reads."""
+    """Flags that ``build_tokenizer`` reads."""
     defaults = {
         "tokenizer_model": None,
         "vocab_file": None,

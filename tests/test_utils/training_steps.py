@@ -38,7 +38,7 @@ def build(groups, model=(), **overrides):
 
 
 def shards(model, groups, value):
-    """(global name, global shape, offsets, values) of what ``value`` gives for each parameter."""
+    """Return (global name, global shape, offsets, values) of the shards of ``value(parameter)`` for each parameter."""
     found = []
     for name, parameter, _ in named_specs(model):
         whole = (0, parameter.numel())
@@ -126,7 +126,7 @@ def frozen(settings):
 
 
 def give_main_grad(parameter, total):
-    """What a gradient buffer does: ``total`` becomes ``main_grad``. Returns a list that grows with every arrival."""
+    """Set ``total`` as ``main_grad`` like a gradient buffer. Return a list that grows with every gradient arrival."""
     parameter.main_grad, parameter.grad_added_to_main_grad = total, False
     parameter.grad_ready = torch.zeros((), device=parameter.device, requires_grad=True)
     arrivals = []

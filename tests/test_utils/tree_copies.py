@@ -64,7 +64,7 @@ def end(pid):
 
 
 def run_pytest(arguments, plugin):
-    """In a forked process: pytest with a pool whose ranks are forked from here, where all is imported already."""
+    """Run pytest in a forked process. The pool forks its ranks from this process, where imports are already done."""
     import pytest
 
     from tests.test_utils import gloo_pool

@@ -6,8 +6,9 @@ ends with the program's exit code, and when it is killed so is the program. The 
 as ``__main__`` on the search path that an interpreter would give it. Command lines that are neither of a script, nor
 ``-m``, nor ``-c`` go to the interpreter itself.
 
-What a fresh interpreter alone shows (imports that need each other in another order, hashes that differ between ranks)
-is seen by the programs that start cold: README.md's, the quickstart's, ``test_library_programs.py``, the watchdog's.
+Some bugs appear only in a fresh interpreter (imports that need each other in another order, hashes that differ between
+ranks). Programs that start cold detect these bugs: the programs of README.md, the quickstart,
+``test_library_programs.py`` and the watchdog.
 """
 
 import json
@@ -55,7 +56,7 @@ def receive_task(client):
 
 
 def keep(client, program):
-    """Waits for the ``program``, passes signals on, ends it when its stand-in is gone; never returns."""
+    """Wait for the ``program``, forward signals, kill it when its stand-in has exited; never return."""
     nowhere, ended = os.open(os.devnull, os.O_RDWR), os.pidfd_open(program)
     for number in range(3):
         os.dup2(nowhere, number)
@@ -73,7 +74,7 @@ def keep(client, program):
 
 
 def serve(address):
-    """Forks a program per request until its parent is gone; returns in each program, with its task."""
+    """Fork a program per request until the parent has exited; return the task in each program."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(64)
@@ -167,7 +168,7 @@ class WarmPython:
             time.sleep(0.05)
 
     def close(self):
-        """Ends the server; programs under way go on."""
+        """End the server; running programs continue."""
         self.server.kill()
         self.server.wait()
 

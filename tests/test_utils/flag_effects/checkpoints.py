@@ -45,14 +45,14 @@ def fast_in(folder):
 
 
 def behind(base, run):
-    """All saves but the last one are written behind training, which the log says in Megatron-LM's words."""
+    """Every save except the last is written in the background, and the log reports it in Megatron-LM's words."""
     finished(base, run)
     assert [each["background"] for each in run.timings if each["kind"] == "save"] == [True, True, False]
     assert "scheduled an async checkpoint save at iteration       1" in run.log
 
 
 def gives_up_after(count):
-    """Training ends with exit code 75 after so many iterations."""
+    """Training ends with exit code 75 after ``count`` iterations."""
 
     def gives_up(_, run):
         assert run.code == 75 and run.num_iterations == count, (run.code, run.num_iterations)
@@ -61,7 +61,7 @@ def gives_up_after(count):
 
 
 def fresh_moments(base, run):
-    """Loaded weights under optimizer state of zeros; without the flag the state is there."""
+    """The optimizer moments are zero after loading; without the flag they are restored."""
     finished(base, run)
     assert not any(each.any() for kind in run.loaded_moments.values() for each in kind.values())
     assert any(each.any() for kind in base.loaded_moments.values() for each in kind.values())

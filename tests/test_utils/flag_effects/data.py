@@ -22,7 +22,7 @@ def documents_apart(base, run):
 
 
 def no_loss_after(token, among="tokens"):
-    """The loss leaves out exactly the places where this id is."""
+    """The loss mask is 0 exactly at the positions of this id."""
 
     def leaves_out(_, run):
         finished(run)
@@ -37,7 +37,7 @@ def no_loss_after(token, among="tokens"):
 
 
 def padding_is_masked(padding):
-    """Where labels were the padding id, they are 0 and do not count."""
+    """Labels equal to the padding id become 0 with loss mask 0."""
 
     def masks(base, run):
         finished(base, run)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which layers, how tokens choose, how they travel, who holds what."""
+"""Mixtures of experts: MoE layers, routing, token dispatch, placement of experts on ranks."""
 
 from tests.test_utils.flag_effects.layouts import SP, TP, calls, group, sends
 from tests.test_utils.flag_effects.rows import (
@@ -40,7 +40,7 @@ def every_expert_takes_all(base, run):
 
 
 def logs(name):
-    """A loss by name, and that of every layer."""
+    """The loss ``name`` is logged as a positive value, in total and for every layer."""
 
     def logs_it(base, run):
         finished(run)

@@ -79,7 +79,7 @@ def padded_buckets(base, run):
 
 
 def started(name):
-    """What torch.distributed is started with."""
+    """A function of settings: the argument ``name`` that ``init_process_group`` receives."""
 
     def ask(cfg):
         import torch.distributed as dist
@@ -119,7 +119,7 @@ def attention_kernel(cfg):
 
 
 def norm_kernel(cfg):
-    """Who computes norms where apex is installed."""
+    """Return the name of the class that computes norms if apex is installed."""
     import pytest
 
     from megatron.core.groups.process_groups import SINGLE_PROCESS

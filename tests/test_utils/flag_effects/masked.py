@@ -1,4 +1,4 @@
-"""Flags that the programs with masked words alone read: what their data sets and models are made with."""
+"""Flags that only the masked-word programs (BERT, T5) read: settings of their data sets and models."""
 
 import dataclasses
 from unittest import mock

@@ -25,7 +25,7 @@ BF16 = "--bf16"
 
 
 def times(factor, chosen=lambda name: True):
-    """Initial weights of the chosen names are so many times those of the base run; the others are the same."""
+    """Initial matrices of the chosen names are ``factor`` times the base run's; other weights are the same."""
 
     def are_times(base, run):
         finished(base, run)

@@ -1,7 +1,7 @@
-"""One run of the real program on a rank of the pool, and all that can be seen of it from outside.
+"""One run of the real program on a rank of the pool, and every effect that is visible from outside.
 
 :func:`observe` is ``pretrain_gpt.py`` with a tiny model on real ``.bin/.idx`` data. It reports what came out (losses,
-weights, gradients, moments, rates, samples, files, calls, collectives, the log), never a setting that went in.
+weights, gradients, moments, rates, samples, files, calls, collectives, the log), never an input setting.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MODEL = (
     f" --split 80,10,10 --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 4"
     " --adam-eps 1e-5"
 )
-"""What every run begins with; a later flag of the same name wins."""
+"""Flags of every run; a later flag of the same name wins."""
 COLLECTIVES = (
     "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "all_to_all", "all_gather",
     "broadcast", "batch_isend_irecv", "isend", "irecv", "send", "recv",
@@ -115,7 +115,7 @@ def _task_class(run):
 
 
 def _watch(stack, run, count):
-    """Everything that notes something while the program runs."""
+    """Install the recorders of builds, steps, collectives and counted calls while the program runs."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
@@ -139,7 +139,7 @@ def _watch(stack, run, count):
     stack.callback(parallel_state.destroy_model_parallel)
     for name in COLLECTIVES:
         noting = _noting_collective(run, name, getattr(dist, name))
-        for module in (dist, dist.distributed_c10d):  # where P2POp looks for what it was given
+        for module in (dist, dist.distributed_c10d):  # P2POp checks its operation against the latter
             stack.enter_context(mock.patch.object(module, name, noting))
     for where in count:
         module, _, attribute = where.partition(":")

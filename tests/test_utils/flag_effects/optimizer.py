@@ -81,7 +81,7 @@ def norms_are(decay):
 
 
 def rates_of_embedding(*rates):
-    """Learning rates of the embedding per update; the others keep theirs."""
+    """The embedding has these learning rates per update; other parameters keep the base run's rates."""
 
     def are(base, run):
         finished(run)

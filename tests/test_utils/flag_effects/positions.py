@@ -25,7 +25,7 @@ POSITIONS = "embedding.position_embeddings.weight"
 
 
 def rotary(base=10000, width=8, scale=lambda pair, frequency: frequency, divide=1.0, concentration=1.0):
-    """Cosines and sines are those of Su et al. 2021, with frequencies as ``scale`` changes them."""
+    """Cosines and sines follow Su et al. 2021, with frequencies that ``scale`` changes."""
 
     def are_those(_, run):
         finished(run)

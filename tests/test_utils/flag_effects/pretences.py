@@ -1,4 +1,4 @@
-"""What is different around an observed run: each a context manager on a rank of the pool."""
+"""Simulated conditions around an observed run: each a context manager on a rank of the pool."""
 
 import contextlib
 import os
@@ -54,7 +54,7 @@ def sigterm_of_a_terminal():
 
 @contextlib.contextmanager
 def _signalled(number, before=signal.SIG_IGN):
-    """The signal is sent once; ``before`` is its handler where the run has none."""
+    """Send the signal once; ``before`` is the handler if the run installs no handler."""
     from megatron.training.trainer import Trainer
 
     correct, sent = Trainer.train_step, []

@@ -1,8 +1,8 @@
-"""What a row of the table is, and the words that rows say their expectations with.
+"""Rows of the table of flag effects, and the functions that build their expectations.
 
-An expectation is a function of (base run, changed run) that raises AssertionError. The base run is what a flag that
-reaches nothing would give: so at least one of a row's expectations must fail on (base run, base run), which the test
-checks for every row.
+An expectation is a function of (base run, changed run) that raises AssertionError. A flag without effect would
+produce the base run again. So at least one of a row's expectations must fail on (base run, base run); the test checks
+this for every row.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ LAYERS = "decoder.layers."
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A flag, what it is set to, and what must follow."""
+    """A flag, its value, and the expected effects."""
 
     changed: str
-    """What the command line gains; the flag comes first."""
+    """Flags that only the changed run has; the tested flag comes first."""
     expect: tuple[Callable, ...]
     base: str = ""
-    """What both runs have beyond ``observe.MODEL``."""
+    """Flags of both runs in addition to ``observe.MODEL``."""
     drop: str = ""
     """Flags of ``MODEL``, one value each, that the changed run does not have."""
     without: str = ""
@@ -38,20 +38,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A flag whose effect is asked of one function instead of a run: where that needs a GPU, a package, a tokenizer's
-    files or a second program."""
+    """A flag whose effect is read from one function because a run would need a GPU, a package, a tokenizer's files or
+    a second program."""
 
     changed: str
     ask: Callable
-    """From resolved settings to what they lead to."""
+    """Function from resolved settings to their effect."""
     expect: object
-    """What ``ask`` gives with the flag; without it, it must give something else."""
+    """Result of ``ask`` with the flag; without the flag, the result must differ."""
     base: str = ""
     drop: str = ""
     without: str = ""
     ranks: int = 1
     family: str = "gpt"
-    """Whose program is asked."""
+    """Model family of the program."""
 
     @property
     def flag(self):
@@ -75,7 +75,7 @@ def same(left, right):
 
 
 def close(left, right, tolerance=1e-5):
-    """Equal to rounding: numbers, tensors (relative to the largest magnitude), dicts and lists of them."""
+    """Whether numbers, tensors (relative to the largest magnitude), or dicts and lists are equal up to rounding."""
     if isinstance(left, torch.Tensor):
         if left.shape != right.shape:
             return False
@@ -168,7 +168,7 @@ def accepts(base, run):
 
 
 def shape(name):
-    """The shape of an initial weight; None where there is no such weight."""
+    """A function of a run: the shape of an initial weight, None if the weight does not exist."""
     return lambda run: tuple(run.initial[name].shape) if name in run.initial else None
 
 

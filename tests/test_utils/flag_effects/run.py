@@ -1,4 +1,4 @@
-"""What was seen of a run: plain data that a worker of the pool hands to the test."""
+"""Observations of a run: plain data that a worker of the pool returns to the test."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ class Batch:
 
 @dataclasses.dataclass
 class Run:
-    """What was seen of a run on one rank."""
+    """Observations of a run on one rank."""
 
     code: int = 0
     errors: str = ""
@@ -33,7 +33,7 @@ class Run:
     moments: dict = dataclasses.field(default_factory=dict)
     """Kind -> name -> tensor, after the last step."""
     kept: dict = dataclasses.field(default_factory=dict)
-    """Name -> what the optimizer keeps beside the weight to know its exact value."""
+    """Name -> extra tensor with which the optimizer stores the exact value of a weight."""
     loaded_moments: dict = dataclasses.field(default_factory=dict)
     """The moments before the first step."""
     rates: list = dataclasses.field(default_factory=list)
@@ -46,13 +46,13 @@ class Run:
     collectives: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     """(operation, number format) -> calls from the first step on."""
     order: list = dataclasses.field(default_factory=list)
-    """What happened while training, in order: forward and backward passes of layers, collectives."""
+    """Events while training, in order: forward and backward passes of layers, collectives."""
     formats: dict = dataclasses.field(default_factory=dict)
-    """Class -> number formats of what its forward passes gave while training."""
+    """Class -> dtypes of its forward outputs while training."""
     outputs: dict = dataclasses.field(default_factory=dict)
-    """Class -> shape of what its first forward pass gave."""
+    """Class -> shape of its first forward output."""
     zeros: dict = dataclasses.field(default_factory=dict)
-    """Class -> share of zeros in what its first forward pass gave."""
+    """Class -> fraction of zeros in its first forward output."""
     kernels: set = dataclasses.field(default_factory=set)
     """GPU kernels that modules were built with."""
     stored: dict = dataclasses.field(default_factory=dict)
@@ -64,14 +64,14 @@ class Run:
     groups: dict = dataclasses.field(default_factory=dict)
     """Axis -> ranks of this rank's process group."""
     records: list = dataclasses.field(default_factory=list)
-    """Those of ``metrics.jsonl``."""
+    """Records of ``metrics.jsonl``."""
     timings: list = dataclasses.field(default_factory=list)
     """Records of ``timing.jsonl``."""
     files: list = dataclasses.field(default_factory=list)
     called: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     """Calls of the functions that a row asked to be counted."""
     arguments: list = dataclasses.field(default_factory=list)
-    """What was handed to them, as text."""
+    """Arguments of these calls, as text."""
     saved: dict = dataclasses.field(default_factory=dict)
     """Iteration -> names of the tensors of the checkpoint that was written then."""
 

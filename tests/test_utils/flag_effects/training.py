@@ -63,7 +63,7 @@ def synchronizations(cfg):
 
 
 def memory_returned(cfg):
-    """How often cached memory of a GPU goes back in one iteration, and how often so before the optimizer steps."""
+    """Return how often one iteration empties the GPU memory cache: before the optimizer step, and in total."""
     import torch
 
     from megatron.training.trainer import Trainer
@@ -77,7 +77,7 @@ def memory_returned(cfg):
 
 
 def graphs(cfg):
-    """Who runs the micro-batches on a GPU, and after how many iterations a graph is recorded."""
+    """Return the class that runs the micro-batches on a GPU, and the iterations before a graph is recorded."""
     import torch
 
     from megatron.training.start import cuda_graphs
