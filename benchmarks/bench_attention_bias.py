@@ -29,7 +29,7 @@ from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.position_bias import of_pairs
-from megatron.core.attention.tiles import Visibility, whole_tile
+from megatron.core.attention.tiles import Visibility, full_tile
 from megatron.core.fusions.relative_attention import TILINGS, Pairs, relative_attention, relative_attention_backward
 
 Way = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
@@ -38,7 +38,7 @@ Way = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 def efficient_with_bias(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
     """torch's memory-efficient kernel with a dense bias, which is expanded over the batch; without padding."""
     assert mask.bias is not None
-    bias = of_pairs(mask.bias, whole_tile(len(query), len(key), Visibility(False))).to(query.dtype)
+    bias = of_pairs(mask.bias, full_tile(len(query), len(key), Visibility(False))).to(query.dtype)
     if mask.visibility.causal:
         bias = bias.masked_fill(bias.new_ones(bias.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
     tensors = (x.permute(1, 2, 0, 3) for x in (query, key, value))

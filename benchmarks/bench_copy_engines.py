@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
 from megatron.core.groups.async_handle import AsyncHandle
-from megatron.core.groups.copy_engines.choice import engines_of
+from megatron.core.groups.copy_engines.choice import start_copy_engines
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
 
@@ -106,7 +106,7 @@ def _at_once(start: Start) -> Tensor:
 def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
     size, rank = dist.get_world_size(), dist.get_rank()
     groups = {"NCCL": Group("world", tuple(range(size)), rank, dist.group.WORLD)}
-    if (engines := engines_of("world", dist.group.WORLD, range(size), rank)) is not None:
+    if (engines := start_copy_engines("world", dist.group.WORLD, range(size), rank)) is not None:
         groups["copy engines"] = replace(groups["NCCL"], engines=engines)
     x = torch.randn(TOKENS // size, 1, HIDDEN, device=device, dtype=torch.bfloat16)
     whole = torch.randn(TOKENS, 1, HIDDEN, device=device, dtype=torch.bfloat16)

@@ -28,7 +28,7 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.timing import milliseconds
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
-from megatron.core.fusions.master_weights import Updated, master_of
+from megatron.core.fusions.master_weights import Updated, build_master
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,7 @@ class State:
         self.tensors = []
         for shape in shapes(parameters):
             weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            master = master_of(weight, torch.bfloat16, split=split)
+            master = build_master(weight, torch.bfloat16, split=split)
             master.kept = torch.zeros(shape, device=device, dtype=master.kept_dtype)
             master.refresh()
             first = (1e-3 * torch.randn(shape, device=device)).to(moments)

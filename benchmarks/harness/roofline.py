@@ -29,7 +29,7 @@ from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import Op, Piece
 from megatron.core.description.parts import activation_bytes
 from megatron.training.model_description import describe_run
-from megatron.training.report.pipeline import microbatches_of, pieces_of, stages_of, timeline_of
+from megatron.training.report.pipeline import count_microbatches, run_stages, simulated_timeline, stage_pieces
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -64,8 +64,8 @@ class Share:
     @classmethod
     def of(cls, cfg: Config, vocab_size: int) -> Share:
         model = describe_run(cfg, vocab_size)
-        own = stages_of(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
-        return cls(cfg, tuple(piece for stage in own for piece in pieces_of(model, stage)), microbatches_of(cfg))
+        own = run_stages(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
+        return cls(cfg, tuple(piece for stage in own for piece in stage_pieces(model, stage)), count_microbatches(cfg))
 
     @property
     def ops(self) -> list[Op]:
@@ -206,7 +206,7 @@ def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
     """What rank 0 waits in a pipeline whose kernels run at their limits and whose messages take no time."""
     if cfg.pipeline_model_parallel_size == 1:
         return 0.0
-    timeline = timeline_of(cfg, microbatches_of(cfg), vocab_size)
+    timeline = simulated_timeline(cfg, count_microbatches(cfg), vocab_size)
     return busy_seconds * (timeline.duration / timeline.busy(0) - 1)
 
 

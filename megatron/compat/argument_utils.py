@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.compat.classic import PretrainConfigContainer
-from megatron.compat.program import settings_of
+from megatron.compat.program import current_settings
 from megatron.core.config.errors import UserError
 
 
@@ -33,4 +33,4 @@ def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> 
 
     ``model_cfg``: of :func:`gpt_config_from_args`; None: :func:`pretrain` gets a ``model_provider``.
     """
-    return PretrainConfigContainer(settings_of(args), model_cfg)
+    return PretrainConfigContainer(current_settings(args), model_cfg)

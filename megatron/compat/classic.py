@@ -21,12 +21,12 @@ from megatron.compat.program import (
     Current,
     Program,
     current_program,
+    current_settings,
     get_args,
     get_timers,
     get_tokenizer,
     parse_and_validate_args,
     parse_script_args,
-    settings_of,
 )
 from megatron.compat.script_data import MicroBatches, ScriptData
 from megatron.core import parallel_state
@@ -50,7 +50,7 @@ from megatron.training.train_state import TrainState
 
 __all__ = [
     "ClassicTask", "PretrainConfigContainer", "get_args", "get_model", "get_timers", "get_tokenizer",
-    "initialize_megatron", "parse_and_validate_args", "pretrain", "pretrain_from_flags", "settings_of",
+    "initialize_megatron", "parse_and_validate_args", "pretrain", "pretrain_from_flags", "current_settings",
 ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[
         if options[name]:
             raise ValueError(f"pretrain({name}=...): not available; pass {None if name in _NONE_ONLY else False}")
     if not cfg.dry_run:
-        parallel_state.start_alone()
+        parallel_state.start_group_of_one()
     code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions), hooks)
     if code:
         sys.exit(code)
@@ -255,7 +255,7 @@ def initialize_megatron(
         launched_world_size() or 1,
     )
     initialize.configure_logging(cfg.logging_level)
-    parallel_state.start_alone()
+    parallel_state.start_group_of_one()
     initialize.initialize_megatron(cfg)
     Current.program = Program.of(cfg, build_tokenizer(cfg) if cfg.tokenizer_type is not None else None)
     follow_batch_schedule(cfg, cfg.data_parallel_size)

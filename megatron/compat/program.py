@@ -140,7 +140,7 @@ def parse_and_validate_args(
     return Current.program.args
 
 
-def settings_of(args: Namespace) -> PretrainConfig:
+def current_settings(args: Namespace) -> PretrainConfig:
     """Return the settings that :func:`parse_and_validate_args` read, updated by the script's later changes to ``args``.
 
     Raises:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron import serve_other_names
 from megatron.core.config.notices import notice
 from megatron.core.groups import process_groups
-from megatron.core.groups.copy_engines.choice import engines_of
+from megatron.core.groups.copy_engines.choice import start_copy_engines
 from megatron.core.groups.nccl_options import DEFAULTS as NCCL_DEFAULTS
 from megatron.core.groups.nccl_options import group_options, read_nccl_settings
 
@@ -74,8 +74,8 @@ def initialize_model_parallel(
     the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other.
     ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). ``copy_engines``: over NCCL, groups whose
     ranks share a host get copy engines for supported collectives (``copy_engines/``). ``group_of_one``: see
-    :func:`start_alone`. Further keywords that programs pass and that change nothing here are logged with the reason;
-    unknown ones are a TypeError.
+    :func:`start_group_of_one`. Further keywords that programs pass and that have no effect here are logged with the
+    reason; unknown ones are a TypeError.
     """
     global _state
     _explain_keywords(without_effect)
@@ -100,7 +100,7 @@ def initialize_model_parallel(
         settings = settings | read_nccl_settings(nccl_communicator_config_path, axes)
     _start_distributed(timeout)
     if group_of_one:
-        start_alone()
+        start_group_of_one()
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
@@ -118,7 +118,7 @@ def initialize_model_parallel(
     return groups
 
 
-def start_alone() -> None:
+def start_group_of_one() -> None:
     """Initialize torch.distributed as a group of one if no launcher started this process: programs call it
     (``get_rank``, ``barrier``) for any number of ranks."""
     if not dist.is_initialized() and "RANK" not in os.environ:
@@ -204,7 +204,7 @@ def _with_engines(groups: process_groups.ProcessGroups) -> process_groups.Proces
     for name in _AXES_WITH_ENGINES:
         group: process_groups.Group = getattr(groups, name)
         if group.size > 1:
-            changed[name] = replace(group, engines=engines_of(name, group.handle, group.ranks, group.rank))
+            changed[name] = replace(group, engines=start_copy_engines(name, group.handle, group.ranks, group.rank))
     return replace(groups, **changed)
 
 

@@ -26,7 +26,7 @@ Totals = dict[str, dict[str, Tensor]]
 
 class StepStatistics:
     """Accumulators: named fp64 vectors, e.g. ``StepStatistics("layer 4", tokens_per_expert=64, z_loss=2)``. ``label``
-    identifies the module on all ranks. The name of a vector determines its use (:func:`losses_of`,
+    identifies the module on all ranks. The name of a vector determines its use (:func:`total_losses`,
     :func:`invalid_values`, :func:`summaries`): ``*_loss`` is [sum, count] of a loss, logged per layer and in total;
     ``* loss`` is [sum, count], logged in total only; ``*_per_*`` is a distribution; a nonzero ``nonfinite_*`` stops the
     run; ``_*`` is used only by the module."""
@@ -98,7 +98,7 @@ class StatisticsSum:
         return totals
 
 
-def losses_of(totals: Totals) -> dict[str, Tensor]:
+def total_losses(totals: Totals) -> dict[str, Tensor]:
     """Return ``name -> [sum, count]`` of all losses in ``totals``, summed over modules."""
     losses: dict[str, Tensor] = {}
     for sums in totals.values():

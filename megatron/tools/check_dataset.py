@@ -50,7 +50,7 @@ def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
     return low, high, low_at, high_at
 
 
-def place_of(data: IndexedDataset, token: int) -> str:
+def locate(data: IndexedDataset, token: int) -> str:
     """Describe the document, and the offset in it, of the token with global index ``token``."""
     starts = data.index.sequence_pointers
     size = data.index.dtype_size
@@ -119,10 +119,10 @@ def check(path: str, vocab_size: int | None) -> None:
     print_histogram(lengths)
     limit = vocab_size if vocab_size is not None else sidecar.vocab_size if sidecar is not None else None
     if num_tokens and low < 0:
-        raise UserError(f"{prefix}: token id {low} in {place_of(data, low_at)} is negative: preprocess the text again")
+        raise UserError(f"{prefix}: token id {low} in {locate(data, low_at)} is negative: preprocess the text again")
     if limit is not None and high >= limit:
         raise UserError(
-            f"{prefix}: token id {high} in {place_of(data, high_at)} is not below the vocabulary size {limit}: "
+            f"{prefix}: token id {high} in {locate(data, high_at)} is not below the vocabulary size {limit}: "
             "the data was made with another tokenizer"
         )
 

@@ -16,8 +16,8 @@ from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.simulate import Timeline
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.report.dry_run import vocab_size_of
-from megatron.training.report.pipeline import microbatches_of, peak_layers, pipeline_rows, timeline_of
+from megatron.training.report.dry_run import known_vocab_size
+from megatron.training.report.pipeline import count_microbatches, peak_layers, pipeline_rows, simulated_timeline
 
 COLORS = {"F": "#4c78a8", "B": "#54a24b", "W": "#e8b23a"}
 DEFAULTS = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4}
@@ -73,7 +73,7 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def own_flags(parser: ArgumentParser) -> ArgumentParser:
+def tool_flags(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group("Drawing")
     group.add_argument("--output", type=Path, default=None, help="picture to write; without it, text is printed")
     group.add_argument("--width", type=int, default=120, help="columns of the text")
@@ -82,7 +82,7 @@ def own_flags(parser: ArgumentParser) -> ArgumentParser:
 
 def configuration(argv: Sequence[str]) -> PretrainConfig:
     """Parse and validate ``argv`` for a world size of TP x PP x CP, or WORLD_SIZE if it is set."""
-    cfg = parse_args(argv, extra_args_provider=own_flags, args_defaults=DEFAULTS, needs_data=False)
+    cfg = parse_args(argv, extra_args_provider=tool_flags, args_defaults=DEFAULTS, needs_data=False)
     sizes = (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size)
     return validate_args(cfg, max(sizes[0] * sizes[1] * sizes[2], 1))
 
@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
     cfg = configuration(argv)
     if cfg.pipeline_model_parallel_size == 1:
         raise UserError("--pipeline-model-parallel-size 1: there is no pipeline to draw; give more than one")
-    vocab_size, output = vocab_size_of(cfg)[0], cfg.extra["output"]
-    timeline = timeline_of(cfg, microbatches_of(cfg), vocab_size)
+    vocab_size, output = known_vocab_size(cfg)[0], cfg.extra["output"]
+    timeline = simulated_timeline(cfg, count_microbatches(cfg), vocab_size)
     for name, value in pipeline_rows(cfg, vocab_size):
         print(f"{name:<30} {value}")
     if output is None:

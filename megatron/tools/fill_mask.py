@@ -36,7 +36,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def sample_of(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int], list[int]]:
+def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int], list[int]]:
     """Return (token ids, token types) in the format of training: cls A sep, or cls A sep B sep.
 
     Raises:
@@ -64,7 +64,7 @@ def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator
     from megatron.core.inference.masked import fill_mask
 
     tokenizer = trained.tokenizer
-    ids, types = sample_of(trained, texts)
+    ids, types = build_sample(trained, texts)
     found, order = fill_mask(trained.model, ids, tokenizer.mask, types if trained.cfg.bert_binary_head else None)
     yield " | ".join(texts)
     for number, probabilities in enumerate(found):

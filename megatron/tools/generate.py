@@ -41,7 +41,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def prompts_of(args: argparse.Namespace) -> list[str]:
+def load_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of --prompt, then the lines of --prompt-file; without any, one empty prompt (a new document).
 
     Raises:
@@ -109,7 +109,7 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
     from megatron.training.trained_model import load_trained_model
 
     check_ranges(args)
-    prompts = prompts_of(args)
+    prompts = load_prompts(args)
     trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py")
     write = filled if trained.cfg.model_family == "t5" else continued
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)

@@ -97,7 +97,7 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
             tokens += num_tokens
             x = {"iteration": record["iteration"], "samples": samples, "tokens": tokens}[x_axis]
             x_of_iteration[record["iteration"]] = x
-            for key, value in {**record, **statistics_of(record)}.items():
+            for key, value in {**record, **run_statistics(record)}.items():
                 if is_number(value) and key not in ("iteration", "consumed_samples"):
                     run.train.setdefault(key, Series()).add(x, value)
         elif record.get("kind") in ("valid", "test"):
@@ -119,7 +119,7 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
     return run
 
 
-def statistics_of(record: dict[str, Any]) -> dict[str, float]:
+def run_statistics(record: dict[str, Any]) -> dict[str, float]:
     """Return the per-module statistics (``layer 4/dropped``) plus the expert-load entropy of the worst layer."""
     values = record.get("statistics", {})
     ends = "/tokens_per_expert entropy"
@@ -131,7 +131,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def labels_of(paths: Sequence[Path]) -> list[str]:
+def run_labels(paths: Sequence[Path]) -> list[str]:
     """Return the shortest path suffixes that distinguish the runs; the full paths if two are equal."""
     parts = [(path.parent if path.suffix == ".jsonl" else path).resolve().parts for path in paths]
     depth = max(map(len, parts))
@@ -163,7 +163,7 @@ def smoothed(series: Series, half_life: float) -> Series:
 # ---- picture
 
 
-def panels_of(runs: list[Run], keys: list[str] | None) -> list[str]:
+def choose_panels(runs: list[Run], keys: list[str] | None) -> list[str]:
     """Return the metrics to draw: ``keys``, or by default the losses, learning rate, gradient norm and throughput.
 
     Raises:
@@ -192,7 +192,7 @@ def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = panels_of(runs, keys)
+    panels = choose_panels(runs, keys)
     columns = min(3, max(1, len(panels) - 1)) if len(panels) > 1 else 1
     rows = 1 + math.ceil((len(panels) - 1) / columns)
     with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
@@ -373,11 +373,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Plot the runs of the command line; return the exit code."""
     options = parse_arguments(arguments)
-    labels = options.labels or labels_of(options.runs)
+    labels = options.labels or run_labels(options.runs)
     runs = [load(path, label, options.x) for path, label in zip(options.runs, labels)]
     if options.text:
         width = min(120, shutil.get_terminal_size((80, 24)).columns)
-        for key in options.keys or panels_of(runs, None)[:1]:
+        for key in options.keys or choose_panels(runs, None)[:1]:
             print(text_chart(runs, key, width))
     if options.output is not None:
         draw(runs, options.output, keys=options.keys, smooth=options.smooth, x_axis=options.x)

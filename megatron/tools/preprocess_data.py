@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megatron.core.config.cli import (
     ConfigError,
     Problem,
-    flags_of,
+    group_flags,
     make_parser,
     read_segments,
     segments,
@@ -36,7 +36,7 @@ def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
     Raises:
         ConfigError: unknown, missing or malformed flags; lists all problems.
     """
-    specs = flags_of(PreprocessConfig, TokenizerConfig)
+    specs = group_flags(PreprocessConfig, TokenizerConfig)
     if {"-h", "--help"} & set(argv):
         make_parser(specs, description=__doc__ or "").parse_args(["--help"])
     found, problems = segments(argv)

@@ -12,19 +12,19 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
-from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, parts_of
-from megatron.core.datasets.preprocessing.lines import rows_of
+from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
+from megatron.core.datasets.preprocessing.lines import read_rows
 from megatron.core.tokenizers.training import train_byte_level_bpe, train_wordpiece
 
 MAX_LINE_BYTES = 64 << 20
 
 
-def texts_of(inputs: list[str], keys: list[str], max_bytes: int | None, separator: str) -> Iterator[str]:
+def read_texts(inputs: list[str], keys: list[str], max_bytes: int | None, separator: str) -> Iterator[str]:
     """Yield the usable texts in input order until ``max_bytes`` of UTF-8 are reached; skip unusable lines."""
     files, seen = find_inputs(inputs, keys, separator), 0
     for index, file in enumerate(files):
-        for part in parts_of(index, file, part_bytes(files), MAX_LINE_BYTES):
-            for row, _ in rows_of(part, keys, MAX_LINE_BYTES):
+        for part in split_file(index, file, part_bytes(files), MAX_LINE_BYTES):
+            for row, _ in read_rows(part, keys, MAX_LINE_BYTES):
                 for text in row if isinstance(row, list) else ():
                     yield text
                     seen += len(text.encode())
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     start = time.monotonic()
     os.makedirs(args.output, exist_ok=True)
     path = os.path.join(args.output, "tokenizer.json" if args.kind == "bpe" else "vocab.txt")
-    texts, name = texts_of(args.input, args.json_keys, args.max_bytes, args.text_documents), "tools/train_tokenizer.py"
+    name = "tools/train_tokenizer.py"
+    texts = read_texts(args.input, args.json_keys, args.max_bytes, args.text_documents)
     if args.kind == "bpe":
         size = train_byte_level_bpe(texts, args.vocab_size, path, asked_by=name)
     else:

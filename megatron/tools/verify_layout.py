@@ -42,7 +42,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import ProfilingConfig
 from megatron.training.config.validation import ValidationConfig
 from megatron.training.model_description import PROGRAMS
-from megatron.training.report.pipeline import stages_of
+from megatron.training.report.pipeline import run_stages
 
 LEFT_OUT = (
     CheckpointConfig, DataConfig, LearningRateConfig, LoggingConfig, MixedPrecisionConfig, ProfilingConfig,
@@ -130,7 +130,7 @@ def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     """Return the smallest (heads, query groups) with the same ratio and the same split over ``ranks``."""
     ratio = heads // groups
     small = next(
-        n for n in range(1, groups + 1) if _splits_alike(n, groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
+        n for n in range(1, groups + 1) if _same_split(n, groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
     )
     return small * ratio, small
 
@@ -140,7 +140,7 @@ def _part(heads: int, ranks: int) -> int:
     return math.gcd(heads, ranks)
 
 
-def _splits_alike(small: int, groups: int, ranks: int) -> bool:
+def _same_split(small: int, groups: int, ranks: int) -> bool:
     return math.gcd(small, ranks) == math.gcd(groups, ranks)
 
 
@@ -163,7 +163,7 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
     """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
 
     If all layers are identical, one full layer per stage represents all of its full layers."""
-    stages = stages_of(cfg, cfg.vocab_size)
+    stages = run_stages(cfg, cfg.vocab_size)
     if cfg.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
         return {}
     differ = any(each is not None for each in (cfg.window_attn_skip_freq, cfg.no_rope_freq, cfg.spec))

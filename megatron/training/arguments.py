@@ -23,7 +23,7 @@ from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.notices import notice
-from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
+from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, group_values
 from megatron.core.safe_files import read_text
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
@@ -50,7 +50,7 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 
 def flag_specs() -> tuple[FlagSpec, ...]:
     """Return every flag, in the order of ``--help``."""
-    return cli.flags_of(*GROUPS)
+    return cli.group_flags(*GROUPS)
 
 
 def parse_args(
@@ -161,9 +161,9 @@ def core_transformer_config_from_args(
     Args:
         args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
     """
-    settings = values_of(ModelSettings, args)
+    settings = group_values(ModelSettings, args)
     if args.num_moe_experts is None:  # expert settings have no effect then; a notice reports it
-        settings |= values_of(MoEConfig, MoEConfig())
+        settings |= group_values(MoEConfig, MoEConfig())
     return (config_class or TransformerConfig)(**settings)
 
 

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
+from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, group_values
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.bert_description import with_head_on
 from megatron.core.models.describe import describe_family
@@ -30,7 +30,7 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
     found = import_module(cfg.spec)
     if callable(found) and not isinstance(found, type):
         takes_config = "config" in signature(found).parameters
-        found = found(config=TransformerConfig(**values_of(ModelSettings, cfg))) if takes_config else found()
+        found = found(config=TransformerConfig(**group_values(ModelSettings, cfg))) if takes_config else found()
     if not isinstance(found, ModuleSpec) and not isinstance(getattr(found, "layer_specs", None), Sequence):
         raise UserError(
             f"--spec {' '.join(cfg.spec)}: {found!r:.60} specifies no layers; name a ModuleSpec, "

@@ -15,9 +15,9 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
-from megatron.core.config.errors import UserError, all_of
+from megatron.core.config.errors import UserError, call_all
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
-from megatron.core.config.transformer_config import values_of
+from megatron.core.config.transformer_config import group_values
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -38,7 +38,7 @@ from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, bui
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import eval_sets
 from megatron.training.exits.conditions import ExitConditions
-from megatron.training.exits.endings import message_of, say, tell_launcher
+from megatron.training.exits.endings import error_message, say, tell_launcher
 from megatron.training.hooks.base import Hook, RunInfo, check_methods
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.data_files import data_file_hooks, truncated_file
@@ -91,7 +91,7 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     except UserError as error:
         return _refuse(error)
     except Exception as error:
-        tell_launcher(message_of(error), error)
+        tell_launcher(error_message(error), error)
         raise
     finally:
         parallel_state.destroy_model_parallel()
@@ -104,10 +104,10 @@ def _refuse(error: UserError) -> int:
     """Report an error that the user must fix; return the exit code."""
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
-    tell_launcher(message_of(error))
+    tell_launcher(error_message(error))
     configuration, rank = isinstance(error, ConfigError), launched_rank()
     if not error.reported and (rank == 0 or not configuration):  # configuration problems are equal on all ranks
-        say(message_of(error), rank)
+        say(error_message(error), rank)
     return error.exit_code
 
 
@@ -213,7 +213,7 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
     def check() -> None:
         inputs = partial(check_inputs, cfg, samples_per_split(cfg), files=world.is_first)
         calls: list[Callable[[], Any]] = [lambda: built.append(inputs())]
-        all_of(calls + [partial(check_save_folder, cfg)] * world.is_first)
+        call_all(calls + [partial(check_save_folder, cfg)] * world.is_first)
 
     try:
         together(check, world, UserError)
@@ -270,7 +270,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
         load_hf_weights(cfg.load_hf, parts.model, parts.optimizer, groups)
     parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
-    _check_own_data(task, {"train": train, "validation": valid, "test": test})
+    _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
@@ -278,7 +278,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     return parts
 
 
-def _check_own_data(task: Task, datasets: dict[str, Any]) -> None:
+def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
     """Check the first samples of data sets from a custom task, unless the task has a custom ``get_batch`` too."""
     cls = type(task)
     own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
@@ -294,7 +294,7 @@ def _check_own_data(task: Task, datasets: dict[str, Any]) -> None:
 def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
     """Return the optimizer settings of a run."""
     return OptimizerConfig(
-        **(values_of(RegularizationConfig, cfg) | values_of(MixedPrecisionConfig, cfg)),
+        **(group_values(RegularizationConfig, cfg) | group_values(MixedPrecisionConfig, cfg)),
         lr=cfg.lr,
         min_lr=cfg.min_lr,
         fp16=cfg.fp16,

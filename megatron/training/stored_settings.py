@@ -14,7 +14,7 @@ from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTIN
 from megatron.core.config.errors import UserError
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import RELEASE, directory_of, read_tracker
+from megatron.core.dist_checkpointing.files import RELEASE, checkpoint_directory, read_tracker
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.models.bert_description import SETTINGS_OF_HEADS as BERT_SETTINGS
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
@@ -166,6 +166,6 @@ def _named_checkpoint(folder: str | None, step: int | None) -> str | None:
     if folder is None:
         return None
     with suppress(OSError, CheckpointError):
-        directory = directory_of(folder, read_tracker(folder) if step is None else step)
+        directory = checkpoint_directory(folder, read_tracker(folder) if step is None else step)
         return directory if os.path.isdir(directory) else None
     return None

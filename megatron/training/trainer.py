@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads, mean_factor
 from megatron.core.schedules import batch_size as batch_sizes
-from megatron.core.statistics import StatisticsSum, Totals, invalid_values, losses_of, summaries
+from megatron.core.statistics import StatisticsSum, Totals, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
 from megatron.training.components import Components
@@ -166,7 +166,7 @@ class Trainer:
         self.loss_names = list(sums.pairs)
         self.counted = sums.count()
         statistics = self.statistics(self.device)
-        sums.pairs |= losses_of(statistics)
+        sums.pairs |= total_losses(statistics)
         # the optimizer applies the factor while it reads gradients, which saves a pass over them
         return local_losses, sums, mean_factor(expected_tokens, sums.num_tokens), statistics
 

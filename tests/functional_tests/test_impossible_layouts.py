@@ -11,7 +11,7 @@ import pytest
 from megatron.core.groups.process_groups import RankGrid
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
-from megatron.training.report.pipeline import stages_of
+from megatron.training.report.pipeline import run_stages
 from megatron.training.rules.run_all import check
 from tests.test_utils.layouts import MODEL, VOCAB_SIZE
 
@@ -91,6 +91,6 @@ def test_what_is_accepted_can_be_laid_out():
         accepted += 1
         tp, cp, pp = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.pipeline_model_parallel_size
         assert RankGrid.from_world(world_size, tp=tp, cp=cp, pp=pp).dp == cfg.data_parallel_size
-        stages = stages_of(cfg, VOCAB_SIZE)
+        stages = run_stages(cfg, VOCAB_SIZE)
         assert [branch for stage in stages for branch in stage.branches] == list(range(2 * cfg.num_layers))
     assert accepted > 30

@@ -25,7 +25,7 @@ from megatron.training.checkpoint.settings import check_args
 from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
-from megatron.training.report.pipeline import stages_of
+from megatron.training.report.pipeline import run_stages
 from megatron.training.stored_settings import ARCHITECTURE, settings_of_weights
 from tests.test_utils.gated_recurrence import GatedRecurrence
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
@@ -116,7 +116,7 @@ def test_layers_without_a_description_train_and_are_not_counted(gloo_pool):
     flags = f"{DROPOUT} --num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"
     cfg = dataclasses.replace(settings(f"{flags} --pipeline-model-parallel-size 2", 2), vocab_size=VOCAB_SIZE)
     assert "without recurrence, which has no describe(config, place)" in dry_run_report(cfg)
-    assert [stage.num_layers for stage in stages_of(cfg, VOCAB_SIZE)] == [1, 2]
+    assert [stage.num_layers for stage in run_stages(cfg, VOCAB_SIZE)] == [1, 2]
     ranks = gloo_pool.run(weights_of, 2, Layout(flags, PP2, 2).argv)
     assert ranks[1][1] > ranks[0][1] > 0
 
@@ -127,7 +127,7 @@ def test_the_dry_run_needs_no_vocabulary(layers, parts):
     spec = f"--spec tests.test_utils.gated_recurrence {layers}"
     cfg = settings(f"--num-layers 4 --pipeline-model-parallel-size 2 {spec}", 2)
     assert "pipeline rank 1            layers 3-4 + loss" in dry_run_report(dataclasses.replace(cfg, vocab_size=None))
-    assert [len(stage.branches) for stage in stages_of(cfg, None)] == parts
+    assert [len(stage.branches) for stage in run_stages(cfg, None)] == parts
 
 
 def test_what_specifies_no_layers_is_refused_in_one_line():
@@ -144,7 +144,7 @@ def test_stages_are_balanced_by_what_its_branches_cost():
     assert [len(own) for own in layers] == [2, 2, 3, 2]
     assert sum(layers[2]) == pytest.approx(sum(layers[0]) + layers[1][0])
     cfg = settings(f"{MIXED} --pipeline-model-parallel-size 2", 2)
-    stages = stages_of(cfg, VOCAB_SIZE)
+    stages = run_stages(cfg, VOCAB_SIZE)
     cut = stages[0].branches.stop
     costs = [*described.costs.branches]
     costs[-1] += described.costs.head

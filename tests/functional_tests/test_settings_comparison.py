@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.export.hf.attention_settings import Rope, Window  # noqa: E402
 from megatron.core.export.hf.family import complete  # noqa: E402
-from megatron.core.export.hf.registry import family_of, known_families  # noqa: E402
+from megatron.core.export.hf.registry import find_family, known_families  # noqa: E402
 from megatron.core.export.hf.settings import Same  # noqa: E402
 from megatron.tools.checkpoint import compare_logits, convert  # noqa: E402
 from megatron.tools.checkpoint.small_model import shrink, tokens_needed  # noqa: E402
@@ -79,7 +79,7 @@ def test_a_short_window_is_exceeded_in_the_comparison_of_the_weights_too(tmp_pat
 
 def test_what_stays_of_published_models():
     """The pattern of layers, the size of heads, windows; texts are longer than these."""
-    two, three = (complete(family_of(config).load_settings(config)) for config in (GEMMA_2_2B, GEMMA_3_1B))
+    two, three = (complete(find_family(config).load_settings(config)) for config in (GEMMA_2_2B, GEMMA_3_1B))
     small = shrink(two)
     assert (small["num_layers"], small["kv_channels"], small["window_size"]) == (2, 256, (4095, 0))
     assert tokens_needed(small, GEMMA_2_2B) == 4105 and shrink(three)["num_layers"] == 6
@@ -98,7 +98,7 @@ def test_a_key_that_changes_the_logits_changes_settings_or_is_rejected(name):
     """Every key of the configuration class, with another value, one at a time."""
     foreign, tokens = build(EVERY[name]).eval(), torch.arange(3, 35)[None] % 50
     config = {**foreign.config.to_dict(), "architectures": [type(foreign).__name__]}
-    family, passed = family_of(config), 0
+    family, passed = find_family(config), 0
     settings, expected = family.load_settings(config), foreign(input_ids=tokens).logits
     changes = [(key, other) for key, value in config.items() for other in other_values(value)]
     for key, other in changes:

@@ -195,12 +195,12 @@ def built() -> dict[str, np.ndarray]:
 
 
 def read_lines(folder: Path) -> Any:
-    from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, parts_of
-    from megatron.core.datasets.preprocessing.lines import rows_of
+    from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
+    from megatron.core.datasets.preprocessing.lines import read_rows
 
     files = find_inputs([str(folder / "a.jsonl")])
-    parts = (part for index, file in enumerate(files) for part in parts_of(index, file, part_bytes(files), 10**6))
-    return [str(row) for part in parts for row in rows_of(part, ["text"], 10**6)]
+    parts = (part for index, file in enumerate(files) for part in split_file(index, file, part_bytes(files), 10**6))
+    return [str(row) for part in parts for row in read_rows(part, ["text"], 10**6)]
 
 
 def read_blend(**names: str) -> Callable[[Path], Any]:
@@ -255,9 +255,9 @@ def write_yaml(folder: Path) -> None:
 
 
 def read_prompts(folder: Path) -> Any:
-    from megatron.tools.generate import parse_command_line, prompts_of
+    from megatron.tools.generate import load_prompts, parse_command_line
 
-    return prompts_of(parse_command_line(["--load", "x", "--prompt-file", str(folder / "prompts")]))
+    return load_prompts(parse_command_line(["--load", "x", "--prompt-file", str(folder / "prompts")]))
 
 
 def text_file(name: str, text: str) -> Callable[[Path], Any]:

@@ -108,7 +108,7 @@ def to_ours(tensors: Mapping[str, torch.Tensor], model: Family, more: str = "") 
     experts [e, out, in]. ``more``: additional local flags."""
     held = {name: LazyTensor.of(tensor.detach()) for name, tensor in tensors.items()}
     plan = [each for each in _plan(model, more).values() if each.parts[0].name in held]
-    found = conversion.to_ours(plan, held)
+    found = conversion.to_local(plan, held)
     values = {each.name: found[f"model.{each.name}"].read() for each in plan}
     return {name: _flat(name, value) for name, value in values.items()}
 

@@ -16,7 +16,7 @@ def module(name):
 def through_copy_engines(rank):
     """No fault: messages that copy engines would carry go through memory that the ranks share."""
     where = module("megatron.core.parallel_state")
-    return mock.patch.object(where, "engines_of", engines_over_shared_memory)
+    return mock.patch.object(where, "start_copy_engines", engines_over_shared_memory)
 
 
 def small_messages_through_copy_engines(rank):

@@ -86,5 +86,5 @@ class SharedWindow:
 
 
 def engines_over_shared_memory(name, handle, ranks, rank):
-    """In place of ``copy_engines.choice.engines_of``, for a group over gloo."""
+    """In place of ``copy_engines.choice.start_copy_engines``, for a group over gloo."""
     return CopyEngines(rank, len(ranks), partial(SharedWindow, handle), least_bytes=0)

@@ -49,7 +49,7 @@ def _conjugate(outputs, *, x, group, forward, backward):
 
 
 def _parallel_linear(outputs, *, x, weight, bias, traits, store, ready, bias_ready):
-    axis, parameters = traits.group.handle, [linear.parameter_of(each) for each in (weight, bias) if each is not None]
+    axis, parameters = traits.group.handle, [linear.unwrap(each) for each in (weight, bias) if each is not None]
     entered = spmd.get_axis_local_type(x, axis)
     if traits.gather_input or traits.reduce_input_gradient:
         _require("parallel_linear", entered, (V,) if traits.gather_input else (I,))

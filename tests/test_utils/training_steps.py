@@ -16,7 +16,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.sharding.sharded_tensor import stretch_tensors
+from megatron.core.sharding.sharded_tensor import flat_range_tensors
 from tests.test_utils.specs import named_specs
 
 DOUBLE = torch.float64
@@ -42,7 +42,7 @@ def shards(model, groups, value):
     found = []
     for name, parameter, _ in named_specs(model):
         whole = (0, parameter.numel())
-        for shard in stretch_tensors(name, value(parameter), parameter, whole, groups=groups).values():
+        for shard in flat_range_tensors(name, value(parameter), parameter, whole, groups=groups).values():
             found.append((shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone()))
     return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.console import MODELS, TOOLS
 from megatron.core.config import absent
-from megatron.core.config.cli import flags_of, normalize
+from megatron.core.config.cli import group_flags, normalize
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.training.arguments import flag_specs
 
@@ -80,7 +80,7 @@ def test_pages_speak_of_the_program_alone(page):
 def known_flags():
     folders = ("tools", "megatron/tools", "benchmarks", "examples", "tests")
     programs = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    specs = (*flag_specs(), *flags_of(PreprocessConfig))
+    specs = (*flag_specs(), *group_flags(PreprocessConfig))
     known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")}
     known |= {*absent.by_name(), *OF_OTHERS}
     return known | {normalize(flag) for file in programs for flag in re.findall(r"--[a-z][\w-]+", file.read_text())}

@@ -59,7 +59,7 @@ class Choice(NamedTuple):
         return f"{TITLES[self.kernel]} ({self.reason})"
 
 
-def request_of(
+def build_request(
     config: TransformerConfig, window: Window | None, form: Form = "whole", channels: int | None = None, *,
     biased: bool = False,
 ) -> Request:  # fmt: skip

@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron.core.attention.choose import UNEQUAL_HEADS, make_kernel, request_of
-from megatron.core.attention.context_parallel.forms import EqualHeads, WholeSequence, layout_of_layer
+from megatron.core.attention.choose import UNEQUAL_HEADS, build_request, make_kernel
+from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, layout_of_layer
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -77,13 +77,13 @@ class CoreAttention(nn.Module):
         keys = k_channels or config.kv_channels
         values = v_channels or keys
         scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
-        request = request_of(config, self.visibility.window, layout.needs, max(keys, values), biased=biased)
+        request = build_request(config, self.visibility.window, layout.needs, max(keys, values), biased=biased)
         self.choice, kernel = make_kernel(request, config, layer_number, scale)
         """Selected kernel and reason."""
         self.form, self.first_head = layout.form(kernel), layout.first_head
         self._filled = ""
-        if keys != values and (self.choice.kernel not in UNEQUAL_HEADS or not isinstance(self.form, WholeSequence)):
-            both = self.choice.kernel == "cudnn" and isinstance(self.form, WholeSequence)
+        if keys != values and (self.choice.kernel not in UNEQUAL_HEADS or not isinstance(self.form, FullSequence)):
+            both = self.choice.kernel == "cudnn" and isinstance(self.form, FullSequence)
             self.form = EqualHeads(self.form, both)
             self._filled = "" if both else f", heads of {keys} and {values} channels filled up"
         add_sink(self, config, groups)
@@ -117,7 +117,7 @@ class CoreAttention(nn.Module):
         """Text for the log: kernel, reason and context-parallel strategy."""
         form = self.form.inner if isinstance(self.form, EqualHeads) else self.form
         words = f"{self.choice}{self._filled}"
-        if isinstance(form, WholeSequence):
+        if isinstance(form, FullSequence):
             return words
         if not self.shared:
             return f"{words}, then the sink by the log-sum-exp"

@@ -69,7 +69,7 @@ class PackedSeqParams:
     key_bounds: tuple[int, ...] | None = None
     """``cu_seqlens_kv`` on the host, in cross-attention."""
     _split: tuple[int, PackedSeqParams | None] | None = field(default=None, repr=False, compare=False)
-    """Cached result of :meth:`whole_rows`, used by all layers."""
+    """Cached result of :meth:`split_full_rows`, used by all layers."""
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Cached result of :meth:`ranges`, used by all layers."""
     local_cp_size: int | None = field(default=None, kw_only=True)
@@ -169,17 +169,17 @@ class PackedSeqParams:
             self.bounds = tuple(self.cu_seqlens_q.tolist())
         return self.bounds
 
-    def whole_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
+    def split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
         """Split off the leading rows that are one document each; return (their number, documents of all other rows).
         The second is None if no row remains. Returns (0, ``self``) if the bounds are on a GPU only, as reading them
         would wait. Cached: ``batch``, the number of rows, must not change."""
         if self.bounds is None or self.cu_seqlens_q is None:
             return 0, self
         if self._split is None:
-            self._split = self._whole_rows(batch)
+            self._split = self._split_full_rows(batch)
         return self._split
 
-    def _whole_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
+    def _split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
         bounds = self.all_bounds()
         assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         lengths = [each[-1] // batch for each in bounds]

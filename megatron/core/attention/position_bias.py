@@ -14,14 +14,14 @@ from torch import Tensor
 from megatron.core.attention.tiles import Tile
 
 
-def middle_of(bias: Tensor, tile: Tile) -> int:
+def zero_distance_index(bias: Tensor, tile: Tile) -> int:
     """Return the index in dim 1 of ``bias`` of the distance between the tile's first query and first key."""
     return bias.shape[1] // 2 + tile.key_position - tile.query_position
 
 
 def of_pairs(bias: Tensor, tile: Tile) -> Tensor:
     """Expand ``bias`` [a, n] to the pairs of ``tile``, [a, q, k]; differentiable."""
-    first = middle_of(bias, tile) - (tile.num_queries - 1)
+    first = zero_distance_index(bias, tile) - (tile.num_queries - 1)
     used = bias[:, first : first + tile.num_queries + tile.num_keys - 1]
     return used.unfold(1, tile.num_keys, 1).flip(1)
 
@@ -34,5 +34,5 @@ def of_distances(pairs: Tensor, bias: Tensor, tile: Tile) -> Tensor:
     padded = F.pad(pairs, (margin, margin))
     width = padded.shape[2]
     sums = padded.as_strided((heads, num_queries, size), (num_queries * width, width + 1, 1)).sum(1)
-    first = middle_of(bias, tile) - margin
+    first = zero_distance_index(bias, tile) - margin
     return F.pad(sums, (first, bias.shape[1] - first - size))

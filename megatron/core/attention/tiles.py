@@ -63,7 +63,7 @@ class Visibility(NamedTuple):
         return left, 0 if self.causal else right
 
 
-def whole_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
+def full_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
     """Return the tile of all queries and all keys of one sequence; the last query has the last key's position."""
     if visibility == Visibility(False):  # positions are unrelated: queries and keys may belong to two sequences
         return Tile(None, 0, num_queries, 0, num_keys, None, None, 0, 0)
@@ -175,10 +175,10 @@ def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator
         yield from _split_at_the_diagonal(visible)
         return
     for first in range(0, num_queries, num_keys):
-        yield from _visible_part(_rows_of(visible, first, min(num_keys, num_queries - first)), before, after)
+        yield from _visible_part(_query_rows(visible, first, min(num_keys, num_queries - first)), before, after)
 
 
-def _rows_of(tile: Tile, first: int, count: int) -> Tile:
+def _query_rows(tile: Tile, first: int, count: int) -> Tile:
     """Return ``count`` queries of a tile from index ``first``, without a band."""
     return tile._replace(
         query=tile.query + first, num_queries=count, query_position=tile.query_position + first, left=None, right=None

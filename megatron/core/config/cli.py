@@ -194,11 +194,11 @@ def _source(cls: type) -> str:
         return file.read()
 
 
-def _range_of(annotation: Any) -> Range | None:
+def _annotated_range(annotation: Any) -> Range | None:
     """Return the :class:`Range` inside an annotation, also within unions and lists."""
     if get_origin(annotation) is Annotated:
         return next((extra for extra in annotation.__metadata__ if isinstance(extra, Range)), None)
-    return next((found for part in get_args(annotation) if (found := _range_of(part))), None)
+    return next((found for part in get_args(annotation) if (found := _annotated_range(part))), None)
 
 
 def _plain(annotation: Any) -> Any:
@@ -218,7 +218,7 @@ def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]
 def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     meta = field.metadata
     default: Any = field.default_factory() if callable(field.default_factory) else field.default
-    nargs, optional, valid = meta.get("nargs"), False, _range_of(annotation)
+    nargs, optional, valid = meta.get("nargs"), False, _annotated_range(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not types.NoneType]
         optional = len(members) < len(get_args(annotation))
@@ -242,7 +242,7 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
 
 
 @functools.cache
-def flags_of(*groups: type) -> tuple[FlagSpec, ...]:
+def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
     """The flags of these dataclasses, in order, each from the class that declares its field."""
     specs = []
     for group in groups:

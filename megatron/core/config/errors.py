@@ -54,7 +54,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
+def call_all(calls: Iterable[Callable[[], Result]]) -> list[Result]:
     """Call all ``calls``, also after errors, and return their results.
 
     Raises:

@@ -95,7 +95,7 @@ class PrecisionConfig:
     """Use only kernels with bitwise reproducible results; slower."""
 
 
-def dtype_of(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:
+def parameter_dtype(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:
     """The parameters' torch dtype under these flags; imports torch."""
     import torch
 
@@ -132,6 +132,6 @@ class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSet
 
     def __post_init__(self) -> None:
         if self.params_dtype is None:
-            self.params_dtype = dtype_of(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
+            self.params_dtype = parameter_dtype(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
         if self.pipeline_dtype is None:
             self.pipeline_dtype = self.params_dtype

@@ -55,7 +55,7 @@ class ModelSettings(
     """The flags that layers read, shared by a model's configuration and the command line. Fields only."""
 
 
-def values_of(group: type, source: Any) -> dict[str, Any]:
+def group_values(group: type, source: Any) -> dict[str, Any]:
     """Return name -> value of the fields of dataclass ``group`` in ``source``, an object with all these attributes."""
     return {field.name: getattr(source, field.name) for field in fields(group)}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.errors import UserError, all_of
+from megatron.core.config.errors import UserError, call_all
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
@@ -82,11 +82,11 @@ class BlendedMegatronDatasetBuilder:
         """
         if not _EVERY_RANK.get() and not self.is_built_on_rank():
             return [None] * len(Split)
-        return all_of(partial(self._build_split, split) for split in Split)
+        return call_all(partial(self._build_split, split) for split in Split)
 
     def check(self) -> None:
         """Raise what :meth:`build` raises of files that cannot be read and splits without a sample; builds no index."""
-        all_of(partial(self._check_split, split) for split in Split)
+        call_all(partial(self._check_split, split) for split in Split)
 
     def _check_split(self, split: Split) -> None:
         size, blend, bounds = self.sizes[split.value], self._blend(split), self._bounds(split)
@@ -100,7 +100,7 @@ class BlendedMegatronDatasetBuilder:
             except EmptySplitError as error:
                 empty.append(error)
 
-        all_of(partial(check, prefix) for prefix in blend[0])
+        call_all(partial(check, prefix) for prefix in blend[0])
         # optional for ``build``: an unnamed test set, and sources of a blend weighted by size
         spared = split is Split.test and self.config.blend_per_split is None
         by_size = blend[1] is None and not (self.config.multiple_validation_sets and split is Split.valid)
@@ -195,7 +195,7 @@ class BlendedMegatronDatasetBuilder:
 
         with ThreadPoolExecutor(max_workers=max(1, self.config.num_dataset_builder_threads)) as threads:
             started = [threads.submit(build, prefix, size) for prefix, size in zip(prefixes, sizes)]
-            datasets = [dataset for dataset in all_of(each.result for each in started) if dataset is not None]
+            datasets = [dataset for dataset in call_all(each.result for each in started) if dataset is not None]
         if left_out:
             number = f"{len(left_out)} of {len(prefixes)} sources" if len(left_out) > 1 else "one source"
             logger.warning("%s left out of the %s blend: %s", number, split.name, left_out[0])

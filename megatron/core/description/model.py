@@ -141,7 +141,7 @@ class Piece:
         """Return a copy with ``prefix`` added to the names of its parameters."""
         return replace(self, params=tuple(replace(each, name=f"{prefix}{each.name}") for each in self.params))
 
-    def per_token_of(self, share: float) -> Piece:
+    def scaled_to_tokens(self, share: float) -> Piece:
         """Return a copy with bytes scaled by ``share``, its tokens per token of the reference sequence."""
         def scaled(op: Op) -> Op:
             saved = tuple(replace(each, bytes=each.bytes * share) for each in op.saved)

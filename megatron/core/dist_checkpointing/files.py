@@ -55,7 +55,7 @@ def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, rel
     return os.path.join(checkpoints_path, RELEASE if release else f"iter_{iteration:07d}")
 
 
-def directory_of(folder: str | os.PathLike, which: int | str) -> str:
+def checkpoint_directory(folder: str | os.PathLike, which: int | str) -> str:
     """Return the checkpoint directory for a result of :func:`read_tracker`."""
     return get_checkpoint_name(folder, 0 if which == RELEASE else int(which), which == RELEASE)
 

@@ -171,7 +171,7 @@ def check_coverage(manifest: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once."""
     problems = []
     for name, entry in manifest["tensors"].items():
-        chunks = [rectangle_of(chunk) for chunk in entry["chunks"]]
+        chunks = [chunk_rectangle(chunk) for chunk in entry["chunks"]]
         if coverage_problem(entry["shape"], chunks):
             places = [(chunk["offsets"], chunk["shape"]) for chunk in entry["chunks"]]
             problems.append(f"{name} of shape {entry['shape']} is not covered exactly once by {places!r:.2000}")
@@ -179,6 +179,6 @@ def check_coverage(manifest: dict[str, Any]) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def rectangle_of(chunk: dict[str, Any]) -> Rectangle:
+def chunk_rectangle(chunk: dict[str, Any]) -> Rectangle:
     """Return the rectangle (global coordinates) that a chunk stores."""
     return Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"]))

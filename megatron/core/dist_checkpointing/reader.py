@@ -23,7 +23,7 @@ from megatron.core.config.errors import counted, listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.files import MAX_ASSET_BYTES, read_regular_file
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest, rectangle_of
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, chunk_rectangle, read_manifest
 from megatron.core.groups.process_groups import Group
 from megatron.core.safe_files import open_regular
 from megatron.core.sharding.rectangles import Rectangle
@@ -176,7 +176,7 @@ class CheckpointReader:
         dtype = DTYPES[entry["dtype"]]
         filled = 0
         for chunk in entry["chunks"]:
-            wanted = rectangle_of(chunk).intersect(tensor.rectangle)
+            wanted = chunk_rectangle(chunk).intersect(tensor.rectangle)
             if wanted is not None:
                 self._read_chunk(tensor.name, chunk, dtype, wanted, wanted.of(tensor.local.detach(), tensor.offsets))
                 filled += wanted.numel

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.reductions import Reduction, all_reduce, shard_of
+from megatron.core.distributed.reductions import Reduction, all_reduce, local_shard
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group
@@ -88,7 +88,7 @@ class Bucket:
     @property
     def owned(self) -> Tensor:
         """View of the gradients that this rank's optimizer reads: its shard, or the full bucket if unsharded."""
-        return shard_of(self.grads, self.layout.group) if self.layout.sharded else self.grads
+        return local_shard(self.grads, self.layout.group) if self.layout.sharded else self.grads
 
     def start_sum(self) -> None:
         """Start the reduction over ``layout.group``; no-op for one rank. At most once per iteration."""
@@ -116,7 +116,7 @@ class Bucket:
         group = self.layout.group
         if self.weights is not None and group.size > 1:
             # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
-            self._gather = all_gather(self.weights, shard_of(self.weights, group), group=group.handle, async_op=True)
+            self._gather = all_gather(self.weights, local_shard(self.weights, group), group=group.handle, async_op=True)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather; all weights of the bucket are then up to date (on CUDA: in stream order)."""

@@ -19,7 +19,7 @@ from megatron.core.groups.process_groups import Group
 Reduction = Callable[[Tensor, Group], AsyncHandle]
 
 
-def shard_of(data: Tensor, group: Group) -> Tensor:
+def local_shard(data: Tensor, group: Group) -> Tensor:
     """Return this rank's shard of a flat bucket, a view of ``numel / group.size`` elements."""
     length = data.numel() // group.size
     return data[group.rank * length : (group.rank + 1) * length]
@@ -32,14 +32,14 @@ def all_reduce(data: Tensor, group: Group) -> AsyncHandle:
 
 def reduce_scatter_in_place(data: Tensor, group: Group) -> AsyncHandle:
     """Start an in-place reduce-scatter: this rank's shard becomes the sum, the rest of ``data`` is undefined."""
-    return _started(reduce_scatter(shard_of(data, group), data, group=group.handle, async_op=True))
+    return _started(reduce_scatter(local_shard(data, group), data, group=group.handle, async_op=True))
 
 
 class _RoundedOnce:
     """All-to-all in flight of all ranks' contributions to this rank's shard; ``wait`` sums them in fp32."""
 
     def __init__(self, data: Tensor, group: Group) -> None:
-        self._shard, self._received = shard_of(data, group), torch.empty_like(data).view(group.size, -1)
+        self._shard, self._received = local_shard(data, group), torch.empty_like(data).view(group.size, -1)
         self._exchange = _started(
             dist.all_to_all_single(self._received.view(-1), data, group=group.handle, async_op=True)
         )

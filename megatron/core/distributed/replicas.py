@@ -50,7 +50,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     return total
 
 
-def weights_of(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTensor]:
+def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTensor]:
     """Yield every parameter of a model chunk as rectangles; waits for weight all-gathers of a data-parallel wrapper."""
     if isinstance(module, DataParallel):
         module.finish_param_sync()
@@ -70,7 +70,7 @@ def check_replicas(
         groups: this rank's process groups.
         further: additional tensors, such as ``MegatronOptimizer.replicas()``.
     """
-    held = [tensor for module in modules for tensor in weights_of(module, groups)] + list(further)
+    held = [tensor for module in modules for tensor in weight_rectangles(module, groups)] + list(further)
     hashes = torch.stack([tensor_hash(tensor.local) for tensor in held]).tolist() if held else []
     mine = [[tensor.name, list(tensor.rectangle.offsets), list(tensor.rectangle.lengths), value]
             for tensor, value in zip(held, hashes)]  # fmt: skip

@@ -26,7 +26,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
-from megatron.core.sharding.flat_pieces import local_stretch
+from megatron.core.sharding.flat_pieces import flat_range
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import spec_or_replicated
 
@@ -92,10 +92,10 @@ class TorchFullyShardedDataParallel(DataParallel):
         the last ranks and is omitted there."""
         shards = {}
         for parameter in self._trained:
-            local, start, stop = local_stretch(parameter)
+            local, start, stop = flat_range(parameter)
             if start < stop:
                 dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-                shards[parameter] = ParameterShard(parameter, start, stop, local, _main_grad_of(parameter), dtype)
+                shards[parameter] = ParameterShard(parameter, start, stop, local, _main_grad_getter(parameter), dtype)
         return shards
 
     @contextmanager
@@ -117,7 +117,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         without a gradient gets zeros. Starts no collective: backward has reduced already."""
         for parameter in self._trained:
             gradient = parameter.grad
-            local = torch.zeros_like(local_stretch(parameter)[0]) if gradient is None else local_stretch(gradient)[0]
+            local = torch.zeros_like(flat_range(parameter)[0]) if gradient is None else flat_range(gradient)[0]
             parameter.main_grad = local  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class TorchFullyShardedDataParallel(DataParallel):
             unit.reshard()
 
 
-def _main_grad_of(parameter: nn.Parameter) -> Any:
+def _main_grad_getter(parameter: nn.Parameter) -> Any:
     return lambda: getattr(parameter, "main_grad", None)
 
 

@@ -48,7 +48,7 @@ HIDDEN = ".converting"
 INDEX = "model.safetensors.index.json"
 
 
-def size_of(tensor: LazyTensor) -> int:
+def tensor_bytes(tensor: LazyTensor) -> int:
     """Return the size of ``tensor`` in bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
@@ -105,11 +105,11 @@ def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES)
     groups: list[dict[str, LazyTensor]] = [{}]
     held = 0
     for name, tensor in tensors.items():
-        if groups[-1] and held + size_of(tensor) > max_bytes:
+        if groups[-1] and held + tensor_bytes(tensor) > max_bytes:
             groups.append({})
             held = 0
         groups[-1][name] = tensor
-        held += size_of(tensor)
+        held += tensor_bytes(tensor)
     # wide elements first, so that every tensor of a file starts at a multiple of its element size
     return [dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)) for group in groups if group]
 
@@ -278,7 +278,7 @@ class Target:
             self.write(file, shard, {"format": "pt"})
             names |= dict.fromkeys(shard, file)
         if len(shards) > 1:
-            total = sum(size_of(tensor) for tensor in tensors.values())
+            total = sum(tensor_bytes(tensor) for tensor in tensors.values())
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
 
     def write_json(self, name: str, value: Any) -> None:

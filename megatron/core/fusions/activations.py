@@ -29,10 +29,10 @@ from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 _QUICK_GELU_SLOPE = 1.702
 
 
-def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+def select_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """Return the function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] if gated. Triton kernels
     are used on GPUs if ``bias_swiglu_fusion`` (gated) or ``bias_gelu_fusion`` (others) is set."""
-    plain = _plain_activation_of(config)
+    plain = _plain_activation(config)
     is_gated = config.gated_linear_unit
     wanted = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
     if config.geglu or not (is_gated or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
@@ -42,10 +42,10 @@ def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     return ByDevice(partial(activation_kernels.gated_triton, traits=_gate_traits(config)), plain)
 
 
-def weighted_activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
+def select_weighted_activation(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the activation times a weight per token: ([..., f or 2 f], weights [...]) -> [..., f] in the dtype of the
     first. Triton kernels compute gated ones in one pass."""
-    plain, is_gated = partial(_weighted, activation=activation_of(config)), config.gated_linear_unit
+    plain, is_gated = partial(_weighted, activation=select_activation(config)), config.gated_linear_unit
     if config.geglu or not is_gated or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return plain
     return ByDevice(partial(activation_kernels.weighted_gated_triton, traits=_gate_traits(config)), plain)
@@ -60,7 +60,7 @@ def _gate_traits(config: TransformerConfig) -> activation_kernels.GateTraits:
     return activation_kernels.GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
 
 
-def _plain_activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+def _plain_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     if config.gated_linear_unit:
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:

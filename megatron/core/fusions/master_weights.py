@@ -131,7 +131,7 @@ class Remainder(Master):
         self.kept.zero_()
 
 
-def master_of(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
+def build_master(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
     """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``.
     ``split`` selects 16-bit remainders for bf16 weights."""
     if values.dtype == torch.bfloat16 and split:

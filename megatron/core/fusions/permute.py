@@ -43,7 +43,7 @@ class Permutation(NamedTuple):
         return self._replace(choice_r=self.choice_r[:rows], token_r=self.token_r[:rows])
 
 
-def _tokens_of(choice_r: Tensor, num_choices: int) -> Tensor:
+def _token_indices(choice_r: Tensor, num_choices: int) -> Tensor:
     return choice_r if num_choices == 1 else torch.div(choice_r, num_choices, rounding_mode="floor")
 
 
@@ -60,7 +60,7 @@ def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) ->
     if not is_complete:
         order.masked_fill_(sorted_keys == num_keys, -1)
         place.masked_fill_(keys == num_keys, -1)
-    return Permutation(order, _tokens_of(order, key_tj.shape[1]), place.view(key_tj.shape), ends, is_complete)
+    return Permutation(order, _token_indices(order, key_tj.shape[1]), place.view(key_tj.shape), ends, is_complete)
 
 
 def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutation:
@@ -76,7 +76,7 @@ def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutati
     choice_r.scatter_(0, place.flatten().masked_fill(~kept.flatten(), rows), choices)  # the last row takes dropped ones
     even_ends = torch.arange(1, num_keys + 1, dtype=torch.int32, device=place.device) * capacity
     choice_r = choice_r[:rows]
-    return Permutation(choice_r, _tokens_of(choice_r, place.shape[1]), place, even_ends)
+    return Permutation(choice_r, _token_indices(choice_r, place.shape[1]), place, even_ends)
 
 
 def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
@@ -207,4 +207,4 @@ def gather_choices(x: Tensor, permutation: Permutation) -> Tensor:
     to all copies (k slow, copies fast). Empty rows get arbitrary elements, which must not be used."""
     copies = max(1, permutation.place_tj.numel() // max(1, x.numel()))
     place = permutation.place_tj.view(*x.shape, copies)
-    return _GatherChoices.apply(x, _tokens_of(permutation.choice_r, copies), place, permutation.is_complete)
+    return _GatherChoices.apply(x, _token_indices(permutation.choice_r, copies), place, permutation.is_complete)

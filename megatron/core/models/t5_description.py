@@ -58,7 +58,7 @@ def describe_t5(
         shape = sizes.num_buckets, config.num_attention_heads
         names = (f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder"))
         tables = [Param(name, shape, {"tp": 1}) for name in names]
-    look_ups = (*embedding.ops, *embedding.per_token_of(sizes.share).ops)
+    look_ups = (*embedding.ops, *embedding.scaled_to_tokens(sizes.share).ops)
     embedding = replace(embedding, params=(*embedding.params, *tables), ops=look_ups)
     layers = tuple(_layers(config, sizes, position_embedding_type in ("rope", "yarn"), specs))
     output = replace(output, name="lm_head.output_layer.weight")
@@ -82,7 +82,7 @@ def _layers(
     for index, describe in enumerate(common.layer_descriptions(specs[1], sizes.decoder_layers, _decoder_layer)):
         number, source = config.num_layers + index + 1, sizes.encoder_length
         layer = describe(config, LayerPlace(number, sizes.decoder_length, rotary, source_length=source))
-        yield tuple(branch.under(f"decoder.layers.{index}.").per_token_of(sizes.share) for branch in layer)
+        yield tuple(branch.under(f"decoder.layers.{index}.").scaled_to_tokens(sizes.share) for branch in layer)
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
@@ -101,4 +101,4 @@ def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) ->
     stored = None if output.stored is None else output.stored[:1]
     bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)
     more = [bias] if shared and not config.scale_decoder_outputs else []
-    return replace(head, params=(*head.params, *more)).per_token_of(sizes.share)
+    return replace(head, params=(*head.params, *more)).scaled_to_tokens(sizes.share)

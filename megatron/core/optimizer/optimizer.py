@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.fusions.master_weights import Master, Updated, master_of
+from megatron.core.fusions.master_weights import Master, Updated, build_master
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -35,9 +35,9 @@ from megatron.core.optimizer.megatron_names import MegatronNames
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, UpdateRule, build_update_rule
 from megatron.core.sharding.flat_pieces import flat_pieces
-from megatron.core.sharding.parameter_shard import ParameterShard, whole
+from megatron.core.sharding.parameter_shard import ParameterShard, full_shard
 from megatron.core.sharding.placement import data_parallel_groups, is_counted_here, spec_or_replicated
-from megatron.core.sharding.sharded_tensor import ShardedTensor, stretch_tensors
+from megatron.core.sharding.sharded_tensor import ShardedTensor, flat_range_tensors
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
 HALF = (torch.bfloat16, torch.float16)
@@ -118,11 +118,11 @@ class MegatronOptimizer(MegatronNames):
             if name in self.model_params:
                 raise ValueError(f"two parameters are called {name}: state is kept by name")
             self.model_params[name] = parameter
-            shard = whole(parameter) if shards is None else shards.get(parameter)
+            shard = full_shard(parameter) if shards is None else shards.get(parameter)
             if shard is not None:
                 self.shards[name] = shard
                 split = self.config.store_param_remainders
-                self.masters[name] = master_of(shard.values, shard.compute_dtype, split=split)
+                self.masters[name] = build_master(shard.values, shard.compute_dtype, split=split)
                 names.append(name)
         return {"names": names, "params": [self.model_params[name] for name in names]}
 
@@ -132,11 +132,11 @@ class MegatronOptimizer(MegatronNames):
             kind, is_expert = group.get("optimizer", self.config.optimizer), group.get("is_expert_parallel", False)
             by_kind.setdefault((kind, self.groups.expert if is_expert else self.groups.dense), []).append(group)
         return [
-            OptimizerPart(build_update_rule(kind, self.config, self._masters_of(own)), ranks, own)
+            OptimizerPart(build_update_rule(kind, self.config, self._group_masters(own)), ranks, own)
             for (kind, ranks), own in by_kind.items()
         ]
 
-    def _masters_of(self, param_groups: Sequence[dict[str, Any]]) -> list[Master]:
+    def _group_masters(self, param_groups: Sequence[dict[str, Any]]) -> list[Master]:
         return [self.masters[name] for group in param_groups for name in group["names"]]
 
     def _is_counted(self, name: str, ranks: DataParallelGroups) -> bool:
@@ -358,7 +358,7 @@ class MegatronOptimizer(MegatronNames):
         tensors: dict[str, ShardedTensor] = {}
         for name, tensor in named.items():
             shard = self.shards[name]
-            tensors |= stretch_tensors(
+            tensors |= flat_range_tensors(
                 name, tensor, shard.parameter, (shard.start, shard.stop), prefix=prefix, groups=self.groups
             )
         return tensors

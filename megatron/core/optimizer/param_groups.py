@@ -14,7 +14,7 @@ from megatron.core.optimizer.param_keys import (
     ParamGroupOverride,
     ParamKey,
     ParamWithNamePredicate,
-    overrides_of,
+    find_overrides,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def parameter_groups(
         mult = lr_mult if scale_lr is not None and scale_lr(name, parameter) else 1.0
         kind = config.optimizer if update_rule is None else update_rule(name, parameter)
         spec = getattr(parameter, "spec", None)
-        values = {} if overrides is None else overrides_of(overrides, parameter, name)
+        values = {} if overrides is None else find_overrides(overrides, parameter, name)
         further = tuple(sorted(values.items()))
         key = (wd, mult, decoupled, spec is not None and spec.is_expert, kind)
         group = groups.setdefault((*key, further), {**_empty_group(config, *key), **values})

@@ -79,7 +79,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 
 
-def overrides_of(overrides: Overrides, param: nn.Parameter, name: str) -> dict[str, Any]:
+def find_overrides(overrides: Overrides, param: nn.Parameter, name: str) -> dict[str, Any]:
     """Return the merged settings of all matching keys. Raises UserError for an unknown setting, or if two matching keys
     give different values for the same setting."""
     merged: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backw
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, zero_bubble_h2
 
 
-def schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
+def build_schedule(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
     """Return the training schedule for ``config`` (--pipeline-schedule; --delay-wgrad-compute gives zero-bubble).
     Raises UserError if the schedule does not support ``num_chunks``."""
     name = config.pipeline_schedule or ("zero-bubble" if config.delay_wgrad_compute else None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.pipeline_parallel.choose import schedule_of
+from megatron.core.pipeline_parallel.choose import build_schedule
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
@@ -101,7 +101,7 @@ def run_pipeline(
     if options.get("collect_non_loss_data") or forward_only:
         schedule = forward_only_schedule(groups.pp.size, num_microbatches, len(chunks))
     else:
-        schedule = schedule_of(config, groups.pp.size, len(chunks), num_microbatches)
+        schedule = build_schedule(config, groups.pp.size, len(chunks), num_microbatches)
     work = Work(
         forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
         options.get("collect_non_loss_data", False), options.get("mean_loss_weight"),

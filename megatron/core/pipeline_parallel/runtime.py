@@ -119,7 +119,7 @@ class PipelineRun:
             if self.schedule.stage(self.rank, action.chunk) == self.schedule.num_stages - 1:
                 roots = [self._loss(output, loss_func)]
             else:
-                message = tensors_of(output)
+                message = output_tensors(output)
                 self.messages.send(action, message)
                 # a gradient edge keeps the graph but not the output, whose memory is freed after the send
                 roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in message]
@@ -196,7 +196,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def tensors_of(output: Any) -> Message:
+def output_tensors(output: Any) -> Message:
     """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
     return (output,) if isinstance(output, Tensor) else tuple(each for each in output if each is not None)
 

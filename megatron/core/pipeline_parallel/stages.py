@@ -43,7 +43,7 @@ class LayerPart(NamedTuple):
         return len(self.branches) == len(self.names)
 
 
-def parts_of(branches: range, names: BranchNames) -> Iterator[LayerPart]:
+def layer_parts(branches: range, names: BranchNames) -> Iterator[LayerPart]:
     """Yield the layers, or parts of layers, in a range of branches (indices from 0 over the full model)."""
     first = 0
     for layer, own in enumerate(names):
@@ -79,7 +79,7 @@ class StageContents:
     @property
     def parts(self) -> list[LayerPart]:
         """Branches of the stage, grouped by layer."""
-        return list(parts_of(self.branches, self.names))
+        return list(layer_parts(self.branches, self.names))
 
     @property
     def num_layers(self) -> float:
@@ -283,7 +283,7 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
             raise LayoutError(f"the layout has {num} layers, the model {len(costs.names)}")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
-        counts = _of_whole_layers(_given_ends(config, len(costs.names), ranks, chunks), costs.names)
+        counts = _layers_to_branches(_given_ends(config, len(costs.names), ranks, chunks), costs.names)
     else:
         counts = _balanced(config, ranks * chunks, costs)
     ends, last, predictions = [0, *accumulate(counts)], len(counts) - 1, config.mtp_num_layers or 0
@@ -293,7 +293,7 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
     ]
 
 
-def _of_whole_layers(counts: Sequence[int], names: BranchNames) -> list[int]:
+def _layers_to_branches(counts: Sequence[int], names: BranchNames) -> list[int]:
     """Convert layers per stage to branches per stage."""
     ends = [0, *accumulate(counts)]
     return [len(branches_of_layers(range(*bounds), names)) for bounds in pairwise(ends)]
@@ -333,11 +333,11 @@ def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts) -> list
     smallest[-1] -= config.account_for_loss_in_pipeline_split
     if front or back or costs.layers is None or num_stages == 1:
         alike = balanced_counts([1.0] * len(costs.names), smallest, front, back)
-        return _of_whole_layers(alike, costs.names)
+        return _layers_to_branches(alike, costs.names)
     layers, back = [sum(branches) for branches in costs.layers], costs.head
     whole = balanced_counts(layers, smallest, front, back)
     if not config.whole_layers_in_pipeline_split:
         cut = balanced_counts(costs.branches, smallest, front, back)
         if slowest(costs.branches, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, whole, front, back):
             return cut
-    return _of_whole_layers(whole, costs.names)
+    return _layers_to_branches(whole, costs.names)

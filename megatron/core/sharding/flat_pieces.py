@@ -33,7 +33,7 @@ def flat_pieces(
     """
     shard = stored_rectangle(spec, groups)
     memory, cursor = flat.detach().reshape(-1), 0
-    for at, lengths in _split_stretch(list(shard.lengths), *stretch):
+    for at, lengths in _split_flat_range(list(shard.lengths), *stretch):
         stored = Rectangle(tuple(offset + begin for offset, begin in zip(shard.offsets, at)), lengths)
         held, size = stored.within(spec.shape), stored.numel
         if held.numel:
@@ -41,7 +41,7 @@ def flat_pieces(
         cursor += size
 
 
-def _split_stretch(
+def _split_flat_range(
     lengths: list[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:  # fmt: skip
     """Split elements ``start`` to ``stop`` of a contiguous tensor into (offsets, lengths) of rectangles, in order."""
@@ -54,18 +54,18 @@ def _split_stretch(
     row = math.prod(inner)
     first, last = -(-start // row), stop // row  # full rows
     if first > last:  # within one row
-        for at, size in _split_stretch(inner, start - last * row, stop - last * row):
+        for at, size in _split_flat_range(inner, start - last * row, stop - last * row):
             yield (last, *at), (1, *size)
         return
-    for at, size in _split_stretch(inner, start - (first - 1) * row, row) if start < first * row else ():
+    for at, size in _split_flat_range(inner, start - (first - 1) * row, row) if start < first * row else ():
         yield (first - 1, *at), (1, *size)
     if first < last:
         yield (first, *(0 for _ in inner)), (last - first, *inner)
-    for at, size in _split_stretch(inner, 0, stop - last * row):
+    for at, size in _split_flat_range(inner, 0, stop - last * row):
         yield (last, *at), (1, *size)
 
 
-def local_stretch(tensor: Tensor) -> tuple[Tensor, int, int]:
+def flat_range(tensor: Tensor) -> tuple[Tensor, int, int]:
     """Return (local shard, begin, end): the shard's element range in the unsharded parameter or gradient.
     ``fully_shard`` shards by rows. A plain tensor is returned in full with its range (0, numel). Shares memory."""
     if not isinstance(tensor, DTensor):

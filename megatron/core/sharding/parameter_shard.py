@@ -25,7 +25,7 @@ class ParameterShard:
     """Dtype that the model computes in; ``values`` may have higher precision (fp32 shards of FSDP)."""
 
 
-def whole(parameter: nn.Parameter) -> ParameterShard:
+def full_shard(parameter: nn.Parameter) -> ParameterShard:
     """Return a shard that covers the full parameter, with the gradient from ``main_grad`` if set, else ``grad``."""
 
     def gradient() -> Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.flat_pieces import flat_pieces, local_stretch
+from megatron.core.sharding.flat_pieces import flat_pieces, flat_range
 from megatron.core.sharding.placement import ParameterSpec, global_name, spec_or_replicated
 from megatron.core.sharding.rectangles import Rectangle
 
@@ -72,13 +72,13 @@ def stored_tensors(
 ) -> dict[str, ShardedTensor]:
     """Return this rank's shard of a parameter or buffer as sharded tensors by key. Usually one rectangle; FSDP shards
     of folded stacked weights can give several. For ``rounded`` see :func:`module_tensors`."""
-    local, *stretch = local_stretch(parameter)
+    local, *stretch = flat_range(parameter)
     if rounded:
         local = local.to(getattr(parameter, "compute_dtype", local.dtype))
-    return stretch_tensors(name, local, parameter, (stretch[0], stretch[1]), prefix=prefix, groups=groups)
+    return flat_range_tensors(name, local, parameter, (stretch[0], stretch[1]), prefix=prefix, groups=groups)
 
 
-def stretch_tensors(
+def flat_range_tensors(
     name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
 ) -> dict[str, ShardedTensor]:  # fmt: skip
     """Convert a flat range of a parameter's local memory to sharded tensors by key. Keys are ``prefix`` + global name,

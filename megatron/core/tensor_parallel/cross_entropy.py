@@ -143,7 +143,7 @@ def local_labels(target: Tensor, local_size: int, vocab_size: int, group: Group)
     return LocalLabels(label_t, target.reshape(-1) < 0, num_true_entries(vocab_size, local_size, group), group)
 
 
-def losses_of(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor, Softmax]:
+def combine_statistics(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor, Softmax]:
     """Return (losses [t], softmax) from each rank's ``statistics`` [3, t], which are all-gathered; bit-identical on all
     ranks.
     """
@@ -166,7 +166,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: LocalLabels, reuse_logits: bool) -> Tensor:
         ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
-        loss_t, softmax = losses_of(ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true), labels)
+        loss_t, softmax = combine_statistics(ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true), labels)
         ctx.save_for_backward(logits, labels.label_t, softmax.maximum_t, softmax.total_t)
         ctx.num_true, ctx.reuse_logits = labels.num_true, reuse_logits
         return loss_t

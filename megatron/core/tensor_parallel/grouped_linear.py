@@ -173,7 +173,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts,
         store: linear.WeightGradientStore | None, ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.parameter_of(weight)
+        ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.unwrap(weight)
         ctx.save_for_backward(x, weight, ends)
         # keep the parameter: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.traits, ctx.products, ctx.store = weight, traits, products, store
@@ -222,7 +222,7 @@ class _GroupedBias(torch.autograd.Function):
         ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: linear.LinearTraits, add_rows: Any,
         ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_bias, bias = isinstance(bias, linear.FusedGradParam), linear.parameter_of(bias)
+        ctx.adds_bias, bias = isinstance(bias, linear.FusedGradParam), linear.unwrap(bias)
         ctx.save_for_backward(bias, scale, ends)
         ctx.bias, ctx.traits, ctx.add_rows = bias, traits, add_rows
         return y + (scale.unsqueeze(-1) * _bias_rows(bias, ends, len(y))).to(y.dtype)

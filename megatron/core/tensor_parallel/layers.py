@@ -112,7 +112,7 @@ class ColumnParallelLinear(nn.Module):
         gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
         self._bare_traits = _traits(config, groups)
-        self._multiply, self._multiply_gathered = self._whole, self._whole_of_gathered
+        self._multiply, self._multiply_gathered = self._whole, self._forward_gathered
         if self.shared_weight is not None:
             self._multiply, self._multiply_gathered = self._with_shared_rows, self._with_shared_rows_of_gathered
         self._enter: Callable = operators.copy_to_region
@@ -149,7 +149,7 @@ class ColumnParallelLinear(nn.Module):
     def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return parallel_linear(x, self.weight, bias, self.traits, self.weight_gradient_store)
 
-    def _whole_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _forward_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
 
     def _with_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -318,9 +318,9 @@ class VocabParallelEmbedding(nn.Module):
         )  # fmt: skip
         self.num_local = num_true_entries(num_embeddings, stored // self.group.size, self.group)
         self.traits, self._add_rows = _traits(config, groups), choose_add_rows(config.params_dtype)
-        self._look_up = self._look_up_whole if self.group.size == 1 else self._look_up_split
+        self._look_up = self._look_up_unsharded if self.group.size == 1 else self._look_up_split
 
-    def _look_up_whole(self, ids: Tensor) -> Tensor:
+    def _look_up_unsharded(self, ids: Tensor) -> Tensor:
         return look_up(self.weight, ids, None, self.traits, self._add_rows)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGr
     return store is not None and not traits.weight_has_other_uses and x.requires_grad and weight.requires_grad
 
 
-def parameter_of(parameter: Any) -> Any:
+def unwrap(parameter: Any) -> Any:
     """Return the parameter itself, unwrapped from :class:`FusedGradParam`."""
     return parameter.tensor if isinstance(parameter, FusedGradParam) else parameter
 
@@ -127,7 +127,7 @@ class _ParallelLinear(torch.autograd.Function):
         store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
-        weight, bias = parameter_of(weight), parameter_of(bias)
+        weight, bias = unwrap(weight), unwrap(bias)
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
         # keep the parameters: recomputation returns saved tensors as copies without main_grad

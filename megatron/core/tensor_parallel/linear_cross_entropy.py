@@ -28,7 +28,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.tensor_parallel import linear
-from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
+from megatron.core.tensor_parallel.cross_entropy import LocalLabels, combine_statistics, local_labels
 from megatron.core.tensor_parallel.operators import all_gather_along_first_dim
 
 CHUNK_BYTES = 256 << 20
@@ -92,13 +92,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.adds_weight = isinstance(weight, linear.FusedGradParam)
-        weight = linear.parameter_of(weight)
+        weight = linear.unwrap(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
-        x_th = _whole_input(x, traits)
+        x_th = _gathered_input(x, traits)
         statistics = []
         for chunk, logits in _logits(x_th, weight, chunk_tokens, LogitSteps(bias, soft_cap)):
             statistics.append(ctx.passes.statistics(logits, labels.label_t[chunk], labels.num_true))
-        loss_t, softmax = losses_of(torch.cat(statistics, dim=1), labels)
+        loss_t, softmax = combine_statistics(torch.cat(statistics, dim=1), labels)
         ctx.save_for_backward(x, weight, labels.label_t, softmax.maximum_t, softmax.total_t)
         ctx.num_true, ctx.traits, ctx.chunk_tokens, ctx.store = labels.num_true, traits, chunk_tokens, store
         ctx.weight, ctx.steps = weight, LogitSteps(bias, soft_cap)
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         traits, store = ctx.traits, ctx.store
         needs_x, needs_ready = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
         needs_weight = ctx.needs_input_grad[1] or ctx.adds_weight
-        x_th = _whole_input(x, traits)
+        x_th = _gathered_input(x, traits)
         grad_x = torch.empty_like(x_th) if needs_x else None
         total = _gradient_sum(ctx.weight, traits) if needs_weight else None
         summing: AsyncHandle | None = None
@@ -144,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, ready, None, grad_bias
 
 
-def _whole_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
+def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
     """Return X [t, h] of all positions; all-gathers it with ``gather_input``."""
     whole = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
     return whole.detach().reshape(-1, x.shape[-1])

@@ -103,7 +103,7 @@ def sentinel_names(count: int) -> list[str]:
     return [f"<extra_id_{index}>" for index in range(count)]
 
 
-def fingerprint_of(parts: Iterable[bytes], options: Mapping[str, object]) -> str:
+def compute_hash(parts: Iterable[bytes], options: Mapping[str, object]) -> str:
     """sha256 over the contents ``parts``, in order, and over ``options``."""
     digest = hashlib.sha256(json.dumps(dict(options), sort_keys=True).encode())
     for part in parts:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, parse_json, read_file
-from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file, sentinel_names
+from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, read_tokenizer_file, sentinel_names
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
 
@@ -158,7 +158,7 @@ def build_huggingface(
             'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
         )
     options = {"type": "huggingface", "special_tokens": list(special_tokens or []), "include": include_special_tokens}
-    fingerprint = fingerprint_of([raw], options)
+    fingerprint = compute_hash([raw], options)
     tokenizer = BackendTokenizer("HuggingFaceTokenizer", backend, special_ids, fingerprint, include_special_tokens)
     tokenizer.accelerate(definition)
     return tokenizer
@@ -196,7 +196,7 @@ def build_gpt2_bpe(
     backend.add_special_tokens([end, *(special_tokens or []), *sentinel_names(extra_ids)])
     eod = backend.token_to_id(end)
     options = {"type": "gpt2", "special_tokens": list(special_tokens or [])}
-    fingerprint = fingerprint_of([vocab_raw, merges_raw], options)
+    fingerprint = compute_hash([vocab_raw, merges_raw], options)
     tokenizer = BackendTokenizer(kind, backend, {"eod": eod, "eos": eod, "bos": eod}, fingerprint)
     tokenizer.accelerate(json.loads(backend.to_str()))
     return tokenizer
@@ -241,7 +241,7 @@ def build_bert_wordpiece(
     backend.post_processor = library.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
     options = {"type": kind, "special_tokens": list(special_tokens or [])}
     plain = "\n".join([*lines, ""]).encode()  # however its lines end
-    return BackendTokenizer(kind, backend, special_ids, fingerprint_of([plain], options))
+    return BackendTokenizer(kind, backend, special_ids, compute_hash([plain], options))
 
 
 def _locate(path: str | None) -> Path:

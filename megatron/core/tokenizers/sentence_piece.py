@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from megatron.core.config.errors import UserError
-from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file, sentinel_names
+from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, read_tokenizer_file, sentinel_names
 from megatron.core.tokenizers.libraries import require
 
 
@@ -50,7 +50,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._splitter = re.compile("(" + "|".join(map(re.escape, self.added)) + ")") if self.added else None
         named = {token: index for token, index in self.added.items() if token not in sentinel_names(extra_ids)}
         options = {"type": "sentencepiece", "added": named}
-        super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint_of([raw], options))
+        super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, compute_hash([raw], options))
 
     def _add(self, token: str) -> int:
         index = self._vocab.setdefault(token, len(self._vocab))

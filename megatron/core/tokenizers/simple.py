@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.core.config.errors import UserError
-from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of
+from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash
 
 
 class NullTokenizer(Tokenizer):
@@ -20,7 +20,7 @@ class NullTokenizer(Tokenizer):
         if not 0 <= eod < vocab_size:
             raise UserError(f"--null-tokenizer-eod-id {eod}: must lie in [0, {vocab_size}), the range of --vocab-size")
         options = {"type": "null", "vocab_size": vocab_size, "eod": eod}
-        super().__init__("NullTokenizer", vocab_size, {"eod": eod, "pad": pad_id}, fingerprint_of([], options))
+        super().__init__("NullTokenizer", vocab_size, {"eod": eod, "pad": pad_id}, compute_hash([], options))
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -39,7 +39,7 @@ class ByteLevelTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document."""
 
     def __init__(self) -> None:
-        super().__init__("ByteLevelTokenizer", 257, {"eod": 256}, fingerprint_of([], {"type": "bytes", "eod": 256}))
+        super().__init__("ByteLevelTokenizer", 257, {"eod": 256}, compute_hash([], {"type": "bytes", "eod": 256}))
 
     def tokenize(self, text: str) -> list[int]:
         check_text(text)

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import parse_json
-from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
+from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
 
 _TAIL = r"\s+(?!\S)|\s+"
@@ -70,7 +70,7 @@ class TikTokenizer(Tokenizer):
         special_ids["eod"] = special_ids["eos"]
         self._ranks = ranks
         size = len(ranks) + num_special_tokens
-        super().__init__("TikTokenizer", size, special_ids, fingerprint_of([raw], options))
+        super().__init__("TikTokenizer", size, special_ids, compute_hash([raw], options))
 
     @property
     def vocab(self) -> dict[str, int]:

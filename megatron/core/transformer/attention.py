@@ -30,7 +30,7 @@ from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, make_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
-from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
-        self._run_core = run_of(config, "core_attn")
+        self._run_core = recompute_policy(config, "core_attn")
         self.linear_proj = build_module(
             submodules.linear_proj, heads * channels, config.hidden_size, config=config,
             init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,

@@ -29,8 +29,8 @@ from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropo
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import StreamNorm, ToDtype
-from megatron.core.transformer.overlap import Segments, runs_its_segments, segments_of
-from megatron.core.transformer.recompute import norm_output, run_of
+from megatron.core.transformer.overlap import Segments, mixer_segments, runs_its_segments
+from megatron.core.transformer.recompute import norm_output, recompute_policy
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
 
@@ -54,7 +54,7 @@ class Branch:
     ) -> None:
         self.layer, self.name, self.norm_name, self.dropout_name = layer, spec.name, spec.norm_name, spec.dropout_name
         self.post_norm_name = spec.post_norm_name
-        norm_before, norm_behind = (
+        norm_before, norm_after = (
             build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups) if wanted else None
             for wanted in (config.norm_placement != "post", config.norm_placement != "pre")
         )
@@ -62,13 +62,13 @@ class Branch:
         site = ("layer", layer_number, f"{spec.site} output")
         layer.add_module(self.norm_name, norm_before or ToDtype(config.params_dtype))
         layer.add_module(self.name, mixer)
-        if norm_behind is not None:
-            layer.add_module(self.post_norm_name, norm_behind)
+        if norm_after is not None:
+            layer.add_module(self.post_norm_name, norm_after)
         layer.add_module(
             self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
         )
         takes_context(type(mixer).forward)  # raises for an unsupported signature at construction
-        self._keeping, self._run = norm_output(config), run_of(config, spec.name)
+        self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
         self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
         """Whether the mixer's output is added to the norm's output instead of its input."""
@@ -101,7 +101,7 @@ class Branch:
         normed = self.norm(hidden)
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
-    def enter_behind(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
+    def add_and_norm(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
         """Add the previous branch's ``output`` to ``residual`` and normalize. One fused kernel does both if ``before``
         has no dropout.
         """
@@ -115,7 +115,7 @@ class Branch:
         it yields inside the mixer only with ``ctx.overlap``.
         """
         if ctx.overlap:
-            output = yield from segments_of(self.mixer, stream.normed, ctx)
+            output = yield from mixer_segments(self.mixer, stream.normed, ctx)
         else:
             mixer = self.mixer
             with self._keeping(stream.normed, self.norm, stream.hidden):

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -74,7 +74,7 @@ class CrossAttention(nn.Module):
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
         )
-        self._run_core = run_of(config, "core_attn")
+        self._run_core = recompute_policy(config, "core_attn")
         self.linear_proj = build_module(
             submodules.linear_proj, heads * channels, config.hidden_size, init_method=output_weight_init(config),
             **shared,

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.description.model import Config, LayerPlace, Piece
 from megatron.core.description.parts import norm, one_piece, residual_branch
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
-from megatron.core.transformer.transformer_layer import branch_specs, branches_of
+from megatron.core.transformer.transformer_layer import branch_specs, layer_branches
 
 
 def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
@@ -17,7 +17,7 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
     An indivisible layer's class may define ``describe(config, place) -> Piece``. Branches whose module has no
     ``describe`` are marked as unknown.
     """
-    apart = branches_of(spec, config.use_parallel_residual)
+    apart = layer_branches(spec, config.use_parallel_residual)
     if apart is not None:
         return tuple(_describe_branch(each, config, place) for each in apart)
     if describe := getattr(getattr(spec, "module", spec), "describe", None):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import activation_of
+from megatron.core.fusions.activations import select_activation
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         self.linear_fc1 = build_module(
             submodules.linear_fc1, config.hidden_size, fc1_width, init_method=weight_init(config), **shared
         )
-        self.activation = activation_of(config)
+        self.activation = select_activation(config)
         self._keeping = activation_output(config)
         self.linear_fc2 = build_module(
             submodules.linear_fc2, width, config.hidden_size, init_method=output_weight_init(config), **shared

@@ -35,7 +35,7 @@ from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, make_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
-from megatron.core.transformer.recompute import heads_output, run_of
+from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 Slot = ModuleSpec | Callable[..., Any] | None
@@ -93,7 +93,7 @@ class MLASelfAttention(nn.Module):
             submodules.linear_proj, config.num_attention_heads * self._value, config.hidden_size, config=config,
             init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
         )  # fmt: skip
-        self._keeping, self._run_core = heads_output(config), run_of(config, "core_attn")
+        self._keeping, self._run_core = heads_output(config), recompute_policy(config, "core_attn")
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
         # each rank's heads read the one rope key: its gradient is all-reduced (reduce-scattered under sequence

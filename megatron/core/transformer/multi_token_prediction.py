@@ -81,7 +81,7 @@ def shifted_tokens(
     """
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
-    whole = _whole_sequences(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), cp)
+    whole = _all_gather_sequences(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), cp)
     batch, length = whole.shape[1:]
     bounds = None if packed is None else packed.cu_seqlens_q
     document = None
@@ -101,13 +101,13 @@ def shifted_tokens(
     return found
 
 
-def _whole_sequences(x: Tensor, cp: Group) -> Tensor:
+def _all_gather_sequences(x: Tensor, cp: Group) -> Tensor:
     """All-gather [..., s] over ``cp`` and return full sequences in natural order."""
     if cp.size == 1:
         return x
     parts = x.new_empty((cp.size * x.shape[0], *x.shape[1:]))
     collective_names.all_gather(parts, x, group=cp.handle)
-    return zigzag.whole(parts.chunk(cp.size), dim=x.dim() - 1)
+    return zigzag.merge_parts(parts.chunk(cp.size), dim=x.dim() - 1)
 
 
 class _AttachToLosses(torch.autograd.Function):

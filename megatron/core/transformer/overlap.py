@@ -58,7 +58,7 @@ def runs_its_segments(module: Any) -> bool:
     return "segments" in next(filter(None, written), ())
 
 
-def segments_of(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+def mixer_segments(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
     """Return the segments of ``mixer``. A mixer whose linear layers have no collectives runs as one segment, because
     each yield would end the time in which the other half's collectives can overlap.
     """

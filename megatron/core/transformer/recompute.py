@@ -128,7 +128,7 @@ def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
     return names
 
 
-def run_of(config: RecomputeConfig, module: str) -> Run:
+def recompute_policy(config: RecomputeConfig, module: str) -> Run:
     """Return :func:`recompute` if ``module`` is in ``recompute_modules``, else :func:`keep`."""
     return recompute if module in recomputed_modules(config) else keep
 

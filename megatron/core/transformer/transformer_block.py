@@ -16,14 +16,14 @@ from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.pipeline_parallel.stages import branches_of_layers, parts_of
+from megatron.core.pipeline_parallel.stages import branches_of_layers, layer_parts
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.overlap import run_two_batch_overlap
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import branches_of
+from megatron.core.transformer.transformer_layer import layer_branches
 
 
 class LayerList(nn.Module):
@@ -96,7 +96,7 @@ class TransformerBlock(nn.Module):
         names = branch_names(specs, config.use_parallel_residual)
         branches = branches_of_layers(range(len(specs)), names) if branches is None else branches
         self.layers = LayerList()
-        for part in parts_of(branches, names):
+        for part in layer_parts(branches, names):
             held = {} if part.is_whole else {"branches": part.branches}
             number = part.layer + first_number
             layer = build_token_mixer(specs[part.layer], config, layer_number=number, groups=groups, **held)
@@ -139,7 +139,7 @@ def branch_names(specs: Sequence[ModuleSpec], parallel: bool = False) -> list[li
     """Return the branch names of each layer; an indivisible layer has the one name ``layer``. ``parallel``: the
     branches of a layer read the same stream.
     """
-    parts = [branches_of(spec, parallel) for spec in specs]
+    parts = [layer_branches(spec, parallel) for spec in specs]
     return [["layer"] if own is None else [each.name for each in own] for own in parts]
 
 

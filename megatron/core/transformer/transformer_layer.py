@@ -85,7 +85,7 @@ class TransformerLayer(nn.Module):
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
         if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
             self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
-        self._order = self._beside_each_other if config.use_parallel_residual else self._one_after_another
+        self._order = self._parallel_branches if config.use_parallel_residual else self._one_after_another
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
@@ -94,7 +94,7 @@ class TransformerLayer(nn.Module):
         """Run ``forward`` as a generator that yields where a collective may be in flight (``overlap.py``)."""
         return self._order(hidden_states, ctx)
 
-    def _beside_each_other(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+    def _parallel_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         streams = []
         for branch in self.branches:  # chain the stream through the norms: their backward accumulates its gradient
             streams.append(branch.enter(hidden_states))
@@ -107,7 +107,7 @@ class TransformerLayer(nn.Module):
         stream = self.branches[0].enter(hidden_states)
         for branch, following in zip(self.branches, self.branches[1:]):
             output = yield from branch.mix(stream, ctx)
-            stream = following.enter_behind(branch, stream.residual, output, ctx)
+            stream = following.add_and_norm(branch, stream.residual, output, ctx)
         last = self.branches[-1]
         return last.add(stream.residual, (yield from last.mix(stream, ctx)), ctx)
 
@@ -117,7 +117,7 @@ class TransformerLayer(nn.Module):
         return runs_its_segments(self) and all(branch.overlaps for branch in self.branches)
 
 
-def branches_of(spec: ModuleSpec | Callable[..., Any], parallel: bool = False) -> Sequence[BranchSpec] | None:
+def layer_branches(spec: ModuleSpec | Callable[..., Any], parallel: bool = False) -> Sequence[BranchSpec] | None:
     """Return the branches of a layer if stages may split it between them, else None.
 
     A layer is indivisible if its class overrides ``forward`` or ``segments``, has no parameter ``branches``, or if its

@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.export.hf import save_hf
 from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.registry import family_of
+from megatron.core.export.hf.registry import find_family
 from megatron.core.export.hf.side_files import CONFIG
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.native import InterchangeReader
@@ -57,7 +57,7 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
     if count > LARGEST and not always:
         say(f"logits not compared: {count:,} parameters; --check-logits does it, in {8 * count / 1e9:.0f} GB of memory")
         return 0
-    settings = _settings_of(ours, cfg)
+    settings = _model_settings(ours, cfg)
     length = min(tokens_needed(settings, read_json(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
     return _compare("logits beside transformers", folder, ours, cfg, length)
 
@@ -66,8 +66,8 @@ def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int
     """Compare both implementations on a small random model with the settings of ``cfg`` and ``folder``'s config.json.
 
     Writes the small HF model to a temporary folder. Returns 1 if the logits differ, else 0."""
-    settings, config = _settings_of(ours, cfg), read_json(Path(folder) / CONFIG)
-    family = family_of(config)
+    settings, config = _model_settings(ours, cfg), read_json(Path(folder) / CONFIG)
+    family = find_family(config)
     small = shrink(settings)
     with tempfile.TemporaryDirectory() as parent:
         model, place = random_weights(family, small), Path(parent) / "small"
@@ -80,7 +80,7 @@ def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int
         return _compare(what, str(place), model, few, tokens_needed(small, config))
 
 
-def _settings_of(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
+def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
     return complete({**config_to_dict(cfg), "vocab_size": ours.tensors[WORDS].shape[0]})
 
 
@@ -98,7 +98,7 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
         kind, more = getattr(transformers, AUTO_MODELS[cfg.model_family]), {}
         config = read_json(Path(folder) / CONFIG)
         if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
-            kind = getattr(transformers, family_of(config).architecture)
+            kind = getattr(transformers, find_family(config).architecture)
             more["config"] = kind.config_class.from_dict({**config, "model_type": kind.config_class.model_type})
         theirs = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **more)
         expected = theirs.eval()(tokens, **decoded).logits.float()

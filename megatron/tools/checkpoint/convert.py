@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
 from megatron.core.dist_checkpointing.writer import write_file
 from megatron.core.export.files import Target
 from megatron.core.export.hf import save_hf
@@ -36,8 +36,8 @@ from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.other_formats import (
     MODEL,
     check_tensors,
+    embedding_rows,
     expected_tensors,
-    vocabulary_of,
     with_settings,
 )
 from megatron.training.checkpoint.schema import malformed
@@ -127,7 +127,7 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
         CheckpointError: settings contradict the flags, or the tensors do not match them.
     """
     tensors = source.tensors
-    rows = vocabulary_of(tensors, where)
+    rows = embedding_rows(tensors, where)
     # native: the tensors' size replaces the stored flag, which a tokenizer may have overridden in training
     if loader == "native" or source.settings.get("vocab_size") is None:
         source.settings["vocab_size"] = rows
@@ -202,8 +202,8 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     """
     objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
     which = objects["iteration"] if "train_state" in objects else RELEASE
-    name = Path(directory_of(target.final, which)).name
-    settings = {**source.settings, **own_tokenizer(source, target.final / name)}
+    name = Path(checkpoint_directory(target.final, which)).name
+    settings = {**source.settings, **copied_tokenizer(source, target.final / name)}
     run = [each for each in settings if each not in MODEL]
     objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
     objects["args"] = json.loads(json.dumps(objects["args"]))
@@ -213,7 +213,7 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     write_file(target.folder / TRACKER, str(which).encode())
 
 
-def own_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
+def copied_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
     """Return the settings of tokenizer paths, changed to the copies below ``folder``; empty without copied files."""
     files = {Path(asset).name for asset in source.assets if asset.startswith("tokenizer/")}
     named = {key: source.settings.get(key) for key in ("tokenizer_model", "vocab_file", "merge_file")}

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
-from megatron.core.export.files import HIDDEN, size_of
+from megatron.core.export.files import HIDDEN, tensor_bytes
 from megatron.core.export.hf import load_hf
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist
@@ -41,7 +41,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def format_of(folder: Path) -> str:
+def detect_format(folder: Path) -> str:
     """Detect the checkpoint format (one of ``LOADERS``) of a folder or file from the files present.
 
     Raises:
@@ -83,7 +83,7 @@ def open_checkpoint(
             iterations.
     """
     path, loader = Path(folder), LOADER_ALIASES.get(loader, loader)
-    loader = format_of(path) if loader == "auto" else loader
+    loader = detect_format(path) if loader == "auto" else loader
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder}: there is no such folder")
     if loader == "native":
@@ -112,7 +112,7 @@ def native_folder(path: Path, step: int | None) -> Path:
 
 def total_bytes(tensors: dict[str, LazyTensor]) -> int:
     """Return the total size of all tensors in bytes."""
-    return sum(map(size_of, tensors.values()))
+    return sum(map(tensor_bytes, tensors.values()))
 
 
 def stamp(folder: str) -> list[list[Any]]:
@@ -173,11 +173,11 @@ class Progress:
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:
         def read() -> Any:
             values = tensor.read()
-            self.count(name, size_of(tensor))
+            self.count(name, tensor_bytes(tensor))
             return values
 
         def rows(start: int, stop: int) -> Any:
-            self.count(f"{name} {start}", size_of(tensor) * (stop - start) // max(tensor.shape[0], 1))
+            self.count(f"{name} {start}", tensor_bytes(tensor) * (stop - start) // max(tensor.shape[0], 1))
             return tensor.rows(start, stop)
 
         return dataclasses.replace(tensor, read=read, read_rows=rows if tensor.read_rows else None)

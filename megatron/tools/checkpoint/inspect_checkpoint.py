@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import printable
-from megatron.core.export.files import size_of
+from megatron.core.export.files import tensor_bytes
 from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES
@@ -71,7 +71,8 @@ def shown_settings(source: Interchange) -> dict[str, Any]:
 
 def row(tensor: LazyTensor, norms: bool) -> dict[str, Any]:
     """Describe a tensor: shape, dtype name, bytes; with ``norms``, read it and add its 2-norm and absolute maximum."""
-    found: dict[str, Any] = {"shape": list(tensor.shape), "dtype": DTYPE_NAMES[tensor.dtype], "bytes": size_of(tensor)}
+    dtype, num_bytes = DTYPE_NAMES[tensor.dtype], tensor_bytes(tensor)
+    found: dict[str, Any] = {"shape": list(tensor.shape), "dtype": dtype, "bytes": num_bytes}
     if norms:
         values = tensor.read()
         found["norm"] = math.sqrt(sum(float(part.double().square().sum()) for part in parts(values)))
@@ -114,7 +115,7 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
     }  # fmt: skip
     for name in both:
         change = difference(one.tensors[name], other.tensors[name], args.tolerance)
-        progress.count(name, size_of(one.tensors[name]))
+        progress.count(name, tensor_bytes(one.tensors[name]))
         if change:
             found["differ"][name] = change
         else:

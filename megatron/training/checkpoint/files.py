@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of, get_checkpoint_name, read_tracker
+from megatron.core.dist_checkpointing.files import (
+    RELEASE,
+    TRACKER,
+    checkpoint_directory,
+    get_checkpoint_name,
+    read_tracker,
+)
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.writer import (
     TEMPORARY,
@@ -87,16 +93,16 @@ def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *
     except CheckpointError as error:
         problem = str(error)
     if latest is not None:
-        if os.path.lexists(directory_of(folder, latest)):
+        if os.path.lexists(checkpoint_directory(folder, latest)):
             found = _open(folder, latest)
             _report_newer(folder, found)
             return found
-        problem = f"{Path(folder) / TRACKER} names {directory_of(folder, latest)}, which is not there"
+        problem = f"{Path(folder) / TRACKER} names {checkpoint_directory(folder, latest)}, which is not there"
     return _newest(folder, str(problem))
 
 
 def _open(folder: str | os.PathLike, which: int | str) -> Found:
-    directory, iteration = directory_of(folder, which), 0 if which == RELEASE else int(which)
+    directory, iteration = checkpoint_directory(folder, which), 0 if which == RELEASE else int(which)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:

@@ -132,7 +132,7 @@ def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, .
     return ""
 
 
-def vocabulary_of(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) -> int:
+def embedding_rows(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) -> int:
     """Return the number of rows of the word embedding. Raises CheckpointError if it is missing or not 2-d."""
     if WORDS not in tensors or len(tensors[WORDS].shape) != 2:
         shape = list(tensors[WORDS].shape) if WORDS in tensors else "missing"
@@ -147,7 +147,7 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
     if folder is None:
         return cfg
     if not {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit:
-        cfg = dataclasses.replace(cfg, **_tokenizer_of(Path(folder)))
+        cfg = dataclasses.replace(cfg, **_tokenizer_settings(Path(folder)))
     try:
         settings = load_hf_settings(folder)
     except UserError as error:
@@ -155,7 +155,7 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
     return with_settings(cfg, settings, f"--load-hf {folder}")
 
 
-def _tokenizer_of(folder: Path) -> dict[str, Any]:
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return settings for a folder's tokenizer.json, or for the vocab.txt of older BERT folders; empty for neither."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}

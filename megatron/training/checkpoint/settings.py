@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.cli import flags_of, from_object
+from megatron.core.config.cli import from_object, group_flags
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
@@ -79,7 +79,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     args = read_manifest(found.directory)["objects"].get("args")
     if not isinstance(args, dict):
         raise CheckpointDamagedError(f"{path}: args is not a table")
-    kinds, taken, wrong = {spec.field: spec for spec in flags_of(*GROUPS)}, {}, []
+    kinds, taken, wrong = {spec.field: spec for spec in group_flags(*GROUPS)}, {}, []
     for name in args.keys() & TAKEN:
         try:
             taken[name] = from_object(kinds[name], args[name])
@@ -169,7 +169,7 @@ def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing
     given = set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
     forgotten = [name for name in FORGOTTEN if name in differing & given and name not in current["explicit"]]
     if forgotten:
-        flags = {spec.field: spec.names[0] for spec in flags_of(*GROUPS)}
+        flags = {spec.field: spec.names[0] for spec in group_flags(*GROUPS)}
         listed = "; ".join(
             f"{flags[name]} {stored[name]} is not given any more and would become {current[name]}" for name in forgotten
         )

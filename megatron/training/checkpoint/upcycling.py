@@ -63,7 +63,7 @@ class DenseCheckpoint:
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
         """Describe tensors that are not stored or have another shape."""
         read = (each for each in tensors if not each.name.endswith(".mlp.router.weight"))
-        return self._reader.misfits(next(self._slices_of(each), each) for each in read)
+        return self._reader.misfits(next(self._dense_slices(each), each) for each in read)
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
@@ -75,12 +75,12 @@ class DenseCheckpoint:
             self._reader.read_into(tensor)
             return
         scale = self._scale(tensor.name)
-        for part in self._slices_of(tensor):
+        for part in self._dense_slices(tensor):
             self._reader.read_into(part)
             if scale != 1:
                 part.local.mul_(scale)
 
-    def _slices_of(self, tensor: ShardedTensor) -> Iterator[ShardedTensor]:
+    def _dense_slices(self, tensor: ShardedTensor) -> Iterator[ShardedTensor]:
         """Yield, per expert of ``tensor`` [e, …], the dense slice to read; nothing for non-expert tensors."""
         if ".mlp.experts." not in tensor.name:
             return

@@ -65,7 +65,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     versions of cuDNN."""
     groups = parts.groups
     chunks = [unwrapped(chunk) for chunk in parts.model]
-    everyone = all_gather_json(_pieces_of(chunks, groups), groups.world)
+    everyone = all_gather_json(_local_rectangles(chunks, groups), groups.world)
     pieces = [
         Holding(name, tuple(shape), Rectangle(tuple(offsets), tuple(lengths)), stage, tied)
         for entries in everyone
@@ -77,13 +77,13 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
         model = None  # the task builds a model that the flags do not describe
     for line in describe_layout(parallel_state.get_rank_grid(), pieces, model):
         logger.info("%s", line)
-    problems = list(problems_of(pieces, cfg.num_layers, num_parameters, model, type(task).__name__))
+    problems = list(find_problems(pieces, cfg.num_layers, num_parameters, model, type(task).__name__))
     if problems:
         raise BuildError("the model is not complete: " + "; ".join(problems))
     require_one_cudnn()
 
 
-def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
+def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
     """Return this rank's rectangles, without replicas that an earlier data-parallel rank reports."""
     tied = {(s.tied_to or name) for chunk in chunks for name, p in chunk.named_parameters()
             if (s := getattr(p, "spec", None)) is not None and (s.tied_to or "embedding" in s.grad)}  # fmt: skip
@@ -99,7 +99,7 @@ def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[
     return found
 
 
-def _stacks_of(model: ModelDescription | None, num_layers: int) -> Mapping[str, int]:
+def _layers_by_stack(model: ModelDescription | None, num_layers: int) -> Mapping[str, int]:
     """Return the number of layers by stack name; {"": num_layers} without a description, which matches any stack."""
     found: dict[str, int] = {}
     for branches in () if model is None else model.layers:
@@ -109,7 +109,7 @@ def _stacks_of(model: ModelDescription | None, num_layers: int) -> Mapping[str, 
     return found or {"": num_layers}
 
 
-def problems_of(
+def find_problems(
     pieces: Iterable[Holding],
     num_layers: int,
     num_parameters: int | None,
@@ -122,7 +122,7 @@ def problems_of(
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     if held := _by_layer(by_name):
-        yield from _wrong_layers(held.keys(), _stacks_of(model, num_layers))
+        yield from _wrong_layers(held.keys(), _layers_by_stack(model, num_layers))
     if model is not None:
         yield from _differences(model, {name: own[0].shape for name, own in by_name.items()})
     doubled: dict[tuple[int, ...], list[str]] = {}

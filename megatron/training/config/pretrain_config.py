@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.cli import derived
-from megatron.core.config.model_parallel_config import dtype_of
+from megatron.core.config.model_parallel_config import parameter_dtype
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import ModelSettings
@@ -70,7 +70,7 @@ class PretrainConfig(
     @property
     def params_dtype(self) -> torch.dtype:
         """torch dtype of the parameters; imports torch."""
-        return dtype_of(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
+        return parameter_dtype(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("resolved"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.core.config.errors import all_of
+from megatron.core.config.errors import call_all
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -66,7 +66,7 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def data_set_of(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
+def select_data_set(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
     """Return the data set class of the model family, and its configuration. Without a ``tokenizer`` the data set can
     select documents but not create samples."""
     options = data_source_options(cfg, tokenizer)
@@ -102,6 +102,6 @@ def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any
 def sources_without_record(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> list[str]:
     """Return prefixes of data without a tokenizer record. Raises ``ValueError`` for data of another tokenizer."""
     blends = [config.blend, *(config.blend_per_split or [])]
-    prefixes = all_of(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
-    sidecars = all_of(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)
+    prefixes = call_all(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
+    sidecars = call_all(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)
     return [prefix for prefix, sidecar in zip(prefixes, sidecars) if sidecar is None]

@@ -14,7 +14,7 @@ from megatron.core.config.errors import UserError
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def message_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """Return the text for a user: the message of a ``UserError``, prefixed by the class for other errors. Removes the
     traceback that a DataLoader worker puts in front of its errors."""
     kind = type(error)

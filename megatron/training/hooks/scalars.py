@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.hooks.console import perplexity
-from megatron.training.observe.metrics import losses_of
+from megatron.training.observe.metrics import record_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Tags:
         values = {
             "learning-rate": record["learning_rate"],
             "batch-size": record["global_batch_size"],
-            **losses_of(record),
+            **record_losses(record),
             **record.get("statistics", {}),
             "loss-scale": record["loss_scale"] if self.loss_scale else None,
             "world-size": self.world_size,
@@ -44,7 +44,7 @@ class Tags:
         """Return the evaluation tags; test sets use separate tags, so that they do not overwrite validation points."""
         suffix = f"-{record['dataset']}" if "dataset" in record else ""
         values = {}
-        for name, value in losses_of(record).items():
+        for name, value in record_losses(record).items():
             tag = f"{name} {'validation' if record['kind'] == 'valid' else 'test'}{suffix}"
             values[tag] = float(value)
             if self.validation_perplexity:

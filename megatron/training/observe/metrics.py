@@ -187,7 +187,7 @@ def save_record(
     }  # fmt: skip
 
 
-def losses_of(record: Mapping[str, Any]) -> dict[str, float]:
+def record_losses(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the losses in a train or evaluation record: all keys that are not other fields."""
     others = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
     return {key: value for key, value in record.items() if key not in others}

@@ -36,7 +36,7 @@ from megatron.training.rules.run_all import check
 Rows = Iterator[tuple[str, Any]]
 
 
-def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
+def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
     """Return (vocabulary size, its source) without building the tokenizer, or (None, "unknown") if that is required."""
     if cfg.vocab_size is not None:
         return cfg.vocab_size, "--vocab-size"
@@ -80,7 +80,7 @@ def preflight(cfg: PretrainConfig) -> bool:
 
 def dry_run_report(cfg: PretrainConfig) -> str:
     """Return the report of ``--dry-run`` for a resolved and checked configuration."""
-    vocab_size, source = vocab_size_of(cfg)
+    vocab_size, source = known_vocab_size(cfg)
     model = describe_run(cfg, vocab_size or 0)
     sections = {
         "layout": _layout(cfg),

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.stages import StageContents
 from megatron.core.sharding.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.model_description import describe_run
-from megatron.training.report.pipeline import enough_microbatches, layers_held, pieces_of, schedule_of, stages_of
+from megatron.training.report.pipeline import enough_microbatches, layers_held, run_schedule, run_stages, stage_pieces
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class RankMemory:
 def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     """Return the memory of each pipeline rank. ``vocab_size`` is unpadded; 0 means unknown and adds no bytes."""
     ranks, model = cfg.pipeline_model_parallel_size, describe_run(cfg, vocab_size)
-    stages = stages_of(cfg, vocab_size or None)
-    schedule = schedule_of(cfg, enough_microbatches(cfg))
+    stages = run_stages(cfg, vocab_size or None)
+    schedule = run_schedule(cfg, enough_microbatches(cfg))
     kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
     return [_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks)]
 
@@ -101,7 +101,7 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
 
 def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
     """Return bytes of (weights, gradients, optimizer state, gathered weights plus unreduced gradients of one unit)."""
-    parameters = stored_parameters(cfg, pieces_of(model, stage))
+    parameters = stored_parameters(cfg, stage_pieces(model, stage))
     if not parameters:
         return 0, 0, 0, 0
     if cfg.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
@@ -284,4 +284,4 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
 
 def microbatches_alive(cfg: PretrainConfig) -> list[float]:
     """Return the maximum number of (chunk, micro-batch) pairs between forward and backward, per pipeline rank."""
-    return peak_activations(schedule_of(cfg, enough_microbatches(cfg)))
+    return peak_activations(run_schedule(cfg, enough_microbatches(cfg)))

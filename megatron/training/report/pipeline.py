@@ -15,7 +15,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.model_description import describe_run
 
 
-def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
+def run_stages(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
     """Return the stages of a run. With unknown ``vocab_size`` all layers have equal cost and are not split."""
     costs = describe_run(cfg, vocab_size or 0).costs
     return pipeline_stages(cfg, costs._replace(layers=None) if vocab_size is None else costs)
@@ -26,7 +26,7 @@ def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piec
     return [[model.layers[part.layer][branch] for branch in part.branches] for part in stage.parts]
 
 
-def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
+def stage_pieces(model: ModelDescription, stage: StageContents) -> list[Piece]:
     """Return the contents of a stage in order, including its copy of the embedding for multi-token prediction."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     first = [model.embedding] * stage.embedding
@@ -36,17 +36,17 @@ def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
     return first + branches + [model.head] * stage.loss + [*model.predictions] * bool(stage.num_mtp)
 
 
-def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
+def run_schedule(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
     """Return the pipeline schedule of ``num_microbatches`` micro-batches."""
-    return choose.schedule_of(cfg, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches)
+    return choose.build_schedule(cfg, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches)
 
 
-def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
+def action_costs(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
     """Return the cost function of actions, in forward passes of one layer: F costs the stage's layers and output layer;
     B and W cost the same each, or B twice as much if the schedule does not split the backward pass."""
     costs = describe_run(cfg, vocab_size or 0).costs
     before = [0.0, *accumulate(costs.branches)]
-    stages = stages_of(cfg, vocab_size)
+    stages = run_stages(cfg, vocab_size)
     forward = [before[stage.branches.stop] - before[stage.branches.start] for stage in stages]
     forward[-1] += costs.head
     whole = 1 if schedule.splits_backward else 2  # evaluated once: the property scans all actions
@@ -57,22 +57,22 @@ def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) ->
     return cost
 
 
-def timeline_of(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | None) -> Timeline:
+def simulated_timeline(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | None) -> Timeline:
     """Return a simulated iteration with free communication.
 
     Raises:
         DeadlockError: the schedule does not terminate.
     """
-    schedule = schedule_of(cfg, num_microbatches)
-    return simulate(schedule, costs_of(cfg, schedule, vocab_size))
+    schedule = run_schedule(cfg, num_microbatches)
+    return simulate(schedule, action_costs(cfg, schedule, vocab_size))
 
 
-def microbatches_of(cfg: PretrainConfig) -> int:
+def count_microbatches(cfg: PretrainConfig) -> int:
     """Return the number of micro-batches per pipeline in a full global batch."""
     return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
 
 
-def _round_of(cfg: PretrainConfig) -> int:
+def _steady_round(cfg: PretrainConfig) -> int:
     """Return the number of micro-batches after which the steady state of a schedule repeats."""
     return cfg.microbatch_group_size_per_virtual_pipeline_stage or cfg.pipeline_model_parallel_size
 
@@ -80,21 +80,21 @@ def _round_of(cfg: PretrainConfig) -> int:
 def enough_microbatches(cfg: PretrainConfig) -> int:
     """Return at most the global batch's number of micro-batches, with the same peaks. A longer schedule only repeats
     its steady state, and simulating millions of micro-batches would take minutes."""
-    number, ranks = microbatches_of(cfg), cfg.pipeline_model_parallel_size
+    number, ranks = count_microbatches(cfg), cfg.pipeline_model_parallel_size
     if ranks == 1:
         return 1
-    whole = -(-3 * max(_round_of(cfg), ranks) // _round_of(cfg)) * _round_of(cfg)
-    return number if number < 2 * whole else whole + number % _round_of(cfg)
+    whole = -(-3 * max(_steady_round(cfg), ranks) // _steady_round(cfg)) * _steady_round(cfg)
+    return number if number < 2 * whole else whole + number % _steady_round(cfg)
 
 
-def bubble_of(cfg: PretrainConfig, vocab_size: int | None) -> float:
+def bubble_fraction(cfg: PretrainConfig, vocab_size: int | None) -> float:
     """Return the bubble fraction, the share of time that ranks wait; for long schedules extrapolated from one round."""
-    number, few = microbatches_of(cfg), enough_microbatches(cfg)
-    timeline = timeline_of(cfg, few, vocab_size)
+    number, few = count_microbatches(cfg), enough_microbatches(cfg)
+    timeline = simulated_timeline(cfg, few, vocab_size)
     if few == number:
         return timeline.bubble
-    a_round = timeline.duration - timeline_of(cfg, few - _round_of(cfg), vocab_size).duration
-    duration = timeline.duration + a_round * (number - few) / _round_of(cfg)
+    a_round = timeline.duration - simulated_timeline(cfg, few - _steady_round(cfg), vocab_size).duration
+    duration = timeline.duration + a_round * (number - few) / _steady_round(cfg)
     ranks = timeline.schedule.num_ranks
     busy = sum(timeline.busy(rank) for rank in range(ranks)) * number / few
     return 1 - busy / (duration * ranks)
@@ -102,7 +102,7 @@ def bubble_of(cfg: PretrainConfig, vocab_size: int | None) -> float:
 
 def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:
     """Return the maximum number of (layer, micro-batch) activations in flight, per rank."""
-    stages = stages_of(cfg, vocab_size)
+    stages = run_stages(cfg, vocab_size)
     return peak_activations(schedule, weight=lambda stage: stages[stage].num_layers)
 
 
@@ -111,11 +111,11 @@ def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple
     ranks = cfg.pipeline_model_parallel_size
     if ranks == 1:
         return
-    stages = stages_of(cfg, vocab_size)
+    stages = run_stages(cfg, vocab_size)
     for rank in range(ranks):
         yield f"pipeline rank {rank}", "; ".join(str(stage) for stage in stages[rank::ranks])
-    schedule = schedule_of(cfg, enough_microbatches(cfg))
-    yield "schedule", f"{schedule.name}, {schedule.num_chunks} per rank, {microbatches_of(cfg)} micro-batches"
-    yield "bubble", f"{bubble_of(cfg, vocab_size):.1%} of the time, by FLOPs, without communication"
+    schedule = run_schedule(cfg, enough_microbatches(cfg))
+    yield "schedule", f"{schedule.name}, {schedule.num_chunks} per rank, {count_microbatches(cfg)} micro-batches"
+    yield "bubble", f"{bubble_fraction(cfg, vocab_size):.1%} of the time, by FLOPs, without communication"
     peaks = ", ".join(f"{peak:g}" for peak in peak_layers(cfg, schedule, vocab_size))
     yield "layers x micro-batches alive", f"at most {peaks} by rank"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from megatron.core.config.cli import Problem, flags_of
+from megatron.core.config.cli import Problem, group_flags
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 
 Problems = Iterator[Problem]
@@ -14,7 +14,7 @@ Rule = Callable[[PretrainConfig], Problems]
 
 @functools.cache
 def _names() -> dict[str, tuple[str, bool]]:
-    return {spec.field: (spec.names[0], spec.is_bool) for spec in flags_of(*GROUPS)}
+    return {spec.field: (spec.names[0], spec.is_bool) for spec in group_flags(*GROUPS)}
 
 
 def as_given(cfg: PretrainConfig, field: str) -> str:
@@ -34,7 +34,7 @@ def impossible_values(cfg: PretrainConfig) -> list[Problem]:
     """Values outside of their flag's range or form; of settings that a program made, since text is checked when it is
     read."""
     found = []
-    for spec in flags_of(*GROUPS):
+    for spec in group_flags(*GROUPS):
         value = getattr(cfg, spec.field)
         reason = spec.refusal(value)
         if reason:
@@ -72,6 +72,6 @@ def missing(field: str, reason: str = "is required", fix: str = "") -> Problem:
     return Problem(name, reason, fix=fix)
 
 
-def names_of(*fields: str) -> str:
+def flag_names(*fields: str) -> str:
     """Flags of these fields, joined by commas."""
     return ", ".join(_names()[field][0] for field in fields)

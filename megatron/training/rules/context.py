@@ -40,7 +40,7 @@ def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "cp_comm_type", reason, f"give one value, or {layers}")
 
 
-def exchanged_heads_are_whole(cfg: PretrainConfig) -> Problems:
+def all_to_all_divides_heads(cfg: PretrainConfig) -> Problems:
     """All-to-all gives each rank of its group equal numbers of heads and key-value heads."""
     tp, cp, levels = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
     sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}

@@ -8,7 +8,7 @@ from megatron.core.config.tokenizer import TOKENIZER_FILES
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples, num_evaluations
-from megatron.training.rules.common import Problems, missing, names_of, problem
+from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -22,15 +22,15 @@ def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
             "data_path", "a source of data is required", "or --train-data-path, --data-args-path, --mock-data"
         )
     for field in sources[1:]:
-        yield problem(cfg, field, f"contradicts {names_of(sources[0])}", "give one source of data")
+        yield problem(cfg, field, f"contradicts {flag_names(sources[0])}", "give one source of data")
 
 
 def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
     given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
     if given and "split" in cfg.explicit:
-        yield problem(cfg, "split", f"contradicts {names_of(given[0])}", "remove one")
+        yield problem(cfg, "split", f"contradicts {flag_names(given[0])}", "remove one")
     if any(getattr(cfg, field) for field in PER_SPLIT) and not cfg.train_data_path and not cfg.skip_train:
-        yield missing("train_data_path", f"is required with {names_of(given[0])}")
+        yield missing("train_data_path", f"is required with {flag_names(given[0])}")
 
 
 def split_has_what_is_used(cfg: PretrainConfig) -> Problems:

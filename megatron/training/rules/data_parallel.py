@@ -33,7 +33,7 @@ def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Proble
         yield problem(cfg, field, reason, "give all three, or none")
 
 
-def torch_fsdp2_stands_alone(cfg: PretrainConfig) -> Problems:
+def torch_fsdp2_excludes_other_sharding(cfg: PretrainConfig) -> Problems:
     if not cfg.use_torch_fsdp2:
         if not cfg.torch_fsdp2_reshard_after_forward:
             yield problem(cfg, "torch_fsdp2_reshard_after_forward", "requires --use-torch-fsdp2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, missing, names_of, problem
+from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 
 def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
@@ -66,5 +66,5 @@ def relative_positions_fit(cfg: PretrainConfig) -> Problems:
     if buckets % 2:
         yield problem(cfg, "relative_attention_num_buckets", "is odd: half of the buckets are for keys after the query")
     if distance <= buckets // 2:
-        reason = f"must be more than half of {names_of('relative_attention_num_buckets')} {buckets}"
+        reason = f"must be more than half of {flag_names('relative_attention_num_buckets')} {buckets}"
         yield problem(cfg, "relative_attention_max_distance", reason, f"at least {buckets // 2 + 1}")

@@ -60,7 +60,7 @@ def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_distributed_optimizer_instances", reason)
 
 
-def experts_see_tokens_of_their_own(cfg: PretrainConfig) -> Problems:
+def experts_require_sequence_parallelism(cfg: PretrainConfig) -> Problems:
     """With tensor but without sequence parallelism every rank would route, and count, the same tokens."""
     if cfg.num_moe_experts is not None and cfg.tensor_model_parallel_size > 1 and not cfg.sequence_parallel:
         yield problem(
@@ -87,7 +87,7 @@ def routers_can_choose(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
-def quantiles_are_whole(cfg: PretrainConfig) -> Problems:
+def quantiles_divide_the_choices(cfg: PretrainConfig) -> Problems:
     experts, top = cfg.num_moe_experts, cfg.moe_router_topk
     if experts is None or not _uses(cfg, "quantile_balancing"):
         return

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.cli import Problem, flags_of
-from megatron.core.config.errors import UserError, all_of
+from megatron.core.config.cli import Problem, group_flags
+from megatron.core.config.errors import UserError, call_all
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import misfits
@@ -37,7 +37,7 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
     if cfg.dry_run:  # asks about flags, not about the machine that it runs on
         return []
     flags = {problem.flag for problem in known}
-    tokenizer_flags = {name for spec in flags_of(TokenizerConfig) for name in spec.names}
+    tokenizer_flags = {name for spec in group_flags(TokenizerConfig) for name in spec.names}
     # no length is better than a guess, but every sample has one: the shortest has the fewest spans
     guess = dataclasses.replace(
         cfg, seq_length=cfg.seq_length or 8, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length or 8
@@ -70,7 +70,7 @@ def check_inputs(
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.export.hf.side_files import TOKENIZER, side_files
     from megatron.core.tokenizers import build_tokenizer
-    from megatron.training.data.datasets import data_set_of, sources_without_record
+    from megatron.training.data.datasets import select_data_set, sources_without_record
 
     built: list[Any] = []
     own_data = cfg.needs_data and not cfg.mock_data and cfg.dataloader_type != "external"
@@ -82,13 +82,13 @@ def check_inputs(
 
     def check_samples() -> None:
         if built and own_data:
-            data_set_of(cfg, built[0])
+            select_data_set(cfg, built[0])
 
     def check_files() -> None:
-        kind, config = data_set_of(cfg, None)
+        kind, config = select_data_set(cfg, None)
         calls: list[Callable[[], Any]] = [BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check]
-        all_of(calls + [partial(sources_without_record, config, each) for each in built])
+        call_all(calls + [partial(sources_without_record, config, each) for each in built])
 
     calls = [build, check_samples] if tokenizer and cfg.tokenizer_type is not None else []
-    all_of([*calls, check_files] if files and own_data else calls)
+    call_all([*calls, check_files] if files and own_data else calls)
     return built[0] if built else None

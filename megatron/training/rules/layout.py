@@ -31,7 +31,7 @@ def common_divisors(*values: int) -> str:
     return ", ".join(map(str, shared[:12]))
 
 
-def ranks_fill_whole_replicas(cfg: PretrainConfig) -> Problems:
+def ranks_form_complete_replicas(cfg: PretrainConfig) -> Problems:
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
         ranks = tp * pp * cp
@@ -48,7 +48,7 @@ def how_to_start(cfg: PretrainConfig) -> str:
     return f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ..."
 
 
-def tensor_parallel_ranks_get_whole_heads(cfg: PretrainConfig) -> Problems:
+def tensor_parallelism_divides_heads(cfg: PretrainConfig) -> Problems:
     tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
     sizes = [size for size in (heads, width) if size and size > 0]
     if tp > 1 and any(size % tp for size in sizes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.config.errors import UserError
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, as_given, missing, names_of, problem, sequence_lengths
+from megatron.training.rules.common import Problems, as_given, flag_names, missing, problem, sequence_lengths
 
 
 def architecture_is_given(cfg: PretrainConfig) -> Problems:
@@ -16,7 +16,7 @@ def architecture_is_given(cfg: PretrainConfig) -> Problems:
         yield missing("seq_length")
 
 
-def layers_of_your_own_are_found(cfg: PretrainConfig) -> Problems:
+def custom_layers_are_found(cfg: PretrainConfig) -> Problems:
     if cfg.spec in (None, ["local"]):
         return
     try:
@@ -52,7 +52,7 @@ def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
 def positions_cover_the_sequence(cfg: PretrainConfig) -> Problems:
     for field, length in sequence_lengths(cfg):
         if cfg.max_position_embeddings and cfg.max_position_embeddings < length:
-            reason = f"is smaller than {names_of(as_given(cfg, field))} {length}"
+            reason = f"is smaller than {flag_names(as_given(cfg, field))} {length}"
             yield problem(cfg, "max_position_embeddings", reason, f"give at least {length}")
 
 
@@ -70,7 +70,7 @@ def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "needs rotary positions", "--position-embedding-type rope")
 
 
-def rotary_channels_are_whole_pairs(cfg: PretrainConfig) -> Problems:
+def rotary_channels_form_pairs(cfg: PretrainConfig) -> Problems:
     if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels and not cfg.multi_latent_attention:
         channels = int(cfg.kv_channels * cfg.rotary_percent)
         if channels % 2 or not channels:
@@ -98,7 +98,7 @@ def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, f"rotates {width} of {turned} channels, which is not a number of pairs")
 
 
-def latent_attention_stands_alone(cfg: PretrainConfig) -> Problems:
+def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
     """Reject settings that only the other kind of attention has."""
     if not cfg.multi_latent_attention:
         return
@@ -157,7 +157,7 @@ def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "qk_l2_norm", "contradicts --qk-layernorm", "choose one of the two")
 
 
-def norms_across_heads_have_heads_of_their_own(cfg: PretrainConfig) -> Problems:
+def norms_across_heads_need_separate_heads(cfg: PretrainConfig) -> Problems:
     if not cfg.qk_layernorm_across_heads or cfg.multi_latent_attention:
         return
     field, tp, groups = "qk_layernorm_across_heads", cfg.tensor_model_parallel_size, cfg.num_query_groups

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.stages import (
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.model_description import branches_of_spec
-from megatron.training.rules.common import Problems, names_of, problem
+from megatron.training.rules.common import Problems, flag_names, problem
 
 _SIZES = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
@@ -39,7 +39,7 @@ def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
         given = [next((name for name in family if getattr(cfg, name)), None) for family in families]
         names = [name for name in given if name is not None]
         if len(names) > 1:
-            yield problem(cfg, names[1], f"contradicts {names_of(names[0])}", "choose one of them")
+            yield problem(cfg, names[1], f"contradicts {flag_names(names[0])}", "choose one of them")
 
 
 def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
@@ -64,7 +64,7 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
         return
     layers, wanted = len(stages[0].names), f"--num-layers {cfg.num_layers}"
     if cfg.num_layers and cfg.decoder_num_layers is not None:
-        wanted += f" and {names_of('decoder_num_layers')} {cfg.decoder_num_layers}"
+        wanted += f" and {flag_names('decoder_num_layers')} {cfg.decoder_num_layers}"
     if cfg.num_layers and layers != cfg.num_layers + (cfg.decoder_num_layers or 0):
         yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
     if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):

@@ -29,7 +29,7 @@ from megatron.training.rules import (
 from megatron.training.rules.common import Rule
 
 
-def rules_of(*files: ModuleType) -> list[Rule]:
+def collect_rules(*files: ModuleType) -> list[Rule]:
     """Every public generator function that these files define, in their order."""
     return [
         member for file in files for name, member in vars(file).items()
@@ -37,7 +37,7 @@ def rules_of(*files: ModuleType) -> list[Rule]:
     ]  # fmt: skip
 
 
-RULES = rules_of(
+RULES = collect_rules(
     model, families, encoder_decoder, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints
 )
 
@@ -46,6 +46,6 @@ def check(cfg: PretrainConfig) -> list[Problem]:
     """Return all problems of a resolved configuration; an empty list means that it can run."""
     if not cfg.resolved:
         raise AssertionError("check() takes what resolve() returns")
-    rules = [*RULES, *rules_of(data, masked_data)] if cfg.needs_data else RULES
+    rules = [*RULES, *collect_rules(data, masked_data)] if cfg.needs_data else RULES
     problems = [problem for rule in rules for problem in rule(cfg)]
     return list({str(problem): problem for problem in problems}.values())

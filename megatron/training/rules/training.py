@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.extensions.installed import is_installed
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, missing, names_of, problem
+from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 
 def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
@@ -17,7 +17,7 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
     """Also each size of a ramp or step schedule."""
     clash = cfg.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
-        fields = names_of(*sorted(clash))
+        fields = flag_names(*sorted(clash))
         yield problem(cfg, "step_batch_size_schedule", f"contradicts {fields}", "its last size is the final one")
     if not cfg.micro_batch_size or not cfg.seq_length or clash:
         return
@@ -77,7 +77,7 @@ def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
     for field in iters if by_samples else samples:
         if field in cfg.explicit and getattr(cfg, field):
             ours, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
-            right = names_of(field).removesuffix("-iters").removesuffix("-samples") + other
+            right = flag_names(field).removesuffix("-iters").removesuffix("-samples") + other
             yield problem(cfg, field, f"does not go with {ours}", f"use {right}")
 
 

@@ -83,7 +83,7 @@ def parallelize(
     if cfg.use_torch_fsdp2 and groups.dp_cp.size > 1:
         reshard = cfg.torch_fsdp2_reshard_after_forward
         return [
-            TorchFullyShardedDataParallel(ddp, chunk, layers_of(chunk), groups, reshard_after_forward=reshard)
+            TorchFullyShardedDataParallel(ddp, chunk, transformer_layers(chunk), groups, reshard_after_forward=reshard)
             for chunk in model_chunks
         ]
     if cfg.use_torch_fsdp2:
@@ -91,7 +91,7 @@ def parallelize(
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """Return all transformer layers of a chunk, the units that FSDP gathers one by one."""
     return [layer for stack in model.modules() if isinstance(stack, LayerList) for layer in stack]
 

@@ -74,14 +74,14 @@ class Task:
 
     def num_parameters(self) -> int | None:
         """Return the parameter count of the full model, which the build is checked against; None if unknown."""
-        description = self._whole_description()
+        description = self._complete_description()
         return None if description is None else description.num_parameters
 
     def flops_per_sample(self) -> float | None:
         """Return model FLOPs of one training sample, forward and backward, without recomputation; None if unknown."""
-        description = self._whole_description()
+        description = self._complete_description()
         return None if description is None else description.flops_per_sample
 
-    def _whole_description(self) -> ModelDescription | None:
+    def _complete_description(self) -> ModelDescription | None:
         description = self.description()
         return None if description is None or description.unknown else description

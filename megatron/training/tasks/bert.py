@@ -22,7 +22,7 @@ from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
-from megatron.training.data.datasets import data_set_of
+from megatron.training.data.datasets import select_data_set
 from megatron.training.initialize import training_device
 from megatron.training.model_description import most_masked, predicted_per_rank
 from megatron.training.tasks.base import NumSamples
@@ -51,7 +51,7 @@ class BertTask(LanguageModelTask):
         cfg = self.cfg
         if cfg.mock_data:
             return mock_data(self, num_samples)
-        return self.datasets(*data_set_of(cfg, self.tokenizer), num_samples)
+        return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
         """Add ``pair_weight`` to the micro-batches: masked tokens per text pair in the global batch, so that the mean

@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank
-from megatron.training.data.datasets import data_set_of
+from megatron.training.data.datasets import select_data_set
 from megatron.training.model_description import layers_of_spec
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
@@ -47,7 +47,7 @@ class GPTTask(LanguageModelTask):
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
         """Return GPT data sets (blended, split) from the data flags."""
-        return self.datasets(*data_set_of(self.cfg, self.tokenizer), num_samples)
+        return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return tokens, labels, loss_mask, position_ids [b, s] and sample_index [b] on the device; ``documents``

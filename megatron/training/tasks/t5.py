@@ -13,7 +13,7 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
-from megatron.training.data.datasets import data_set_of
+from megatron.training.data.datasets import select_data_set
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
@@ -46,7 +46,7 @@ class T5Task(LanguageModelTask):
         cfg = self.cfg
         if cfg.mock_data:
             return mock_data(self, num_samples)
-        return self.datasets(*data_set_of(cfg, self.tokenizer), num_samples)
+        return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.config.errors import UserError
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.exits.endings import message_of, say, tell_launcher
+from megatron.training.exits.endings import error_message, say, tell_launcher
 from megatron.training.hooks.base import Hook
 from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
 from megatron.training.tasks.base import Task
@@ -104,7 +104,7 @@ class Watchdog:
         hangs."""
         if self._monitor is None or self.alone or self._monitor.own_error or _is_success(error):
             return
-        for_user, what = isinstance(error, UserError), message_of(error)
+        for_user, what = isinstance(error, UserError), error_message(error)
         trace = "".join(traceback.format_exception(error))
         failure = Failure(self._monitor.rank, f"{self.progress.heartbeat().where}: {what}", trace, for_user)
         own = Report(what, failure, isinstance(error, UserError) and error.elsewhere)
@@ -119,11 +119,11 @@ class Watchdog:
         reported. If all ranks raised the same error, only one rank per host prints it."""
         assert self._monitor is not None
         speaks = self._monitor.local_ranks.is_first or not failure.together
-        tell_launcher(message_of(error), None if failure.for_user else error)
+        tell_launcher(error_message(error), None if failure.for_user else error)
         if isinstance(error, UserError):
             error.reported = True
             if speaks:
-                say(message_of(error), self._monitor.rank)
+                say(error_message(error), self._monitor.rank)
         elif failure.together and speaks:
             write_line(f"watchdog: {failure}")
 

@@ -110,11 +110,11 @@ def attention_kernel(cfg):
     """The kernel of a machine with a Hopper GPU and both versions of the flash-attn package."""
     import dataclasses
 
-    from megatron.core.attention.choose import choose_kernel, request_of
+    from megatron.core.attention.choose import build_request, choose_kernel
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(cfg)
-    request = request_of(config, config.window_size)
+    request = build_request(config, config.window_size)
     return choose_kernel(dataclasses.replace(request, capability=(9, 0), flash_packages=(2, 3))).kernel
 
 

@@ -122,7 +122,7 @@ ROWS = [
     row("--gpu-memory 80", says("fits the GPU               yes, "), base=DRY),
     row("--dry-run-world-size 4", says("4 = tensor 1 x pipeline 1 x context 1 x data 4"),
         base=f"{DRY} --global-batch-size 8"),
-    row("--cuda-graph-impl local", stops("NVIDIA GPUs", code=2)),
+    row("--cuda-graph-impl local", stops("requires an NVIDIA GPU", code=2)),
     Probe("--cuda-graph-warmup-steps 5", graphs, ("GraphedForwardBackward", 5), base=f"{DRY} --cuda-graph-impl local"),
     Probe("--cuda-graph-impl local", graphs, ("GraphedForwardBackward", 3), base=DRY),
     Probe("--train-sync-interval 2", synchronizations, 2),

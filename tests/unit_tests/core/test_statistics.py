@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.statistics import StepStatistics, invalid_values, losses_of, summaries
+from megatron.core.statistics import StepStatistics, invalid_values, summaries, total_losses
 
 DOUBLE = torch.float64
 
@@ -33,7 +33,7 @@ def test_losses_are_means_of_each_layer_and_sums_over_all():
     assert {name: value.item() for name, value in summaries(totals).items()} == {
         "layer 1/z_loss": 1.5, "layer 2/z_loss": 3.0,
     }  # fmt: skip
-    assert losses_of(totals)["z_loss"].tolist() == [18.0, 8.0]
+    assert total_losses(totals)["z_loss"].tolist() == [18.0, 8.0]
 
 
 def test_what_is_not_finite_is_named_by_module():

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.console import run_tool
 from megatron.tools import plot_metrics
-from megatron.tools.plot_metrics import Series, labels_of, load, panels_of, smoothed, text_chart
+from megatron.tools.plot_metrics import Series, choose_panels, load, run_labels, smoothed, text_chart
 from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
 
 main = partial(run_tool, "plot")
@@ -47,8 +47,8 @@ def test_two_runs_side_by_side_make_a_picture(tmp_path, capsys):
 
 def test_the_default_picture_shows_loss_rate_norm_and_speed(tmp_path):
     run = load(write_run(tmp_path), "run")
-    assert panels_of([run], None) == ["lm loss", "learning_rate", "grad_norm", "tflops_per_device"]
-    assert panels_of([load(write_run(tmp_path / "b", timing=False), "b")], None)[-1] == "grad_norm"
+    assert choose_panels([run], None) == ["lm loss", "learning_rate", "grad_norm", "tflops_per_device"]
+    assert choose_panels([load(write_run(tmp_path / "b", timing=False), "b")], None)[-1] == "grad_norm"
 
 
 def test_the_load_of_experts_is_a_panel_and_statistics_can_be_asked_for(tmp_path):
@@ -61,7 +61,7 @@ def test_the_load_of_experts_is_a_panel_and_statistics_can_be_asked_for(tmp_path
         file.append(train_record(i, 4 * i, step))
     file.flush()
     run = load(tmp_path, "run")
-    assert panels_of([run], None) == ["lm loss", "learning_rate", "load of experts"]
+    assert choose_panels([run], None) == ["lm loss", "learning_rate", "load of experts"]
     assert run.train["load of experts"].y == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     asked = ["--keys", "layer 2/dropped", "load of experts"]
     assert main([str(tmp_path), "--output", str(tmp_path / "p.png"), *asked]) == 0
@@ -132,8 +132,8 @@ def test_a_single_point_and_a_flat_line_can_be_drawn(tmp_path):
 
 def test_labels_are_the_shortest_ends_that_differ(tmp_path):
     paths = [tmp_path / "x" / "save", tmp_path / "y" / "save" / "metrics.jsonl"]
-    assert labels_of(paths) == ["x/save", "y/save"]
-    assert labels_of([tmp_path / "x", tmp_path / "y"]) == ["x", "y"]
+    assert run_labels(paths) == ["x/save", "y/save"]
+    assert run_labels([tmp_path / "x", tmp_path / "y"]) == ["x", "y"]
 
 
 @pytest.mark.parametrize(

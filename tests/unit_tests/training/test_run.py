@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, M
 from megatron.training import run as program
 from megatron.training.arguments import exit_on_config_error, parse_args
 from megatron.training.checks.self_checks import BuildError, ReplicasDiffer
-from megatron.training.exits.endings import message_of, tell_launcher
+from megatron.training.exits.endings import error_message, tell_launcher
 from megatron.training.observe.metrics import NonFiniteError
 from megatron.training.start.rendezvous import RendezvousError
 from megatron.training.train_state import TrainState
@@ -72,7 +72,7 @@ def test_an_error_of_a_data_loaders_worker_ends_in_its_message_alone():
     loader = torch.utils.data.DataLoader(Damaged(), num_workers=1)
     with pytest.raises(IndexedDatasetError) as caught:
         next(iter(loader))
-    assert "Traceback" in str(caught.value) and message_of(caught.value) == "a.bin is truncated"
+    assert "Traceback" in str(caught.value) and error_message(caught.value) == "a.bin is truncated"
 
 
 def test_bad_files_and_values_are_errors_for_users(tmp_path):

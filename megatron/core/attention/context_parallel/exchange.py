@@ -47,7 +47,7 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
 def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
     """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``. Each
     [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per pair of ranks."""
-    pack, unpack = (_shares_of_heads, _whole_sequence) if scatter else (_shares_of_sequence, _all_heads)
+    pack, unpack = (_shares_of_heads, _merge_sequence) if scatter else (_shares_of_sequence, _all_heads)
     outgoing = pack(tensors, group.size)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group.handle)
@@ -81,9 +81,9 @@ def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
     return torch.cat(pieces).view(size, -1)
 
 
-def _whole_sequence(parts: Tensor) -> Tensor:
+def _merge_sequence(parts: Tensor) -> Tensor:
     """Merge the zig-zag parts [n, s / n, b, a, d] of all ranks into [s, b, a, d] in natural token order."""
-    return zigzag.whole(parts.unbind(), dim=0)
+    return zigzag.merge_parts(parts.unbind(), dim=0)
 
 
 def _all_heads(parts: Tensor) -> Tensor:

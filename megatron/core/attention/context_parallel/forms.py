@@ -1,6 +1,6 @@
 """Context-parallel attention: ring, all-gather and all-to-all (Ulysses).
 
-``WholeSequence``       no context parallelism: one kernel call on full sequences
+``FullSequence``       no context parallelism: one kernel call on full sequences
 ``RingAttention``       K/V blocks circulate while each rank attends to the block it holds (Liu et al. 2023)
 ``AllGatherAttention``  all-gathers K/V in forward, and again in backward; saves local K/V only
 ``AllToAllAttention``   exchanges heads for sequence, so that each rank has full sequences of a / n heads (Jacobs et
@@ -104,7 +104,7 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
         own = torch.stack((key, value))
-        everything = _gather_whole(own, plan.group)
+        everything = _all_gather_sequence(own, plan.group)
         softmax = OnlineSoftmax(query, plan.kernel)
         softmax.add_block(everything[0], everything[1], plan.blocks[0])
         out, lse = softmax.finish(sink)
@@ -116,7 +116,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        everything = _gather_whole(own, plan.group)
+        everything = _all_gather_sequence(own, plan.group)
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         sums = GradientSum(2, everything[0])
         gradients.add_block(everything, plan.blocks[0], sums)
@@ -125,13 +125,13 @@ class _AllGather(torch.autograd.Function):
         return gradients.grad_query(), grad_key, grad_value, of_sink, gradients.grad_bias, None
 
 
-def _gather_whole(own: Tensor, group: Group) -> Tensor:
+def _all_gather_sequence(own: Tensor, group: Group) -> Tensor:
     """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order."""
     if group.size == 1:
         return own
     parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
     collective_names.all_gather(parts, own, group=group.handle)
-    return zigzag.whole(parts.chunk(group.size), dim=1)
+    return zigzag.merge_parts(parts.chunk(group.size), dim=1)
 
 
 def _sum_local(total: Tensor, group: Group) -> Tensor:
@@ -153,7 +153,7 @@ def _refuse_dense(mask: Mask) -> None:
 
 
 @dataclass(frozen=True)
-class WholeSequence:
+class FullSequence:
     """Attention on full sequences (no context parallelism), without a sink."""
 
     kernel: Kernel
@@ -290,7 +290,7 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
 def _ring(group: Group, first_head: int, sink: bool) -> Layout:
     """Return the layout of a ring over ``group``; for one rank, full sequences or, with a sink, one key block."""
     if group.size == 1 and not sink:
-        return Layout("whole", WholeSequence, first_head)
+        return Layout("whole", FullSequence, first_head)
     if group.size == 1:
         return Layout("gather", lambda kernel: RingAttention(group, kernel), first_head)
     return Layout("ring", lambda kernel: RingAttention(group, kernel), first_head)

@@ -54,7 +54,7 @@ def local_part(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in spans(x.shape[dim], rank, size)], dim=dim)
 
 
-def whole(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+def merge_parts(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     """Reassemble natural-order sequences from all ranks' zig-zag ``parts``, in rank order; inverse of
     :func:`local_part`."""
     if len(parts) == 1:

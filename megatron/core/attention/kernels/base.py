@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packing import Segments, kernel_window
-from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.tiles import Tile, full_tile
 from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
 
@@ -139,7 +139,7 @@ class FlashKernel:
             )
         if mask.documents is not None:
             return self._documents(query, key, value, mask)
-        tile = whole_tile(len(query), len(key), mask.visibility)
+        tile = full_tile(len(query), len(key), mask.visibility)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self.forward(query, key, value, tile)[0].permute(2, 0, 1, 3)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.core.attention.kernels.base import FlashKernel, Request
 from megatron.core.attention.masks import Mask
-from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.tiles import Tile, full_tile
 from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
@@ -143,7 +143,7 @@ class WhereFaster(FlashKernel):
         super().__init__(fast.scale)
         self.fast, self.otherwise = fast, otherwise
 
-    def kernel_of(self, tile: Tile) -> FlashKernel:
+    def kernel_for(self, tile: Tile) -> FlashKernel:
         """Return the kernel for ``tile``: flash-attn-4 if the tile is full or a causal square, with no fewer visible
         pairs than the smallest measured one."""
         if not (tile.is_full or tile.is_causal_square):
@@ -153,20 +153,20 @@ class WhereFaster(FlashKernel):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """See :meth:`Kernel.attend`; documents and dense masks go to the other kernel."""
-        kernel = self.kernel_of(whole_tile(len(query), len(key), mask.visibility))
+        kernel = self.kernel_for(full_tile(len(query), len(key), mask.visibility))
         if mask.documents is not None or mask.hidden is not None:
             kernel = self.otherwise
         return kernel.attend(query, key, value, mask)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """See :meth:`Kernel.forward`."""
-        return self.kernel_of(tile).forward(query, key, value, tile)
+        return self.kernel_for(tile).forward(query, key, value, tile)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`Kernel.backward`; selects the same kernel as :meth:`forward`, from the tile."""
-        return self.kernel_of(tile).backward(grad, query, key, value, out, lse, tile)
+        return self.kernel_for(tile).backward(grad, query, key, value, out, lse, tile)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
         return self.otherwise._flash(query, key, value, shape, window)

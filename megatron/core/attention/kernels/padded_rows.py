@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.attention.kernels.base import FlashKernel
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.tiles import Tile, full_tile
 
 
 def attend_padded_rows(
@@ -31,7 +31,7 @@ def attend_padded_rows(
         whole: number of leading rows that are one document each.
         rest: documents of the remaining rows.
     """
-    tile = whole_tile(len(query), len(key), mask.visibility)
+    tile = full_tile(len(query), len(key), mask.visibility)
     bounds, longest = (rest.cu_seqlens_q, rest.cu_seqlens_k), (len(query), len(key))
     return _PaddedRows.apply(kernel, query, key, value, tile, whole, (*bounds, *longest))
 

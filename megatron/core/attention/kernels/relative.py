@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.core.attention.kernels.base import NO_SOFT_CAP, SIXTEEN_BIT, Request
 from megatron.core.attention.masks import Mask
-from megatron.core.attention.position_bias import middle_of, of_distances
-from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.position_bias import of_distances, zero_distance_index
+from megatron.core.attention.tiles import Tile, full_tile
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.dispatch import kernels_serve
 from megatron.core.fusions.relative_attention import Pairs, relative_attention, relative_attention_backward
@@ -36,7 +36,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor, *args: Any) -> Tensor:
         query, key, value, scale, tile, ranges = args
-        pairs = Pairs(middle_of(bias, tile), tile.left, tile.right, ranges)
+        pairs = Pairs(zero_distance_index(bias, tile), tile.left, tile.right, ranges)
         out, lse = relative_attention(query, key, value, bias, scale, pairs)
         ctx.save_for_backward(query, key, value, out, lse, bias)
         ctx.scale, ctx.pairs, ctx.tile = scale, pairs, tile
@@ -63,7 +63,7 @@ class RelativeAttention:
                 "attention_mask: kernels for relative positions take no dense masks; describe documents by "
                 "packed_seq_params, or choose --attention-backend unfused"
             )
-        tile, documents = whole_tile(len(query), len(key), mask.visibility), mask.documents
+        tile, documents = full_tile(len(query), len(key), mask.visibility), mask.documents
         ranges = None if documents is None else documents.ranges(query.shape[1], len(query))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return _Attend.apply(mask.bias, query, key, value, self.scale, tile, ranges).permute(2, 0, 1, 3)

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Request
 from megatron.core.attention.kernels.padded_rows import attend_padded_rows
 from megatron.core.attention.masks import Mask, document_mask, hidden_pairs
-from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.tiles import Tile, full_tile
 from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
@@ -122,10 +122,10 @@ class TorchAttention(FlashKernel):
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Use cuDNN if at least half of the rows, at the front, are one document each; else packed flash calls."""
         assert mask.documents is not None
-        batch, tile = query.shape[1], whole_tile(len(query), len(key), mask.visibility)
+        batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
             return super()._documents(query, key, value, mask)
-        whole, rest = mask.documents.whole_rows(batch)
+        whole, rest = mask.documents.split_full_rows(batch)
         if rest is None:
             return self._rows(query, key, value, replace(mask, documents=None))
         if 2 * whole < batch:
@@ -149,7 +149,7 @@ class TorchAttention(FlashKernel):
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        tile, visible = whole_tile(len(query), len(key), mask.visibility), None
+        tile, visible = full_tile(len(query), len(key), mask.visibility), None
         if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):
             own = hidden_pairs(tile, query.device)
             hidden = own if mask.hidden is None else mask.hidden if own is None else mask.hidden | own

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask, document_mask, hidden_pairs
 from megatron.core.attention.position_bias import of_distances, of_pairs
-from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.tiles import Tile, full_tile
 
 
 class UnfusedAttention:
@@ -39,20 +39,20 @@ class UnfusedAttention:
         """Dropout of key blocks; see :meth:`with_mask`. On full sequences the mask carries it."""
         self.bias: Tensor | None = None
         """Position bias [a, n] of key blocks, likewise."""
-        self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
+        self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_input_dtype
 
     def _softmax_in_fp32(self, scores: Tensor) -> Tensor:
         dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
         return torch.softmax(scores.to(dtype) * self.layer_scale, dim=-1).to(scores.dtype)
 
-    def _softmax_in_own_dtype(self, scores: Tensor) -> Tensor:
+    def _softmax_in_input_dtype(self, scores: Tensor) -> Tensor:
         return torch.softmax(scores, dim=-1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """See :meth:`Kernel.attend`; supports dense masks, dropout and bias. Autograd saves the s^2 weights."""
         num_queries, batch, heads, _ = query.shape
         num_keys, kv_groups = key.shape[0], key.shape[2]
-        tile = whole_tile(num_queries, num_keys, mask.visibility)
+        tile = full_tile(num_queries, num_keys, mask.visibility)
         # one GEMM per group computes all of its query heads: keys and values are not repeated
         grouped = query.unflatten(2, (kv_groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
         scaled_keys = key.permute(1, 2, 3, 0) * (self.scale / self.layer_scale)

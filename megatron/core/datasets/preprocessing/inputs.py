@@ -147,7 +147,7 @@ def part_bytes(files: list[InputFile]) -> int:
     return min(max(sum(file.size for file in files) // PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
 
 
-def parts_of(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[Part]:
+def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[Part]:
     """The parts of one file, in order."""
     if file.kind in ("plain", *TEXT):
         for number, start in enumerate(range(0, file.size, size)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, Part, open_parquet
-from megatron.core.datasets.preprocessing.plain_text import BYTE_ORDER_MARK, documents_of
+from megatron.core.datasets.preprocessing.plain_text import BYTE_ORDER_MARK, read_documents
 from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.libraries import is_installed, require
 
@@ -23,7 +23,7 @@ class BadLine:
     reason: str
 
 
-def rows_of(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
+def read_rows(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
     """Yield for each line (parquet: row) of ``part``: the texts of ``keys`` or why they are missing; its bytes."""
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
@@ -40,7 +40,7 @@ def rows_of(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tu
 
 
 def _text_rows(part: Part, max_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
-    for content, size in documents_of(part, max_bytes):
+    for content, size in read_documents(part, max_bytes):
         if content is None:
             yield BadLine(f"longer than --max-line-bytes {max_bytes}"), size
             continue

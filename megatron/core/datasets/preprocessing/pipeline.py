@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import InputFile, Part, find_inputs, part_bytes, parts_of
+from megatron.core.datasets.preprocessing.inputs import InputFile, Part, find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.progress import Progress
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
@@ -269,7 +269,7 @@ class _Run:
             if done:
                 continue
             count = 0
-            for part in parts_of(index, file, self.size, self.cfg.max_line_bytes):
+            for part in split_file(index, file, self.size, self.cfg.max_line_bytes):
                 self.order.append(part.name)
                 count += 1
                 record = read_record(self.folder, part.name)

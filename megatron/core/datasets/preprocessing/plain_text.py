@@ -12,7 +12,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LOOK_BACK = 4096
 
 
-def documents_of(part: Part, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
+def read_documents(part: Part, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
     """Yield content and size of the documents that begin in the byte range of ``part``; the last may end after it.
 
     Content is None for a document of more than ``max_bytes``. Line ends become ``\\n``; blank lines are no content.

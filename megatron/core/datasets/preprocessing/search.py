@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, parts_of
-from megatron.core.datasets.preprocessing.lines import rows_of
+from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
+from megatron.core.datasets.preprocessing.lines import read_rows
 from megatron.core.datasets.preprocessing.pipeline import TokenizerBuilder, preprocess
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 
@@ -59,7 +59,7 @@ def _documents(cfg: PreprocessConfig) -> Iterator[list[str]]:
     files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)
     size = part_bytes(files)
     for index, file in enumerate(files):
-        for part in parts_of(index, file, size, cfg.max_line_bytes):
-            for row, _ in rows_of(part, cfg.json_keys, cfg.max_line_bytes):
+        for part in split_file(index, file, size, cfg.max_line_bytes):
+            for row, _ in read_rows(part, cfg.json_keys, cfg.max_line_bytes):
                 if isinstance(row, list):
                     yield row

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import TEXT, Part
-from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
+from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.safe_files import create_file, parse_json, read_file
@@ -126,7 +126,7 @@ class Worker:
         keys = self.cfg.json_keys
         waiting: dict[str, list[str]] = {key: [] for key in keys}
         characters = 0
-        for row, size in rows_of(part, keys, self.cfg.max_line_bytes):
+        for row, size in read_rows(part, keys, self.cfg.max_line_bytes):
             record.text_bytes += size
             if isinstance(row, BadLine):
                 record.add_bad_line(record.lines, row.reason)

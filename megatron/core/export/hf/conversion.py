@@ -94,7 +94,7 @@ def _parts(name: str, shape: tuple[int, ...], layout: Layout, config: Transforme
             yield Part(theirs.replace("*", str(expert)), size, layout, index, expert, config)
 
 
-def to_ours(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def to_local(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Convert HF tensors, checked for names and shapes, to lazy local tensors ``model.…``; adds router counters."""
     return with_counters({f"model.{each.name}": _merged(each, found) for each in plan})
 
@@ -113,7 +113,7 @@ def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor
     return LazyTensor(placement.shape, first.dtype, read)
 
 
-def to_theirs(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Convert local tensors ``model.…`` to lazy HF tensors.
 
     HF tensors of one local tensor are adjacent: read in this order, the local tensor is read only once."""

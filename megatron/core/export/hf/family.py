@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
-from megatron.core.config.cli import flags_of
+from megatron.core.config.cli import group_flags
 from megatron.core.config.errors import UserError
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
@@ -197,12 +197,12 @@ def _stem(name: str) -> tuple[str, str]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return {spec.field: spec.default for spec in flags_of(*GROUPS) if not spec.field.endswith("parallel_size")}
+    return {spec.field: spec.default for spec in group_flags(*GROUPS) if not spec.field.endswith("parallel_size")}
 
 
 def _check_kinds(settings: Mapping[str, Any]) -> None:
     """Raise UserError for settings of the wrong type or range, because config.json may contain any value."""
-    for spec in flags_of(*GROUPS):
+    for spec in group_flags(*GROUPS):
         value = settings.get(spec.field)
         if value is None or spec.nargs is not None or spec.type_name == "custom":
             continue

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.config.errors import UserError, counted, listed
 from megatron.core.export.files import read_safetensors, read_shards
-from megatron.core.export.hf.conversion import expected, placements, to_ours
+from megatron.core.export.hf.conversion import expected, placements, to_local
 from megatron.core.export.hf.family import Family, complete
 from megatron.core.export.hf.registry import load_settings
 from megatron.core.export.hf.side_files import CONFIG, GENERATION, TOKENIZER, side_files
@@ -43,7 +43,7 @@ def load(folder: Path) -> Interchange:
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
     notes += [f"the folder has no {name}: it begins as a copy of {same}" for name, same in stand_ins.items()]
     notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
-    return Interchange(settings, to_ours(plan, found), assets=assets, notes=notes)
+    return Interchange(settings, to_local(plan, found), assets=assets, notes=notes)
 
 
 def _open_weights(folder: Path) -> dict[str, LazyTensor]:

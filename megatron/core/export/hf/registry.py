@@ -32,7 +32,7 @@ def known_families() -> dict[str, Family]:
     return {each.model_type: each for each in found}
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def find_family(config: Mapping[str, Any]) -> Family:
     """Return the family of a ``config.json`` by its model_type, or, without one, by its architectures.
 
     Raises:
@@ -106,7 +106,7 @@ def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
         config = read_json(folder / CONFIG)
     except FileNotFoundError:
         raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
-    family = family_of(config)
+    family = find_family(config)
     try:
         for key, name in family.counts_if_held.items():
             if config.get(key) and name.format(**config) not in weight_names(folder):

@@ -124,7 +124,7 @@ class Begin(Rule):
         return dict(self.fixed)
 
 
-class Ours(Begin):
+class Fixed(Begin):
     """Settings with one fixed value in the family; export rejects others."""
 
     def save(self, settings: Table) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Ours(Begin):
         return {}
 
 
-class Theirs(Rule):
+class FixedKeys(Rule):
     """Keys that must be absent or have one value, because no setting represents others.
 
     ``written``: whether export writes them; False for keys that ``transformers`` ignores."""

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointWriteError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import Target
-from megatron.core.export.hf.conversion import placements, to_theirs
+from megatron.core.export.hf.conversion import placements, to_hf
 from megatron.core.export.hf.family import complete
 from megatron.core.export.hf.registry import family_for
 from megatron.core.export.hf.side_files import CONFIG, GENERATION, TOKENIZER
@@ -45,7 +45,7 @@ def save(
     if problems := differences(weights, {f"model.{each.name}": each.shape for each in plan}):
         count = counted(len(problems), "problem")
         raise UserError(f"weights and settings do not fit ({count}): {listed(problems, '; ')}")
-    tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_theirs(plan, model.tensors).items()}
+    tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
     kind = dtype or model.tensors[EMBEDDING].dtype
     tensors |= {name: LazyTensor.of(torch.zeros(shape, dtype=kind)) for name, shape in chosen.blank(settings).items()}

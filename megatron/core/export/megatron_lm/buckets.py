@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.export.megatron_lm.names import family_of, find_place, is_gated, layers_of
+from megatron.core.export.megatron_lm.names import detect_family, find_place, is_gated, layer_indices
 from megatron.core.export.megatron_lm.splits import join_ranks, rank_part
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
@@ -94,7 +94,7 @@ def unflatten_distributed(
         if match is None or match[2] != "0":
             raise CheckpointError(f"{where}: flat optimizer state of several buffers ({name:.100}): {_ADVICE}")
         buckets.setdefault(int(match[1]), {}).setdefault(match[4], {})[int(match[3])] = tensor
-    known = family_of(weights) == "gpt" and not any(".experts." in name for name in weights)
+    known = detect_family(weights) == "gpt" and not any(".experts." in name for name in weights)
     if not known or sorted(buckets) != list(range(tp * pp)):
         what = f"of experts, of an encoder, or of {len(buckets)} ranks"
         raise CheckpointError(f"{where}: flat optimizer state {what}: {_ADVICE}")
@@ -128,12 +128,12 @@ def _orders(
 ) -> Iterator[dict[str, LazyTensor]]:
     """Yield a rank's parameters in each possible creation order; ``pipeline`` and ``tensor`` are (rank, size)."""
     (stage, pp), (rank, tp) = pipeline, tensor
-    layers = layers_of(weights, "decoder")
+    layers = layer_indices(weights, "decoder")
     share = len(layers) // pp
     mine = layers[stage * share : (stage + 1) * share]
     kinds = list(dict.fromkeys(name.split(".", 3)[3] for name in weights if name.startswith("decoder.layers.")))
-    own = sorted(kinds, key=lambda kind: _rank_of(find_place(f"decoder.layers.0.{kind}").name))
-    fused = sorted(kinds, key=lambda kind: (_rank_of(kind), "layer_norm" not in kind))
+    own = sorted(kinds, key=lambda kind: _creation_index(find_place(f"decoder.layers.0.{kind}").name))
+    fused = sorted(kinds, key=lambda kind: (_creation_index(kind), "layer_norm" not in kind))
     first = [name for name in weights if name.startswith("embedding.")] if stage == 0 else []
     last = [name for name in weights if not name.startswith(("embedding.", "decoder.layers."))]
     last = last if stage + 1 == pp else []
@@ -144,6 +144,6 @@ def _orders(
         yield {name: rank_part(name, weights[name], rank, tp, gated) for name in names}
 
 
-def _rank_of(name: str) -> int:
+def _creation_index(name: str) -> int:
     module = name.split(".")[-2]
     return _MADE.index(module) if module in _MADE else len(_MADE)

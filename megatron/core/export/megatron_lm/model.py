@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.files import TRACKER, directory_of, read_tracker
+from megatron.core.dist_checkpointing.files import TRACKER, checkpoint_directory, read_tracker
 from megatron.core.export.interchange import Interchange, differences
 from megatron.core.export.megatron_lm import names as table
 from megatron.core.export.unpickler import Record
@@ -37,7 +37,7 @@ def find_folder(folder: Path, step: int | None, marker: str) -> Path:
         which = read_tracker(folder) if step is None else step
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no checkpoint of this format: neither {marker} nor {TRACKER}") from None
-    found = Path(directory_of(folder, which))
+    found = Path(checkpoint_directory(folder, which))
     if not any(found.glob(marker)):
         raise CheckpointError(
             f"{found}: holds no {marker}: missing, of another format, or being written (.metadata is last)"
@@ -65,7 +65,7 @@ def build_interchange(
         raise CheckpointError(f"{where}: lacks the arguments of its run (args), which say what its weights mean")
     if unknown := table.arguments_without_counterpart(args.attributes):
         raise CheckpointError(f"{where}: no setting represents these arguments of its run: {'; '.join(unknown)}")
-    settings = table.settings_of(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
+    settings = table.convert_arguments(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
     padded = next((t.shape[0] for name, t in weights.items() if table.find_place(name).name == table.VOCABULARY[0]), 0)
     notes = ["random states of its run do not come over: dropout masks differ from those that it would have drawn"]
     if padded_vocabulary:
@@ -83,7 +83,7 @@ def build_interchange(
         if kind != "main_param" or half:
             tensors |= our_tensors(named, settings, f"optimizer.{kind}.", tied, where)
     notes += _complete(tensors, settings, where)
-    return Interchange(settings, tensors, objects_of(state, settings, bool(optimizer)), notes=notes)
+    return Interchange(settings, tensors, checkpoint_objects(state, settings, bool(optimizer)), notes=notes)
 
 
 def our_tensors(
@@ -134,7 +134,7 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
     weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     family = settings["model_family"]
     for stack in {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}[family]:
-        layers = table.layers_of(weights, stack)
+        layers = table.layer_indices(weights, stack)
         count = settings.get("decoder_num_layers" if (family, stack) == ("t5", "decoder") else "num_layers")
         if layers != list(range(count if isinstance(count, int) else len(layers))):
             raise CheckpointError(f"{where}: holds layers {layers}, its arguments say {count}")
@@ -149,7 +149,7 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
 # ---- the state of the run
 
 
-def objects_of(state: Mapping[str, Any], settings: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
+def checkpoint_objects(state: Mapping[str, Any], settings: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
     """Return the JSON objects of a native training checkpoint: counters, LR schedule, optimizer step and loss scale."""
     args = state["args"].attributes
     iteration = _count(state.get("iteration", args.get("iteration", 0)), "iteration")

@@ -133,7 +133,7 @@ def is_no_weight(name: str) -> bool:
     return _NO_WEIGHT.search(name) is not None
 
 
-def family_of(names: Collection[str]) -> str:
+def detect_family(names: Collection[str]) -> str:
     """Return the model family (gpt, bert or t5) of these tensor names, of any Megatron-LM version."""
     if any("cross_attention." in name or "inter_attention." in name for name in names):
         return "t5"
@@ -257,7 +257,7 @@ def arguments_without_counterpart(args: Mapping[str, Any]) -> list[str]:
     return [f"{name} is {args[name]!r:.80}" for name in _NO_COUNTERPART if args.get(name) not in (None, False, [], "")]
 
 
-def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Convert Megatron-LM's arguments to settings: plain values only.
 
     None means "not given": Megatron-LM then computes with the value that is the default here. ``num_query_groups``
@@ -269,7 +269,7 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
     Returns:
         Settings; ``vocab_size`` is the true one if the arguments hold it, else the padded one.
     """
-    family = family_of(tensors)
+    family = detect_family(tensors)
     settings: dict[str, Any] = {"model_family": family}
     for name, value in args.items():
         if value is None or (name == "num_query_groups" and not args.get("group_query_attention")):
@@ -288,11 +288,11 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
         if "embedding.position_embeddings.weight" in tensors:  # its program learns positions and ignores the flag
             settings["position_embedding_type"] = "learned_absolute"
     if family == "t5":  # whose program ignores the decoder's flag and uses the encoder's number of layers
-        settings["decoder_num_layers"] = len(layers_of(tensors, "decoder"))
+        settings["decoder_num_layers"] = len(layer_indices(tensors, "decoder"))
     return settings
 
 
-def layers_of(names: Iterable[str], stack: str) -> list[int]:
+def layer_indices(names: Iterable[str], stack: str) -> list[int]:
     """Return the sorted layer indices of ``stack`` (``encoder`` or ``decoder``) that occur in ``names``."""
     return sorted({int(name.split(".")[2]) for name in names if name.startswith(f"{stack}.layers.")})
 

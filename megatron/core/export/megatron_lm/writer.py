@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
 from megatron.core.dist_checkpointing.writer import fsync_path, make_durable_folder, write_file, write_file_atomically
 from megatron.core.export.interchange import COUNTER, Interchange
 from megatron.core.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
@@ -73,7 +73,7 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
     """
     objects = interchange.objects
     which = objects["iteration"] if "train_state" in objects else RELEASE
-    target = Path(directory_of(folder, which))
+    target = Path(checkpoint_directory(folder, which))
     if (target / ".metadata").exists():
         raise CheckpointError(f"{target}: exists already; choose another folder, or remove it")
     make_durable_folder(target)

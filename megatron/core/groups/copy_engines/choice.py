@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 DEVICE = "cuda"
 
 
-def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
+def start_copy_engines(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
     """Return copy engines for the group ``ranks``, or None (on all of its ranks) if they are not supported. Collective
     over the group; waits for the device. Copy engines require NCCL and all ranks on one host with GPU peer access. They
     are not used with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams then share one hardware queue, so that a waiting stream

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.operators import scatter_to_sequence
 from megatron.core.transformer.initial_values import embedding_init
 
 
-class WholeEmbedding(nn.Module):
+class FullEmbedding(nn.Module):
     """Learned embedding of ``count`` positions or token types, replicated on every rank."""
 
     def __init__(self, config: TransformerConfig, count: int, groups: ProcessGroups) -> None:
@@ -53,8 +53,8 @@ class LanguageModelEmbedding(nn.Module):
             vocab_size, config.hidden_size, init_method=embedding_init(config), config=config,
             divisible_by=divisible_by, groups=groups,
         )  # fmt: skip
-        self.position_embeddings = WholeEmbedding(config, max_sequence_length, groups) if learned_positions else None
-        self.tokentype_embeddings = WholeEmbedding(config, num_tokentypes, groups) if num_tokentypes else None
+        self.position_embeddings = FullEmbedding(config, max_sequence_length, groups) if learned_positions else None
+        self.tokentype_embeddings = FullEmbedding(config, num_tokentypes, groups) if num_tokentypes else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
         self.scale = 1.0
         if config.apply_embedding_scaling:  # rounded to params_dtype, as in the training of the published models

@@ -85,7 +85,7 @@ def choice_counts(experts: Tensor, num_experts: int, dtype: torch.dtype = torch.
     return chosen_sbe.scatter_(-1, experts, 1.0).sum(0)[:, :num_experts]
 
 
-def fractions_of(counts: Tensor) -> Tensor:
+def normalize_counts(counts: Tensor) -> Tensor:
     """Return counts [..., e] divided by their sum; equal fractions if the sum is 0."""
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts / total.clamp_min(1), 1 / counts.shape[-1])
@@ -112,7 +112,7 @@ def fractions(
         result["seq_aux_loss"] = counts_be / num_choices
     if "global_aux_loss" in types:
         assert last_batch_e is not None
-        result["global_aux_loss"] = fractions_of(last_batch_e.double()).to(counts_be.dtype)[None]
+        result["global_aux_loss"] = normalize_counts(last_batch_e.double()).to(counts_be.dtype)[None]
     return result
 
 

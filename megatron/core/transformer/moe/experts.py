@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import weighted_activation_of
+from megatron.core.fusions.activations import select_weighted_activation
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -45,7 +45,7 @@ class SequentialExperts(nn.Module):
         self.linear_fc2 = GroupedLinear(
             width, hidden, init_method=output_weight_init(config), splits_input=True, **shared
         )  # fmt: skip
-        self.activation = weighted_activation_of(config)
+        self.activation = select_weighted_activation(config)
         self._keeping = activation_output(config, "moe")
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:

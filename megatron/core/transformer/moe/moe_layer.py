@@ -28,8 +28,8 @@ from megatron.core.transformer.moe.experts import GroupedExperts, SequentialExpe
 from megatron.core.transformer.moe.moe_description import describe_moe
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExperts
-from megatron.core.transformer.overlap import Segments, drain, segments_of
-from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.overlap import Segments, drain, mixer_segments
+from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         self.shared_experts: SharedExperts | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, submodules.shared_experts, groups=groups)
-        self._run, self._run_shared = run_of(config, "moe"), run_of(config, "shared_experts")
+        self._run, self._run_shared = recompute_policy(config, "moe"), recompute_policy(config, "shared_experts")
         self._shared_beside = config.moe_shared_expert_overlap and self.shared_experts is not None
         self._tokens_stand_alone = not depends_on_micro_batch(config)
 
@@ -86,7 +86,7 @@ class MoELayer(nn.Module):
         output = yield from self._through_experts(hidden_states, ctx)
         if self.shared_experts is None or self._shared_beside:
             return output
-        return output + (yield from segments_of(self.shared_experts, hidden_states, ctx))
+        return output + (yield from mixer_segments(self.shared_experts, hidden_states, ctx))
 
     def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         routing = self.router(hidden_states, ctx)

@@ -48,7 +48,7 @@ def maths_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def scores_of(logits: Tensor, function: ScoreFunction) -> Tensor:
+def expert_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
     """Return the scores of all experts (last dim), fp32 or fp64. Softmax normalizes over experts; the others are
     elementwise.
     """
@@ -63,7 +63,7 @@ def scores_of(logits: Tensor, function: ScoreFunction) -> Tensor:
 
 def balanced_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
     """Return the scores of the balancing losses, normalized to sum to 1 over all experts."""
-    scores = scores_of(logits, function)
+    scores = expert_scores(logits, function)
     return scores if function == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
@@ -127,7 +127,7 @@ class RoutingRule:
         choice, not the weights.
         """
         z = logits.to(maths_dtype(logits))
-        scores = z if self.choice_kind == "softmax" else scores_of(z, self.score_function)
+        scores = z if self.choice_kind == "softmax" else expert_scores(z, self.score_function)
         if bias is not None:
             scores = scores + bias
         return top_k(scores if self.num_groups is None else self._within_groups(scores), self.topk)
@@ -152,7 +152,7 @@ class RoutingRule:
         if self.score_function == "softmax":
             weights = z.softmax(-1).gather(-1, experts) if self.pre_softmax else z.gather(-1, experts).softmax(-1)
         else:
-            weights = scores_of(z.gather(-1, experts), self.score_function)
+            weights = expert_scores(z.gather(-1, experts), self.score_function)
             if self.topk > 1:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return (weights * self.scaling_factor if self.scaling_factor else weights).to(logits.dtype)

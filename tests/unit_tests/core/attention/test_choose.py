@@ -135,7 +135,7 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
     )  # fmt: skip
     hopper = request(backend="flash", flash_version=version, flash_packages=(version,), channels=8)
     reference = reference_attention(config, 1, mask_type)
-    monkeypatch.setattr("megatron.core.attention.dot_product_attention.request_of", lambda *_, **__: hopper)
+    monkeypatch.setattr("megatron.core.attention.dot_product_attention.build_request", lambda *_, **__: hopper)
     core = CoreAttention(config, 1, mask_type, groups=SINGLE_PROCESS)
     assert isinstance(core.form.kernel, FlashAttentionPackage) and core.choice.kernel == f"flash-attn {version}"
     query, key, value = (torch.randn(9, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))

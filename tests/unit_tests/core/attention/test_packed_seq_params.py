@@ -54,13 +54,13 @@ def test_boundaries_are_known_where_the_host_may_read_or_has_read_them(monkeypat
 def test_what_is_left_begins_behind_empty_documents():
     documents = PackedSeqParams.of_lengths(torch.tensor([128, 128, 3]), 128)
     assert documents.all_bounds() == ((0, 128, 128, 256, 256, 259, 384),) * 2
-    assert documents.whole_rows(3)[1].all_bounds() == ((0, 3, 128),) * 2
+    assert documents.split_full_rows(3)[1].all_bounds() == ((0, 3, 128),) * 2
 
 
 def test_rows_whose_sides_share_no_boundary_are_not_split():
     documents = of([0, 4, 8, 10, 12], [0, 0, 4, 6, 12])
     documents.all_bounds()
-    assert documents.whole_rows(3) == (0, documents)
+    assert documents.split_full_rows(3) == (0, documents)
 
 
 def test_ranges_are_of_each_token_in_its_row():

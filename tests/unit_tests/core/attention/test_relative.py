@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.attention.context_parallel.forms import WholeSequence
+from megatron.core.attention.context_parallel.forms import FullSequence
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.kernels.relative import RelativeAttention
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -42,7 +42,7 @@ def assert_equal_to_plain_torch(case, length, batch, heads, groups, channels, dt
         )  # fmt: skip
         core = CoreAttention(config, 1, mask, "relative", groups=SINGLE_PROCESS)
         if kernel is not None and DEVICE == "cpu":
-            core.form = WholeSequence(RelativeAttention(channels**-0.5))
+            core.form = FullSequence(RelativeAttention(channels**-0.5))
         leaves = [x.to(number, copy=True).requires_grad_() for x in inputs]
         bias = position_bias(leaves[3], length, max_distance=20, bidirectional=mask is AttnMaskType.padding)
         mixed = core.to(DEVICE)(*leaves[:3], None, documents, None, bias)

@@ -13,7 +13,7 @@ from megatron.core.attention.kernels.base import Request
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryEmbedding, yarn_scaling
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import activation_of
+from megatron.core.fusions.activations import select_activation
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.context import ForwardContext
@@ -212,4 +212,4 @@ def test_the_clamped_activation_is_that_of_gpt_oss():
     config = make_config(quick_geglu=True, activation_func_clamp_value=7.0, glu_linear_offset=1.0)
     gate, up = torch.randn(2, 5, 6, dtype=torch.float64) * 8
     expected = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
-    torch.testing.assert_close(activation_of(config)(torch.cat((gate, up), dim=-1)), expected)
+    torch.testing.assert_close(select_activation(config)(torch.cat((gate, up), dim=-1)), expected)

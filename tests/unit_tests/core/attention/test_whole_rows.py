@@ -7,7 +7,7 @@ from megatron.core.attention.kernels import torch_sdpa
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.tiles import Visibility, whole_tile
+from megatron.core.attention.tiles import Visibility, full_tile
 
 LENGTH = 128
 
@@ -28,7 +28,7 @@ def told(documents):
 @pytest.mark.parametrize("lengths, whole", [((128, 128, 3), 2), ((128, 5, 128), 1), ((7, 128), 0), ((128, 128), 2)])
 def test_rows_are_whole_up_to_the_first_with_padding(lengths, whole):
     for documents in (padded(*lengths), padded(*lengths, num_queries=64)):
-        found, others = told(documents).whole_rows(len(lengths))
+        found, others = told(documents).split_full_rows(len(lengths))
         assert found == whole and (others is None) == (whole == len(lengths))
         if others is not None and whole:
             bounds = others.all_bounds()
@@ -39,7 +39,7 @@ def test_rows_are_whole_up_to_the_first_with_padding(lengths, whole):
 
 def test_boundaries_on_a_device_alone_are_not_waited_for():
     documents = padded(128, 3)
-    assert documents.whole_rows(2) == (0, documents)
+    assert documents.split_full_rows(2) == (0, documents)
 
 
 class ExactKernel(torch_sdpa.TorchAttention):
@@ -77,7 +77,7 @@ class ExactKernel(torch_sdpa.TorchAttention):
             if last > first:
                 of_keys = [slice(start, stop), slice(first, last), slice(first, last), slice(start, stop)]
                 own = [x[part].transpose(0, 1).unsqueeze(0) for x, part in zip(tensors, of_keys)]
-                yield own, whole_tile(stop - start, last - first, Visibility(window[1] == 0))
+                yield own, full_tile(stop - start, last - first, Visibility(window[1] == 0))
 
 
 @pytest.mark.parametrize("causal, queries", [(False, None), (True, None), (False, 256)])

@@ -13,8 +13,8 @@ from megatron.core.config.cli import (
     derived,
     flag,
     flag_table,
-    flags_of,
     flatten,
+    group_flags,
     make_parser,
     read_mapping,
     read_segments,
@@ -76,7 +76,7 @@ class Sizes:
     """Not a flag."""
 
 
-SPECS = flags_of(Sizes)
+SPECS = group_flags(Sizes)
 
 
 def read(text):
@@ -238,4 +238,4 @@ def test_field_types_that_cannot_be_flags_are_refused():
 
     Wrong.__annotations__["table"] = dict
     with pytest.raises(TypeError, match="needs flag"):
-        flags_of(Wrong)
+        group_flags(Wrong)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.config.errors import UserError
 from megatron.core.export.hf.family import complete, described
-from megatron.core.export.hf.registry import family_of
+from megatron.core.export.hf.registry import find_family
 from tests.test_utils import published_configs as published
 
 GEMMA_2B = {
@@ -60,7 +60,7 @@ MODERNBERT_BASE = {
 
 
 def settings_of(config):
-    return complete(family_of(config).load_settings(config))
+    return complete(find_family(config).load_settings(config))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_published_models_have_their_parameters_and_come_back(config, num_parame
             size *= each
         total += size
     assert total == num_parameters
-    family = family_of(config)
+    family = find_family(config)
     again = family.save_settings(settings)
     assert settings_of(again) == settings
     said = again.keys() - family.passive - {"rope_scaling"}  # which is the same in equal settings
@@ -128,7 +128,7 @@ def test_what_no_setting_can_say_is_refused(config, message):
 
 
 def test_settings_that_gemma_cannot_say_are_refused():
-    family = family_of(GEMMA_3_1B)
+    family = find_family(GEMMA_3_1B)
     settings = settings_of(GEMMA_3_1B)
     with pytest.raises(UserError, match="softmax_scale is 0.3"):
         family.save_settings({**settings, "softmax_scale": 0.3})
@@ -212,12 +212,12 @@ def test_values_of_further_published_models_that_cannot_be_converted(config, mes
 )
 def test_settings_that_a_further_family_lacks_are_refused(config, change, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        family_of(config).save_settings({**settings_of(config), **change})
+        find_family(config).save_settings({**settings_of(config), **change})
 
 
 def test_modernbert_names_absolute_positions_although_it_rotates():
     settings = settings_of(MODERNBERT_BASE)
     assert (settings["position_embedding_type"], settings["rotary_base"]) == ("rope", 160_000)
-    assert "position_embedding_type" not in family_of(MODERNBERT_BASE).save_settings(settings)
+    assert "position_embedding_type" not in find_family(MODERNBERT_BASE).save_settings(settings)
     with pytest.raises(UserError, match="position_embedding_type is 'relative_key', which cannot be represented"):
         settings_of({**MODERNBERT_BASE, "position_embedding_type": "relative_key"})

@@ -13,12 +13,12 @@ from megatron.core.fusions.activation_kernels import (
     weighted_gated_triton,
 )
 from megatron.core.fusions.activations import (
-    activation_of,
     gated,
     quick_gelu,
+    select_activation,
+    select_weighted_activation,
     squared_relu,
     swiglu,
-    weighted_activation_of,
 )
 from tests.test_utils.kernels import assert_equal_to_formula, filled
 from tests.unit_tests.core.fusions.test_fusions import choice
@@ -104,11 +104,11 @@ def test_squared_relu_equals_the_formula(shape, dtype):
 def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     bf16 = {"params_dtype": torch.bfloat16}
-    assert activation_of(choice(swiglu=True, **bf16)).plain is swiglu
-    assert activation_of(choice(swiglu=True, bias_swiglu_fusion=False, **bf16)) is swiglu
-    assert activation_of(choice(squared_relu=True, **bf16)).kernel is squared_relu_triton
-    assert activation_of(choice(squared_relu=True, bias_gelu_fusion=False, **bf16)) is squared_relu
-    assert activation_of(choice(swiglu=True)) is swiglu  # float64
-    assert weighted_activation_of(choice(swiglu=True, **bf16)).kernel.func is weighted_gated_triton
-    weighted = weighted_activation_of(choice(squared_relu=True, bias_gelu_fusion=False, **bf16))
+    assert select_activation(choice(swiglu=True, **bf16)).plain is swiglu
+    assert select_activation(choice(swiglu=True, bias_swiglu_fusion=False, **bf16)) is swiglu
+    assert select_activation(choice(squared_relu=True, **bf16)).kernel is squared_relu_triton
+    assert select_activation(choice(squared_relu=True, bias_gelu_fusion=False, **bf16)) is squared_relu
+    assert select_activation(choice(swiglu=True)) is swiglu  # float64
+    assert select_weighted_activation(choice(swiglu=True, **bf16)).kernel.func is weighted_gated_triton
+    weighted = select_weighted_activation(choice(squared_relu=True, bias_gelu_fusion=False, **bf16))
     assert weighted(torch.tensor([[3.0]]), torch.tensor([2.0])).item() == 18

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.config.network import NetworkSizeConfig
-from megatron.core.fusions.activations import activation_of, gated, quick_gelu, squared_relu, swiglu
+from megatron.core.fusions.activations import gated, quick_gelu, select_activation, squared_relu, swiglu
 from megatron.core.fusions.rms_norm import rms_norm, rms_norm_reference
 from megatron.core.fusions.rope import apply_rotary, rotary_reference
 
@@ -64,22 +64,22 @@ def choice(params_dtype=DOUBLE, **overrides):
 
 def test_gelu_is_approximate_exactly_where_bias_and_gelu_are_fused():
     x = torch.linspace(-3, 3, 20, dtype=DOUBLE)
-    assert torch.equal(activation_of(choice())(x), F.gelu(x, approximate="tanh"))
-    assert torch.equal(activation_of(choice(bias_gelu_fusion=False))(x), F.gelu(x))
-    assert torch.equal(activation_of(choice(add_bias_linear=False))(x), F.gelu(x))
-    assert torch.equal(activation_of(choice(exact_gelu=True))(x), F.gelu(x))
+    assert torch.equal(select_activation(choice())(x), F.gelu(x, approximate="tanh"))
+    assert torch.equal(select_activation(choice(bias_gelu_fusion=False))(x), F.gelu(x))
+    assert torch.equal(select_activation(choice(add_bias_linear=False))(x), F.gelu(x))
+    assert torch.equal(select_activation(choice(exact_gelu=True))(x), F.gelu(x))
 
 
 def test_the_other_activations():
     x = torch.linspace(-3, 3, 20, dtype=DOUBLE)
     gate, up = x[:10], x[10:]
-    assert activation_of(choice(squared_relu=True)) is squared_relu
+    assert select_activation(choice(squared_relu=True)) is squared_relu
     assert torch.equal(squared_relu(x), x.clamp(min=0) ** 2)
-    assert torch.equal(activation_of(choice(relu=True))(x), x.clamp(min=0))
-    assert activation_of(choice(swiglu=True)) is swiglu
-    torch.testing.assert_close(activation_of(choice(quick_geglu=True))(x), gate * torch.sigmoid(1.702 * gate) * up)
-    torch.testing.assert_close(activation_of(choice(geglu=True))(x), F.gelu(gate, approximate="tanh") * up)
-    torch.testing.assert_close(activation_of(choice(geglu=True, exact_gelu=True))(x), F.gelu(gate) * up)
-    clamped = activation_of(choice(swiglu=True, activation_func_clamp_value=1.0, glu_linear_offset=1.0))(x)
+    assert torch.equal(select_activation(choice(relu=True))(x), x.clamp(min=0))
+    assert select_activation(choice(swiglu=True)) is swiglu
+    torch.testing.assert_close(select_activation(choice(quick_geglu=True))(x), gate * torch.sigmoid(1.702 * gate) * up)
+    torch.testing.assert_close(select_activation(choice(geglu=True))(x), F.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(select_activation(choice(geglu=True, exact_gelu=True))(x), F.gelu(gate) * up)
+    clamped = select_activation(choice(swiglu=True, activation_func_clamp_value=1.0, glu_linear_offset=1.0))(x)
     torch.testing.assert_close(clamped, F.silu(gate.clamp(max=1.0)) * (up.clamp(-1.0, 1.0) + 1.0))
     torch.testing.assert_close(gated(x, activation=quick_gelu), quick_gelu(gate) * up)

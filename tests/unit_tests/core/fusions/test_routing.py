@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from megatron.core.fusions.routing import choose_triton, weigh_triton
 from megatron.core.transformer.moe.balance import summarize
-from megatron.core.transformer.moe.routing import RoutingRule, scores_of
+from megatron.core.transformer.moe.routing import RoutingRule, expert_scores
 from tests.test_utils.kernels import DEVICE
 
 RULES = {
@@ -32,7 +32,7 @@ def check(kind, sizes, k, dtype, biased):
     expected = rule.choose(logits, bias)
     differs = (experts != expected).any(-1)
     if differs.any():  # scores that are equal but for rounding
-        scores = exact if kind == "softmax" else scores_of(exact, function) + (0 if bias is None else bias.double())
+        scores = exact if kind == "softmax" else expert_scores(exact, function) + (0 if bias is None else bias.double())
         mine, theirs = (scores.gather(-1, each)[differs] for each in (experts, expected))
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
         assert differs.float().mean() < 0.01

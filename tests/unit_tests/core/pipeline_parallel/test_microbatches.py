@@ -60,7 +60,7 @@ def test_a_pipeline_runs_the_schedule_of_its_ranks_with_messages_of_its_rows(opt
     groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1), dp=Group("dp", (0, 1, 2), 2))
     monkeypatch.setattr(microbatches.parallel_state, "get_process_groups", lambda: groups)
     monkeypatch.setattr(microbatches.dist, "get_backend", lambda handle: "gloo")
-    monkeypatch.setattr(microbatches, "schedule_of", lambda config, *counts: ("chosen", counts))
+    monkeypatch.setattr(microbatches, "build_schedule", lambda config, *counts: ("chosen", counts))
     monkeypatch.setattr(microbatches, "forward_only_schedule", lambda pp, number, size: ("forward", (pp, size, number)))
     monkeypatch.setattr(microbatches, "Messages", lambda *given: given)
     made = lambda *given, lookahead: SimpleNamespace(run=lambda: (*given, lookahead))  # noqa: E731

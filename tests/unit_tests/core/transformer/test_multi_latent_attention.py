@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.attention.context_parallel.forms import EqualHeads, RingAttention, WholeSequence
+from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, RingAttention
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
 from megatron.core.config.transformer_config import MLATransformerConfig
@@ -68,7 +68,7 @@ def test_heads_of_two_sizes_attend_as_their_formula(sizes, softmax_type):
     for mine, theirs in zip(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad)):
         torch.testing.assert_close(mine, theirs)
     filled = keys != values and in_blocks
-    assert isinstance(core.form, EqualHeads if filled else RingAttention if in_blocks else WholeSequence)
+    assert isinstance(core.form, EqualHeads if filled else RingAttention if in_blocks else FullSequence)
     assert (f"heads of {keys} and {values} channels filled up" in core.description) == filled
 
 

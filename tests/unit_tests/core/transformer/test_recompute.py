@@ -17,8 +17,8 @@ from megatron.core.transformer.recompute import (
     layer_runs,
     recompute,
     recompute_from_split_input,
+    recompute_policy,
     recomputed_modules,
-    run_of,
 )
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
@@ -147,7 +147,7 @@ RUNS = {
     **{f"full, {method}": lambda method=method: layer_runs(
         RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=1), 1,
         SINGLE_PROCESS)[0][0] for method in ("uniform", "block")},
-    **{name: lambda name=name: run_of(
+    **{name: lambda name=name: recompute_policy(
         RecomputeConfig(recompute_granularity="selective", recompute_modules=[name]), name)
        for name in ("core_attn", "mlp", "moe", "shared_experts")},
 }  # fmt: skip

@@ -12,7 +12,7 @@ from megatron.core.attention.kernels.torch_sdpa import TorchAttention
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import document_mask, hidden_pairs
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.tiles import Visibility, whole_tile
+from megatron.core.attention.tiles import Visibility, full_tile
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -28,7 +28,7 @@ from megatron.core.transformer.initial_values import embedding_init, output_weig
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import TransformerLayer, branches_of
+from megatron.core.transformer.transformer_layer import TransformerLayer, layer_branches
 from tests.test_utils.reference_attention import reference_attention
 
 DOUBLE = torch.float64
@@ -43,7 +43,7 @@ def make_config(**overrides):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 0), (1, 2), (-1, 1), (2, -1)])
 def test_masks_hide_what_the_definition_hides(queries, keys, causal, window):
-    mask = hidden_pairs(whole_tile(queries, keys, Visibility(causal, window)))
+    mask = hidden_pairs(full_tile(queries, keys, Visibility(causal, window)))
     left, right = window or (-1, -1)
     for q in range(queries):
         for k in range(keys):
@@ -261,10 +261,10 @@ def test_only_layers_that_run_nothing_but_their_branches_are_cut():
 
     slots = get_gpt_layer_local_spec().submodules
     for kind in (TransformerLayer, Inherits):
-        assert [each.name for each in branches_of(ModuleSpec(kind, submodules=slots))] == ["self_attention", "mlp"]
+        assert [each.name for each in layer_branches(ModuleSpec(kind, submodules=slots))] == ["self_attention", "mlp"]
     for kind in (AddsSomething, BuildsItself, torch.nn.Linear, lambda config: None):
-        assert branches_of(ModuleSpec(kind, submodules=slots)) is None
-    assert [each.name for each in branches_of(ModuleSpec(TransformerLayer, submodules=slots.branches[:1] * 3))] == [
+        assert layer_branches(ModuleSpec(kind, submodules=slots)) is None
+    assert [each.name for each in layer_branches(ModuleSpec(TransformerLayer, submodules=slots.branches[:1] * 3))] == [
         "self_attention"
     ] * 3
 

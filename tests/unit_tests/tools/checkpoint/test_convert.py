@@ -132,7 +132,7 @@ def test_a_tokenizer_goes_along_and_settings_name_the_place_where_it_will_be(fol
 def test_a_setting_names_the_file_of_the_tokenizer_that_goes_along(tmp_path):
     assets = {name: tmp_path / name for name in ("tokenizer/vocab.json", "hf/merges.txt")}
     named = {"vocab_file": "/old/vocab.json", "merge_file": "/old/merges.txt", "tokenizer_model": None}
-    assert convert.own_tokenizer(Interchange(named, {}, assets=assets), tmp_path) == {
+    assert convert.copied_tokenizer(Interchange(named, {}, assets=assets), tmp_path) == {
         "vocab_file": f"{tmp_path}/tokenizer/vocab.json", "merge_file": f"{tmp_path}/tokenizer",
     }  # fmt: skip
 

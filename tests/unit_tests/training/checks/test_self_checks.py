@@ -10,7 +10,7 @@ import torch
 from megatron.core.description.model import ModelDescription, Param, Piece
 from megatron.core.groups.process_groups import RankGrid
 from megatron.core.sharding.rectangles import Rectangle
-from megatron.training.checks.self_checks import Holding, describe_layout, problems_of
+from megatron.training.checks.self_checks import Holding, describe_layout, find_problems
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
 
@@ -21,7 +21,7 @@ def layer(index, stage=0, offsets=(0, 0), lengths=(4, 4), tied=False):
 
 def test_whole_models_have_no_problems():
     halves = [layer(0, offsets=(0, 0), lengths=(2, 4)), layer(0, offsets=(2, 0), lengths=(2, 4))]
-    assert not list(problems_of([*halves, layer(1, 1), layer(1, 1)], 2, 32))
+    assert not list(find_problems([*halves, layer(1, 1), layer(1, 1)], 2, 32))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_whole_models_have_no_problems():
     ],
 )
 def test_holes_and_doubles_are_named(pieces, words):
-    assert words in "; ".join(problems_of(pieces, 2, None))
+    assert words in "; ".join(find_problems(pieces, 2, None))
 
 
 def branch(name, index):
@@ -55,11 +55,11 @@ def held(index, name, stage=0, shape=(4, 4)):
 
 def test_every_branch_of_a_layer_is_wanted_once():
     first, last = [held(0, "self_attention"), held(0, "mlp")], [held(1, "self_attention"), held(1, "mlp", 1)]
-    assert not list(problems_of([*first, *last], 2, 64, TWO_LAYERS))
-    found = problems_of([*first, last[0]], 2, 64, TWO_LAYERS)
+    assert not list(find_problems([*first, *last], 2, 64, TWO_LAYERS))
+    found = find_problems([*first, last[0]], 2, 64, TWO_LAYERS)
     assert "the feed-forward branch of layer 2 is on no rank" in list(found)
-    assert "the attention branch of layer 2 is on no rank" in list(problems_of([*first, last[1]], 2, 64, TWO_LAYERS))
-    doubled = "; ".join(problems_of([*first, *last, held(1, "self_attention", 1)], 2, 64, TWO_LAYERS))
+    assert "the attention branch of layer 2 is on no rank" in list(find_problems([*first, last[1]], 2, 64, TWO_LAYERS))
+    doubled = "; ".join(find_problems([*first, *last, held(1, "self_attention", 1)], 2, 64, TWO_LAYERS))
     assert doubled == "decoder.layers.1.self_attention.weight on stages 0 and 1, though nothing ties them"
     grid = RankGrid(pp=2)
     assert list(describe_layout(grid, [*first, *last], TWO_LAYERS))[-2:] == [
@@ -71,7 +71,7 @@ def test_every_branch_of_a_layer_is_wanted_once():
 def test_what_the_settings_do_not_make_is_named():
     pieces = [held(0, "self_attention"), held(0, "mlp", shape=(4, 2)), held(1, "self_attention"), held(1, "mlp"),
               held(1, "adapter")]  # fmt: skip
-    found = list(problems_of(pieces, 2, None, TWO_LAYERS))
+    found = list(find_problems(pieces, 2, None, TWO_LAYERS))
     assert found == [
         "decoder.layers.0.mlp.weight has the shape (4, 2), the settings make (4, 4)",
         "the settings make no decoder.layers.1.adapter.weight",
@@ -79,11 +79,11 @@ def test_what_the_settings_do_not_make_is_named():
 
 
 def test_layers_without_one_of_the_branches_are_another_programs_business():
-    assert not list(problems_of([held(0, "self_attention"), held(0, "mlp"), held(1, "mlp")], 2, None))
+    assert not list(find_problems([held(0, "self_attention"), held(0, "mlp"), held(1, "mlp")], 2, None))
 
 
 def test_a_wrong_sum_is_a_problem():
-    (words,) = problems_of([layer(0)], 1, 17, task="GPTTask")
+    (words,) = find_problems([layer(0)], 1, 17, task="GPTTask")
     assert words.startswith("the ranks hold 16 parameters, GPTTask.num_parameters() makes 17 of the settings")
 
 

@@ -18,10 +18,10 @@ from megatron.training.observe.metrics import (
     decode,
     encode,
     eval_record,
-    losses_of,
     materialize,
     metrics_directory,
     read_metrics,
+    record_losses,
     train_record,
 )
 
@@ -123,14 +123,15 @@ def test_records_hold_no_wall_clock_value():
 def test_records_read_back_as_what_they_were_written_from():
     step = StepMetrics(losses={"lm loss": 2.0}, num_tokens=64, learning_rate=1e-3, global_batch_size=8, grad_norm=1.0)
     record = train_record(3, 24, step)
-    assert StepMetrics(losses=losses_of(record), **{name: record[name] for name in vars(step).keys() & record}) == step
+    values = {name: record[name] for name in vars(step).keys() & record}
+    assert StepMetrics(losses=record_losses(record), **values) == step
     for result in (
         EvalResult("validation", None, {"lm loss": 2.0}),
         EvalResult("test", "code", {"lm loss": 2.5}, final=True),
     ):
         record = eval_record(3, 24, result)
         name = "validation" if record["kind"] == "valid" else "test"
-        assert EvalResult(name, record.get("dataset"), losses_of(record), record.get("final", False)) == result
+        assert EvalResult(name, record.get("dataset"), record_losses(record), record.get("final", False)) == result
 
 
 # the file

@@ -15,8 +15,14 @@ from megatron.data.indexed_dataset import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.arguments import core_transformer_config_from_args, flag_specs, parse_args, validate_args
 from megatron.training.model_description import describe_run
-from megatron.training.report.dry_run import dry_run_report, preflight, vocab_size_of
-from megatron.training.report.pipeline import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
+from megatron.training.report.dry_run import dry_run_report, known_vocab_size, preflight
+from megatron.training.report.pipeline import (
+    bubble_fraction,
+    count_microbatches,
+    enough_microbatches,
+    run_schedule,
+    simulated_timeline,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 TINY = (
@@ -91,12 +97,12 @@ def test_vocabulary_is_counted_from_files(tmp_path):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({"a": 0, "b": 1}))
     cfg = dataclasses.replace(parse_args(TINY.split()), vocab_size=None, vocab_file=str(path))
-    assert vocab_size_of(cfg) == (2, str(path))
+    assert known_vocab_size(cfg) == (2, str(path))
     path = tmp_path / "vocab.txt"
     path.write_text("a\nb\nc\n")
-    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=str(path)))[0] == 3
-    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=None))[0] is None
-    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
+    assert known_vocab_size(dataclasses.replace(cfg, vocab_file=str(path)))[0] == 3
+    assert known_vocab_size(dataclasses.replace(cfg, vocab_file=None))[0] is None
+    assert known_vocab_size(dataclasses.replace(cfg, vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
 
 
 def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
@@ -201,10 +207,10 @@ def test_long_schedules_are_judged_by_their_beginning_middle_and_end(text):
     """The peaks of all micro-batches, and their bubble."""
     text = f"--pipeline-model-parallel-size 4 --num-layers 16 --global-batch-size 206 --dry-run {text}"
     cfg = settings(text)
-    number, few = microbatches_of(cfg), enough_microbatches(cfg)
+    number, few = count_microbatches(cfg), enough_microbatches(cfg)
     assert number == 103 and few < 60
-    assert peak_activations(schedule_of(cfg, few)) == peak_activations(schedule_of(cfg, number))
-    assert bubble_of(cfg, 100) == pytest.approx(timeline_of(cfg, number, 100).bubble, abs=2e-3)
+    assert peak_activations(run_schedule(cfg, few)) == peak_activations(run_schedule(cfg, number))
+    assert bubble_fraction(cfg, 100) == pytest.approx(simulated_timeline(cfg, number, 100).bubble, abs=2e-3)
 
 
 def test_a_global_batch_of_millions_is_not_simulated():

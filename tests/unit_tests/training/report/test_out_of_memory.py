@@ -11,7 +11,7 @@ from megatron.training.report.advice import LIBRARIES_GIB, fit_rows, memory_advi
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import activations_by_kind, estimate_memory, stage_activations
 from megatron.training.report.out_of_memory import HeldMemory, is_out_of_memory, measure, out_of_memory
-from megatron.training.report.pipeline import stages_of
+from megatron.training.report.pipeline import run_stages
 from megatron.training.report.rates import cost_rows, kind_of_model, nearest_rate
 from tests.test_utils.gpt_runs import train_with_errors
 
@@ -43,7 +43,7 @@ def test_activations_by_kind_add_up(model):
     from megatron.training.model_description import describe_run
 
     described = describe_run(cfg, 128256)
-    for rank, stage in enumerate(stages_of(cfg, 128256)):
+    for rank, stage in enumerate(run_stages(cfg, 128256)):
         kinds = activations_by_kind(cfg, described, stage)
         assert int(sum(kinds.values())) == stage_activations(cfg, described, stage)
         found = estimate_memory(cfg, 128256)[rank]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.config.cli import ConfigError, flags_of
+from megatron.core.config.cli import ConfigError, group_flags
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import GROUPS
@@ -12,7 +12,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.notices import notices
 from megatron.training.rules import checkpoints as rules_checkpoints
 from megatron.training.rules import data as rules_data
-from megatron.training.rules.run_all import RULES, check, rules_of
+from megatron.training.rules.run_all import RULES, check, collect_rules
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32"
 BATCH = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
@@ -280,13 +280,13 @@ def test_lowered_batches_need_not_divide():
 
 
 def test_rules_have_names_and_run_once():
-    rules = [*RULES, *rules_of(rules_data)]
+    rules = [*RULES, *collect_rules(rules_data)]
     assert len({rule.__name__ for rule in rules}) == len(rules) > 40
 
 
 def test_an_empty_path_is_refused():
     """What `--save "$OUT"` is where OUT is not set."""
-    paths = {spec.field: spec for spec in flags_of(*GROUPS) if spec.field in rules_checkpoints.PATHS}
+    paths = {spec.field: spec for spec in group_flags(*GROUPS) if spec.field in rules_checkpoints.PATHS}
     assert paths.keys() == set(rules_checkpoints.PATHS)
     for field, spec in paths.items():
         for value in ("", "  "):
@@ -298,7 +298,7 @@ def test_an_empty_path_is_refused():
 
 def test_every_flag_that_names_a_place_is_checked_for_emptiness():
     suffixes = ("_path", "_dir", "_file", "_cfg", "_checkpoint", "_config_path")
-    text = {spec.field for spec in flags_of(*GROUPS) if spec.type_name == "str" and not spec.choices}
+    text = {spec.field for spec in group_flags(*GROUPS) if spec.type_name == "str" and not spec.choices}
     assert {name for name in text if name.endswith(suffixes)} <= set(rules_checkpoints.PATHS)
 
 

@@ -13,7 +13,7 @@ from megatron.core.export.hf.attention_settings import equal_heads
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Rule, Same, Table, Theirs, get, refuse
+from megatron.core.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
 
 OURS, LAYER = "encoder.layers.*", "bert.encoder.layer.*"
 EXACT_GELU = Choice(
@@ -49,8 +49,8 @@ COMMON: tuple[Rule, ...] = (
     *llama.SIZES, llama.FFN, equal_heads("num_attention_heads", "hidden_size"), llama.tied(True), EXACT_GELU,
     Same("norm_epsilon", "layer_norm_eps", default=1e-12), Same("hidden_dropout", "hidden_dropout_prob", default=0.1),
     Same("attention_dropout", "attention_probs_dropout_prob", default=0.1),
-    Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
-    Theirs({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
+    Fixed({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
+    FixedKeys({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
 )  # fmt: skip
 WEIGHTS: Weights = {
     **{f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
@@ -81,7 +81,7 @@ OLD_NAMES = {
 BERT = Family(
     "bert", "BertForPreTraining", models="BERT; `BertForMaskedLM` is read too",
     limits=("models that decode",),
-    config=(*COMMON, has_pairs("BertForMaskedLM"), Ours({"apply_residual_connection_post_layernorm": True})),
+    config=(*COMMON, has_pairs("BertForMaskedLM"), Fixed({"apply_residual_connection_post_layernorm": True})),
     weights={**WEIGHTS, **POST_NORMS},
     unused=(r"bert\.embeddings\.position_ids",),
     base="bert.", model_family="bert", also_read=("BertForMaskedLM",), aliases=OLD_NAMES,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.export.hf.families import llama, mixtures
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Computed, Ignored, Ours, Table, Theirs, get, limit, refuse, same
+from megatron.core.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Table, get, limit, refuse, same
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 GROUPS = mixtures.expert_groups(1)
@@ -36,8 +36,8 @@ DEEPSEEK_V2 = Family(
         mixtures.first_dense(0), *mixtures.LATENT_ATTENTION, mixtures.SHARED_EXPERTS, CHOICE,
         *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
               moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor"),
-        Ours({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
-        Theirs({"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False, "moe_layer_freq": 1}),
+        Fixed({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
+        FixedKeys({"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False, "moe_layer_freq": 1}),
         Ignored(("output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
     ),
     weights={

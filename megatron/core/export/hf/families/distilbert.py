@@ -5,7 +5,7 @@ from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.families.bert import EXACT_GELU
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import QueryKeyValue
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Same, Theirs, same
+from megatron.core.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Same, same
 
 OURS, LAYER = "encoder.layers.*", "distilbert.transformer.layer.*"
 
@@ -16,9 +16,9 @@ DISTILBERT = Family(
               max_position_embeddings="max_position_embeddings", ffn_hidden_size="hidden_dim"),
         equal_heads("n_heads", "dim"), llama.tied(True), Choice("activation", EXACT_GELU.options, default="gelu"),
         Same("hidden_dropout", "dropout", default=0.1), Same("attention_dropout", "attention_dropout", default=0.1),
-        Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True,
+        Fixed({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True,
               "norm_epsilon": 1e-12, "bert_binary_head": False, "apply_residual_connection_post_layernorm": True}),
-        Theirs({"sinusoidal_pos_embds": False, "tie_weights_": True}),
+        FixedKeys({"sinusoidal_pos_embds": False, "tie_weights_": True}),
         Ignored(("qa_dropout", "seq_classif_dropout", "output_past")),
     ),
     weights={

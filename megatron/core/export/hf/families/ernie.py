@@ -3,14 +3,14 @@
 from megatron.core.export.hf.attention_settings import Rope, groups
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Begin, Ignored, Ours, Same
+from megatron.core.export.hf.settings import Begin, Fixed, Ignored, Same
 
 ERNIE4_5 = Family(
     "ernie4_5", "Ernie4_5ForCausalLM", models="ERNIE 4.5 0.3B",
     config=(
         *llama.SIZES, llama.FFN, *llama.rms_norm(1e-5), llama.tied(True), llama.SILU_GATED, groups(2),
         Same("kv_channels", "head_dim", default=128), Rope(500000.0),
-        Same("add_bias_linear", "use_bias", default=False), Ours({"rotary_interleaved": True}),
+        Same("add_bias_linear", "use_bias", default=False), Fixed({"rotary_interleaved": True}),
         Begin({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
         Ignored(("compression_ratio", "fuse_rope", "weight_share_add_bias", "use_flash_attention")),
     ),

@@ -15,19 +15,19 @@ from megatron.core.export.hf.attention_settings import (
 )
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Rule, Same, Table, Theirs, get, refuse
+from megatron.core.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
 
 COMMON: tuple[Rule, ...] = (
     *llama.SIZES, llama.FFN, *llama.rms_norm(), *llama.DROPOUT, llama.tied(True), llama.NO_BIASES,
-    Same("kv_channels", "head_dim", default=256), Ours({"apply_layernorm_1p": True, "apply_embedding_scaling": True}),
-    Theirs({"attention_bias": False, "use_bidirectional_attention": False}),
+    Same("kv_channels", "head_dim", default=256), Fixed({"apply_layernorm_1p": True, "apply_embedding_scaling": True}),
+    FixedKeys({"attention_bias": False, "use_bidirectional_attention": False}),
 )  # fmt: skip
 GEGLU = {"gelu_pytorch_tanh": {"geglu": True}}
 
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", models="Gemma 1",
     config=(
-        *COMMON, groups(16), Rope(), Theirs({"hidden_activation": "gelu_pytorch_tanh"}),
+        *COMMON, groups(16), Rope(), FixedKeys({"hidden_activation": "gelu_pytorch_tanh"}),
         Choice("hidden_act", {**GEGLU, "gelu": {"geglu": True}}, default="gelu_pytorch_tanh"),  # both mean the former
     ),
     weights=llama.WEIGHTS,
@@ -55,7 +55,7 @@ def _save_scale(settings: Table) -> dict[str, Any]:
 
 SCALE = Computed(("query_pre_attn_scalar",), ("softmax_scale",), _load_scale, _save_scale)
 SECOND: tuple[Rule, ...] = (
-    *COMMON, groups(4), SCALE, Ours({"norm_placement": "sandwich"}), Ignored(("cache_implementation", "hidden_act")),
+    *COMMON, groups(4), SCALE, Fixed({"norm_placement": "sandwich"}), Ignored(("cache_implementation", "hidden_act")),
     Choice("hidden_activation", GEGLU, default="gelu_pytorch_tanh"),
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", models="Gemma 3, text",
     limits=("models with an image encoder",),
     config=(
-        *SECOND, TwoRopes(), WINDOW, Ours({"qk_layernorm": True}), Theirs({"attn_logit_softcapping": None}),
+        *SECOND, TwoRopes(), WINDOW, Fixed({"qk_layernorm": True}), FixedKeys({"attn_logit_softcapping": None}),
         cap("final_logit_softcapping", None),
     ),
     weights=llama.POST_NORMS,

@@ -6,7 +6,7 @@ from megatron.core.export.hf.attention_settings import Rope, groups
 from megatron.core.export.hf.families import llama, mixtures
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Weights
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Rule, Same
+from megatron.core.export.hf.settings import Choice, Fixed, Ignored, Rule, Same
 
 QKV_BIAS = {each: {"add_qkv_bias": each} for each in (True, False)}
 COMMON: tuple[Rule, ...] = (
@@ -15,7 +15,7 @@ COMMON: tuple[Rule, ...] = (
 )  # fmt: skip
 DENSE: tuple[Rule, ...] = (
     *COMMON, *llama.rms_norm(1.5625e-7), groups(2), Same("kv_channels", "head_dim", default=128),
-    Choice("attention_bias", QKV_BIAS, default=True), Ours({"rotary_interleaved": True}), llama.NO_PADDING,
+    Choice("attention_bias", QKV_BIAS, default=True), Fixed({"rotary_interleaved": True}), llama.NO_PADDING,
 )  # fmt: skip
 WEIGHTS: Weights = {**llama.WEIGHTS, "decoder.layers.*.mlp.linear_fc1": "model.layers.*.mlp.gate_up_proj"}
 
@@ -27,7 +27,7 @@ GLM = Family(
 
 GLM4 = Family(
     "glm4", "Glm4ForCausalLM", models="GLM-4-0414, GLM-Z1",
-    config=(*DENSE, Ours({"norm_placement": "sandwich"})),
+    config=(*DENSE, Fixed({"norm_placement": "sandwich"})),
     weights={
         **WEIGHTS,
         "decoder.layers.*.post_self_attention_layernorm": "model.layers.*.post_self_attn_layernorm",

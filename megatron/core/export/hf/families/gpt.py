@@ -4,7 +4,7 @@ from megatron.core.export.hf.attention_settings import Rope, equal_heads
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Layout, QueryKeyValue
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Rule, Same, Theirs, same
+from megatron.core.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Rule, Same, same
 
 GELU = {
     "gelu_new": {"bias_gelu_fusion": True}, "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
@@ -17,7 +17,7 @@ SIZES: tuple[Rule, ...] = (
           max_position_embeddings="n_positions"),
     Same("ffn_hidden_size", "n_inner", default=lambda config: 4 * config["n_embd"]),
     Same("norm_epsilon", "layer_norm_epsilon", default=1e-5), llama.tied(True),
-    Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
+    Fixed({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
     Same("attention_dropout", "attn_pdrop", default=0.1),
     Same("hidden_dropout", "resid_pdrop", default=0.1), Same("hidden_dropout", "embd_pdrop", default=0.1),
 )  # fmt: skip
@@ -26,7 +26,7 @@ GPT2 = Family(
     "gpt2", "GPT2LMHeadModel", models="GPT-2 and models of its shape",
     config=(
         *SIZES, equal_heads("n_head", "n_embd"), Choice("activation_function", GELU, default="gelu_new"),
-        Theirs({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}),
+        FixedKeys({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}),
         Ignored(("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
                  "summary_proj_to_labels", "summary_first_dropout")),
     ),
@@ -54,8 +54,8 @@ GPT_NEOX = Family(
         equal_heads("num_attention_heads", "hidden_size"), llama.tied(False),
         Choice("hidden_act", GELU, default="gelu"),
         Rope(base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
-        Ours({"normalization": "LayerNorm", "add_bias_linear": True}),
-        Same("use_parallel_residual", "use_parallel_residual", default=True), Theirs({"attention_bias": True}),
+        Fixed({"normalization": "LayerNorm", "add_bias_linear": True}),
+        Same("use_parallel_residual", "use_parallel_residual", default=True), FixedKeys({"attention_bias": True}),
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "hidden_dropout", default=0.0),
         Ignored(("classifier_dropout", "is_decoder")),

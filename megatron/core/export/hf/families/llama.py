@@ -3,7 +3,7 @@
 from megatron.core.export.hf.attention_settings import Rope, Window, groups
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Halves, QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Begin, Choice, Computed, Ignored, Ours, Rule, Same, Theirs, same
+from megatron.core.export.hf.settings import Begin, Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, same
 
 SIZES = same(
     num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
@@ -15,7 +15,7 @@ NO_PADDING = Computed((), (), lambda config: {}, lambda ours: {"pad_token_id": N
 """For families whose default is an id that a smaller vocabulary lacks: no model could be built."""
 DROPOUT = (Same("attention_dropout", "attention_dropout", default=0.0), Begin({"hidden_dropout": 0.0}))
 SILU_GATED = Choice("hidden_act", {"silu": {"swiglu": True}, "swish": {"swiglu": True}}, default="silu")
-NO_BIASES = Ours({"add_bias_linear": False})
+NO_BIASES = Fixed({"add_bias_linear": False})
 
 
 def tied(default: bool) -> Choice:
@@ -26,7 +26,7 @@ def tied(default: bool) -> Choice:
 
 def rms_norm(default: float = 1e-6) -> tuple[Rule, ...]:
     """RMSNorm; ``default``: of its epsilon."""
-    return Ours({"normalization": "RMSNorm"}), Same("norm_epsilon", "rms_norm_eps", default=default)
+    return Fixed({"normalization": "RMSNorm"}), Same("norm_epsilon", "rms_norm_eps", default=default)
 
 
 def common(epsilon: float = 1e-6) -> tuple[Rule, ...]:
@@ -107,7 +107,7 @@ QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", models="Qwen2, Qwen2.5",
     config=(
         *common(), FFN, HEAD_SIZE, groups(32), Rope(),
-        Ours({"add_bias_linear": False, "add_qkv_bias": True}), Window(4096, switch=True, first="max_window_layers"),
+        Fixed({"add_bias_linear": False, "add_qkv_bias": True}), Window(4096, switch=True, first="max_window_layers"),
     ),
     weights=WEIGHTS,
 )  # fmt: skip
@@ -117,7 +117,7 @@ QWEN3 = Family(
     "qwen3", "Qwen3ForCausalLM", models="Qwen3",
     config=(
         *common(), FFN, groups(32), Rope(), NO_BIASES,
-        Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
+        Fixed({"qk_layernorm": True}), FixedKeys({"attention_bias": False}),
         Same("kv_channels", "head_dim", default=128), Window(4096, switch=True, first="max_window_layers"),
     ),
     weights=WEIGHTS,
@@ -128,8 +128,8 @@ OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", models="OLMo 2",
     config=(
         *SIZES, FFN, HEAD_SIZE, groups(), *rms_norm(1e-5), *DROPOUT, tied(False), SILU_GATED, NO_BIASES, Rope(),
-        Ours({"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}),
-        Theirs({"attention_bias": False}),
+        Fixed({"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}),
+        FixedKeys({"attention_bias": False}),
     ),
     weights=POST_NORMS,
 )  # fmt: skip

@@ -12,12 +12,12 @@ from megatron.core.export.hf.layouts import Halves, Interleaved, Weights
 from megatron.core.export.hf.settings import (
     Choice,
     Computed,
+    Fixed,
+    FixedKeys,
     Ignored,
-    Ours,
     Rule,
     Same,
     Table,
-    Theirs,
     get,
     refuse,
     same,
@@ -81,7 +81,7 @@ MIXTRAL = Family(
         Same("num_moe_experts", "num_local_experts", "num_experts", default=8),
         Same("moe_router_topk", "num_experts_per_tok", default=2),
         Same("moe_ffn_hidden_size", "intermediate_size"), Same("ffn_hidden_size", "intermediate_size", written=False),
-        Ours({"moe_layer_freq": 1}),
+        Fixed({"moe_layer_freq": 1}),
         Ignored(("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")),
     ),
     weights={
@@ -107,7 +107,7 @@ QWEN3_MOE = Family(
     "qwen3_moe", "Qwen3MoeForCausalLM", models="Qwen3-30B-A3B, 235B-A22B",
     config=(
         *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(4), Rope(), llama.NO_BIASES, *MIXTURE,
-        Window(4096, switch=True), Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
+        Window(4096, switch=True), Fixed({"qk_layernorm": True}), FixedKeys({"attention_bias": False}),
         Ignored(("max_window_layers",)),
         Same("num_moe_experts", "num_experts", "num_local_experts", default=128),
         Same("moe_router_topk", "num_experts_per_tok", default=8),
@@ -122,7 +122,7 @@ QWEN2_MOE = Family(
     config=(
         *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(16), Rope(), *MIXTURE,
         Window(4096, switch=True, first="max_window_layers"),
-        Ours({"add_bias_linear": False, "moe_shared_expert_gate": True}),
+        Fixed({"add_bias_linear": False, "moe_shared_expert_gate": True}),
         Choice("qkv_bias", {each: {"add_qkv_bias": each} for each in (True, False)}, default=True),
         Same("num_moe_experts", "num_experts", default=60),
         Same("moe_router_topk", "num_experts_per_tok", default=4),
@@ -204,9 +204,9 @@ SIGMOID_ROUTER: tuple[Rule, ...] = (
     *same(num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
           moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor"),
     expert_groups(2), NORMALIZED_IF_SEVERAL,
-    Ours({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    Fixed({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
           "moe_router_pre_softmax": False}),
-    Theirs({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+    FixedKeys({"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
 )  # fmt: skip
 """DeepSeek-V3: normalized sigmoid scores, a bias per expert for the choice, groups of experts."""
 PREDICTION = Computed(
@@ -232,8 +232,8 @@ LATENT_ATTENTION: tuple[Rule, ...] = (
     Computed(("q_lora_rank",), ("q_lora_rank",), _load_query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
     Same("num_attention_heads", "num_key_value_heads"), Rope(latent=True),
     # the norms of its latents always have this epsilon; the key is ignored
-    Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True}),
-    Theirs({"rms_norm_eps": 1e-6, "attention_bias": False}),
+    Fixed({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True}),
+    FixedKeys({"rms_norm_eps": 1e-6, "attention_bias": False}),
     Ignored(("head_dim", "qk_head_dim")),
 )  # fmt: skip
 """DeepSeek-V2 and V3: queries, keys and values of low rank."""
@@ -247,7 +247,7 @@ DEEPSEEK_V3 = Family(
     config=(
         *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
         first_dense(3), *LATENT_ATTENTION, *SIGMOID_ROUTER, SHARED_EXPERTS, PREDICTION,
-        Theirs({"rope_interleave": True}), Ignored(("output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
+        FixedKeys({"rope_interleave": True}), Ignored(("output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
     ),
     weights={
         **llama.WEIGHTS, **llama.EXPERTS, **shared_expert("model.layers.*.mlp.shared_experts"), **LATENT_WEIGHTS,
@@ -270,13 +270,13 @@ GPT_OSS = Family(
         *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False),
         Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # without a type it is YaRN there
         Window(128, every=2), Same("kv_channels", "head_dim", default=64),
-        Ours({"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
+        Fixed({"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
               "moe_layer_freq": 1, "moe_router_pre_softmax": False}),
         Same("activation_func_clamp_value", "swiglu_limit", default=7.0),
         Same("num_moe_experts", "num_local_experts", "num_experts"),
         Same("moe_router_topk", "num_experts_per_tok", "experts_per_token"),
         Same("moe_ffn_hidden_size", "intermediate_size"), Same("ffn_hidden_size", "intermediate_size", written=False),
-        Theirs({"attention_bias": True, "hidden_act": "silu", "swiglu_alpha": 1.702}),
+        FixedKeys({"attention_bias": True, "hidden_act": "silu", "swiglu_alpha": 1.702}),
         Ignored(("router_aux_loss_coef", "output_router_logits", "initial_context_length")),
     ),
     weights={

@@ -10,7 +10,7 @@ from megatron.core.export.hf.attention_settings import FULL, SLIDING
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import QueryKeyValue
-from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Same, Table, Theirs, get, refuse
+from megatron.core.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Same, Table, get, refuse
 
 BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
@@ -57,11 +57,11 @@ MODERNBERT = Family(
         Choice("hidden_activation", {"gelu": {"geglu": True, "exact_gelu": True}}, default="gelu"),
         Same("hidden_dropout", "mlp_dropout", default=0.0), Same("hidden_dropout", "embedding_dropout", default=0.0),
         Same("attention_dropout", "attention_dropout", default=0.0), llama.NO_BIASES, llama.NO_PADDING,
-        Ours({"position_embedding_type": "rope", "normalization": "LayerNorm", "embed_layernorm": True,
+        Fixed({"position_embedding_type": "rope", "normalization": "LayerNorm", "embed_layernorm": True,
               "bert_binary_head": False}),
-        Theirs({"attention_bias": False, "mlp_bias": False, "classifier_bias": False, "decoder_bias": True,
+        FixedKeys({"attention_bias": False, "mlp_bias": False, "classifier_bias": False, "decoder_bias": True,
                 "classifier_activation": "gelu"}),
-        Theirs({"position_embedding_type": "absolute"}, written=False),  # published, although positions are rotated
+        FixedKeys({"position_embedding_type": "absolute"}, written=False),  # published, although positions are rotated
         Ignored(("layer_norm_eps", "classifier_pooling", "classifier_dropout", "deterministic_flash_attn",
                  "sparse_prediction", "sparse_pred_ignore_index", "initializer_cutoff_factor", "reference_compile",
                  "repad_logits_with_grad")),

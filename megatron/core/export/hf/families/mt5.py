@@ -6,7 +6,7 @@
 from dataclasses import replace
 
 from megatron.core.export.hf.families import t5
-from megatron.core.export.hf.settings import Choice, Ignored, Ours
+from megatron.core.export.hf.settings import Choice, Fixed, Ignored
 
 MT5 = replace(
     t5.T5, model_type="mt5", architecture="MT5ForConditionalGeneration", models="mT5",
@@ -14,7 +14,7 @@ MT5 = replace(
     config=(
         *(rule for rule in t5.T5.config if rule not in (t5.HEAD, t5.ACTIVATION)),
         Choice("feed_forward_proj", t5.ACTIVATION.options, default="gated-gelu"),
-        Ours({"untie_embeddings_and_output_weights": True, "scale_decoder_outputs": False}),
+        Fixed({"untie_embeddings_and_output_weights": True, "scale_decoder_outputs": False}),
         Ignored(("tie_word_embeddings",)),
     ),
 )  # fmt: skip

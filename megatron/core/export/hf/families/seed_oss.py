@@ -3,7 +3,7 @@
 from megatron.core.export.hf.attention_settings import Rope, groups
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Choice, Same, Theirs
+from megatron.core.export.hf.settings import Choice, FixedKeys, Same
 
 SEED_OSS = Family(
     "seed_oss", "SeedOssForCausalLM", models="Seed-OSS-36B",
@@ -11,7 +11,7 @@ SEED_OSS = Family(
         *llama.SIZES, llama.FFN, *llama.rms_norm(), llama.tied(False), llama.SILU_GATED, llama.NO_BIASES, groups(8),
         Same("kv_channels", "head_dim", default=128), Rope(),
         Choice("attention_bias", {each: {"add_qkv_bias": each} for each in (True, False)}, default=True),
-        Theirs({"attention_out_bias": False, "mlp_bias": False}),
+        FixedKeys({"attention_out_bias": False, "mlp_bias": False}),
         Same("attention_dropout", "attention_dropout", default=0.1),
         Same("hidden_dropout", "residual_dropout", default=0.1), llama.NO_PADDING,
     ),

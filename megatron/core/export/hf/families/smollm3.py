@@ -8,7 +8,7 @@ from megatron.core.attention.window import has_rotation
 from megatron.core.export.hf.attention_settings import FULL, Rope, groups
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Computed, Ignored, Ours, Same, Table, Theirs, get, refuse
+from megatron.core.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Same, Table, get, refuse
 
 
 def _load_rotated(config: Table) -> dict[str, Any]:
@@ -44,7 +44,7 @@ SMOLLM3 = Family(
         Same("add_bias_linear", "attention_bias", default=False), Same("add_bias_linear", "mlp_bias", default=False),
         Computed(("no_rope_layers", "no_rope_layer_interval"), ("no_rope_freq",), _load_rotated, _save_rotated),
         Computed(("layer_types",), (), _load_kinds, lambda settings: {}, (f"`layer_types`: `{FULL}`",)),
-        Theirs({"use_sliding_window": False}), Ours({"window_size": None}),
+        FixedKeys({"use_sliding_window": False}), Fixed({"window_size": None}),
         Ignored(("sliding_window", "max_window_layers")),
     ),
     weights=llama.WEIGHTS,

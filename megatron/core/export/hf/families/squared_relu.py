@@ -6,7 +6,7 @@ from megatron.core.export.hf.attention_settings import Rope, groups
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Weights
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Rule, Same
+from megatron.core.export.hf.settings import Choice, Fixed, Ignored, Rule, Same
 
 WEIGHTS: Weights = {**llama.WEIGHTS, "decoder.layers.*.mlp.linear_fc1": "model.layers.*.mlp.up_proj"}
 COMMON: tuple[Rule, ...] = (
@@ -19,7 +19,7 @@ NEMOTRON = Family(
     "nemotron", "NemotronForCausalLM", models="Nemotron-4, Minitron",
     config=(
         *COMMON, Rope(share=0.5), Same("norm_epsilon", "norm_eps", default=1e-5),
-        Ours({"normalization": "LayerNorm", "apply_layernorm_1p": True}),
+        Fixed({"normalization": "LayerNorm", "apply_layernorm_1p": True}),
         Ignored(("rope_percent", "kv_channels", "hidden_dropout")),
     ),
     weights=WEIGHTS,

@@ -3,7 +3,7 @@
 from megatron.core.export.hf.attention_settings import Rope, derived_head_size, groups
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Choice, Ours, Same, Theirs
+from megatron.core.export.hf.settings import Choice, Fixed, FixedKeys, Same
 
 STABLELM = Family(
     "stablelm", "StableLmForCausalLM", models="StableLM 3B, StableLM 2 1.6B",
@@ -13,9 +13,9 @@ STABLELM = Family(
         Choice("use_qkv_bias", {each: {"add_qkv_bias": each} for each in (False, True)}, default=False),
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "hidden_dropout", default=0.0),
-        Ours({"normalization": "LayerNorm"}),
+        Fixed({"normalization": "LayerNorm"}),
         # StableLM 2 12B: a norm for each head, and one norm for both parallel branches
-        Theirs({"qk_layernorm": False, "use_parallel_residual": False}),
+        FixedKeys({"qk_layernorm": False, "use_parallel_residual": False}),
     ),
     weights=llama.WEIGHTS,
     unused=(r".*\.rotary_emb\.inv_freq",),

@@ -4,7 +4,7 @@ from megatron.core.export.hf.attention_settings import Rope, Window, derived_hea
 from megatron.core.export.hf.families import gpt, llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Same, Theirs
+from megatron.core.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Same
 
 LAYER = "transformer.h.*"
 
@@ -14,7 +14,7 @@ GPT_BIGCODE = Family(
     config=(
         *gpt.SIZES, one_group("multi_query", "n_head"), derived_head_size("n_head", "n_embd"),
         Choice("activation_function", gpt.GELU, default="gelu_pytorch_tanh"),
-        Theirs({"scale_attn_weights": True, "add_cross_attention": False}),
+        FixedKeys({"scale_attn_weights": True, "add_cross_attention": False}),
         Ignored(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_key_value_heads", "n_ctx",
                  "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
                  "summary_first_dropout", "inference_runner", "validate_runner_input", "pre_allocate_kv_cache",
@@ -45,9 +45,9 @@ STARCODER2 = Family(
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "residual_dropout", default=0.0),
         Same("hidden_dropout", "embedding_dropout", default=0.0),
-        Ours({"normalization": "LayerNorm", "add_bias_linear": True}),
+        Fixed({"normalization": "LayerNorm", "add_bias_linear": True}),
         # without biases the activation here is always the exact GELU; the flags are ignored
-        Theirs({"use_bias": True, "norm_type": "layer_norm", "mlp_type": "default", "scale_attn_weights": True}),
+        FixedKeys({"use_bias": True, "norm_type": "layer_norm", "mlp_type": "default", "scale_attn_weights": True}),
         Ignored(("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32",
                  "scale_attention_softmax_in_fp32")),
     ),

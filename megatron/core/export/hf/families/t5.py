@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.export.hf.attention_settings import equal_heads
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Halves, KeyValue, QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Same, Table, get, refuse, same
+from megatron.core.export.hf.settings import Choice, Computed, Fixed, Ignored, Same, Table, get, refuse, same
 
 
 def _load_head(config: Table) -> dict[str, Any]:
@@ -66,7 +66,7 @@ T5 = Family(
         Same("norm_epsilon", "layer_norm_epsilon", default=1e-6),
         Same("hidden_dropout", "dropout_rate", default=0.1), ACTIVATION,
         Same("attention_dropout", "dropout_rate", default=0.1, written=False),
-        Ours({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False,
+        Fixed({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False,
               "softmax_scale": 1.0}),
         Ignored(("is_encoder_decoder", "dense_act_fn", "is_gated_act", "classifier_dropout", "initializer_factor",
                  "output_past", "is_decoder")),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.attention import choose
-from megatron.core.attention.choose import choose_kernel, make_kernel, request_of
+from megatron.core.attention.choose import build_request, choose_kernel, make_kernel
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.attention.kernels.base import Request
@@ -49,8 +49,8 @@ def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
         outs.append(out)
         grad_queries.append(gradients.grad_query())
     totals = [sums.total() for sums in grad_held]
-    grad_key_values = totals[0] if whole_keys else zigzag.whole(totals)
-    return [zigzag.whole(outs, dim=0), zigzag.whole(grad_queries, dim=0), *grad_key_values]
+    grad_key_values = totals[0] if whole_keys else zigzag.merge_parts(totals)
+    return [zigzag.merge_parts(outs, dim=0), zigzag.merge_parts(grad_queries, dim=0), *grad_key_values]
 
 
 def errors(found, expected):
@@ -140,11 +140,11 @@ def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeyp
         num_layers=1, hidden_size=64, num_attention_heads=1, params_dtype=torch.bfloat16, attention_dropout=0.0,
         window_size=(8, 0),
     )  # fmt: skip
-    choice, kernel = make_kernel(request_of(config, config.window_size, "ring"), config, 1, 0.1)
+    choice, kernel = make_kernel(build_request(config, config.window_size, "ring"), config, 1, 0.1)
     assert type(kernel) is (TorchAttention if right else UnfusedAttention)
     assert right or "wrong on the bands" in str(choice)
     assert asked == [("cudnn", 64, torch.bfloat16)]
-    make_kernel(request_of(config, config.window_size, "gather"), config, 1, 0.1)
+    make_kernel(build_request(config, config.window_size, "gather"), config, 1, 0.1)
     assert len(asked) == 1  # only rings make bands that not every flash kernel gets right
 
 

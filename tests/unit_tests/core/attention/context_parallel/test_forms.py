@@ -114,4 +114,4 @@ def test_one_key_value_head_serves_any_number_of_ranks(gloo_pool, form):
 def test_one_rank_gathers_and_sums_nothing():
     """A group of one has no handle, which torch would take for that of the whole world."""
     x = torch.ones(2, 4, 1, 1, 3)
-    assert forms._gather_whole(x, SINGLE_PROCESS.cp) is x and forms._sum_local(x, SINGLE_PROCESS.cp) is x
+    assert forms._all_gather_sequence(x, SINGLE_PROCESS.cp) is x and forms._sum_local(x, SINGLE_PROCESS.cp) is x

@@ -100,8 +100,8 @@ def test_a_task_names_the_tensors_of_its_own_data(gloo_pool):
 def test_batches_are_sliced_by_token_and_keep_what_is_per_sample(gloo_pool):
     parts = gloo_pool.run(sliced, 2)
     assert parts[0][0][0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    assert torch.equal(zigzag.whole([tokens for tokens, _ in parts]), torch.arange(48).view(3, 16))
-    assert torch.equal(zigzag.whole([mask for _, mask in parts]), torch.arange(48).view(3, 16) / 48)
+    assert torch.equal(zigzag.merge_parts([tokens for tokens, _ in parts]), torch.arange(48).view(3, 16))
+    assert torch.equal(zigzag.merge_parts([mask for _, mask in parts]), torch.arange(48).view(3, 16) / 48)
 
 
 def make_config(**overrides):

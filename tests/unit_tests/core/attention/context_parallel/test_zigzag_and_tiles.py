@@ -17,8 +17,8 @@ def test_ranks_hold_an_early_and_a_late_chunk_and_the_inverse_puts_them_back(siz
         assert torch.equal(part[0], zigzag.positions(24, rank, size))
         chunk = 24 // (2 * size)
         assert part[0, 0] == rank * chunk and part[0, -1] == 24 - rank * chunk - 1
-    assert torch.equal(zigzag.whole(parts), x)
-    assert torch.equal(zigzag.whole([part.t() for part in parts], dim=0), x.t())
+    assert torch.equal(zigzag.merge_parts(parts), x)
+    assert torch.equal(zigzag.merge_parts([part.t() for part in parts], dim=0), x.t())
 
 
 def test_lengths_without_equal_chunks_name_the_nearest():

@@ -122,8 +122,8 @@ def test_unasked_it_computes_tiles_of_sizes_at_which_it_was_faster(queries, keys
     cudnn = TorchAttention("cudnn", 0.1)
     tile = Tile(None, 0, queries, 0, keys, None, right, 0, 0)
     kernel = WhereFaster(FlashAttention4(0.1), cudnn)
-    assert kernel.kernel_of(tile) is (kernel.fast if taken else cudnn)
-    assert kernel.kernel_of(tile._replace(left=7)) is cudnn
+    assert kernel.kernel_for(tile) is (kernel.fast if taken else cudnn)
+    assert kernel.kernel_for(tile._replace(left=7)) is cudnn
 
 
 def tensors(length, batch, heads, groups, channels, dtype=torch.bfloat16, device="cuda", keys=None):

@@ -9,7 +9,7 @@ from megatron.core.attention.kernels.torch_sdpa import TorchAttention
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.tiles import Visibility, whole_tile
+from megatron.core.attention.tiles import Visibility, full_tile
 
 BATCH, HEADS, GROUPS, CHANNELS, SCALE = 2, 4, 2, 6, 0.4
 DOUBLE = torch.float64
@@ -88,7 +88,7 @@ def test_a_dense_mask_adds_to_the_rest(kernel):
 def test_a_block_is_the_whole_where_there_is_one(visibility):
     """Its backward, written by hand, is that of autograd; values may be wider here too."""
     inputs, kernel = tensors(5, 7, 10), UnfusedAttention(SCALE)
-    tile = whole_tile(5, 7, visibility)
+    tile = full_tile(5, 7, visibility)
     whole = kernel.attend(*inputs, Mask(visibility)).permute(1, 2, 0, 3)
     weights = torch.randn_like(whole)
     heads_first = [x.detach().permute(1, 2, 0, 3) for x in inputs]
@@ -105,7 +105,7 @@ def test_capped_blocks_equal_capped_whole_sequences():
     found = kernel.attend(*inputs, Mask(Visibility(True, (3, 0))))
     plain = UnfusedAttention(SCALE).attend(*inputs, Mask(Visibility(True, (3, 0))))
     assert not torch.allclose(found, plain, atol=1e-3), "the cap does nothing"
-    grad, tile = torch.randn_like(found), whole_tile(7, 7, Visibility(True, (3, 0)))
+    grad, tile = torch.randn_like(found), full_tile(7, 7, Visibility(True, (3, 0)))
     query, key, value = (x.detach().permute(1, 2, 0, 3) for x in inputs)
     out, lse = kernel.forward(query, key, value, tile)
     torch.testing.assert_close(out.permute(2, 0, 1, 3), found)
@@ -140,7 +140,7 @@ def test_a_bias_is_added_to_scores_that_layer_scaling_has_not_divided(soft_cap, 
     torch.testing.assert_close(found, plain)
     torch.testing.assert_close(torch.autograd.grad(found, [*inputs, bias], upstream), expected)
     query, key, value = (x.detach().permute(1, 2, 0, 3) for x in inputs)
-    blocks, tile = scaled.with_mask(mask), whole_tile(length, length, mask.visibility)
+    blocks, tile = scaled.with_mask(mask), full_tile(length, length, mask.visibility)
     out, lse = blocks.forward(query, key, value, tile)
     torch.testing.assert_close(out.permute(2, 0, 1, 3), plain)
     *grads, of_bias = blocks.backward(upstream.permute(1, 2, 0, 3), query, key, value, out, lse, tile)

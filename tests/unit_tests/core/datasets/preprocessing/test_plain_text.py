@@ -8,8 +8,8 @@ import pytest
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing import plain_text
-from megatron.core.datasets.preprocessing.inputs import find_inputs, parts_of
-from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
+from megatron.core.datasets.preprocessing.inputs import find_inputs, split_file
+from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
 from megatron.data.indexed_dataset import IndexedDataset
 
 PIECES = [b"a", b"bc d", b"\n", b"\n\n", b"\r\n", b" \n", b"\t", b"\n \n\n", "é".encode(), b"long line of words"]
@@ -27,8 +27,8 @@ def expected_documents(data, separator):
 
 def read(path, separator, size, max_bytes=1 << 20):
     (file,) = find_inputs([str(path)], text=separator)
-    parts = parts_of(0, file, size, max_bytes)
-    return [row for part in parts for row, _ in rows_of(part, ["text"], max_bytes)]
+    parts = split_file(0, file, size, max_bytes)
+    return [row for part in parts for row, _ in read_rows(part, ["text"], max_bytes)]
 
 
 @pytest.mark.parametrize("separator", ["blank-line", "line"])

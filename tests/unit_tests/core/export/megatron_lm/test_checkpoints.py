@@ -18,7 +18,7 @@ from megatron.core.export.megatron_lm import (
     load_megatron_torch_dist,
     save_megatron_torch_dist,
 )
-from megatron.core.export.megatron_lm.model import objects_of
+from megatron.core.export.megatron_lm.model import checkpoint_objects
 from megatron.core.export.megatron_lm.names import find_place
 from megatron.core.export.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -279,7 +279,7 @@ def test_a_vocabulary_is_padded_and_layers_that_differ_keep_their_numbers(tmp_pa
 def test_a_loss_scale_that_moves_comes_over(flags, kept):
     scaler = {"scale": 8.0, "growth_tracker": LazyTensor.of(torch.tensor([3])), "hysteresis_tracker": 2}
     state = {"args": Record("Namespace", (), {}), "optimizer": [{"grad_scaler": scaler}]}
-    objects = objects_of(state, flags, True)
+    objects = checkpoint_objects(state, flags, True)
     wanted = {"scale": 8.0, "growth_tracker": 3, "hysteresis_tracker": 2} if kept else {}
     assert objects["optimizer"] == {"step": 0, "grad_scaler": wanted}
     assert objects["iteration"] == objects["train_state"]["iteration"] == 0

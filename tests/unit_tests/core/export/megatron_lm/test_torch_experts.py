@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist, save_megatron_torch_dist
-from megatron.core.export.megatron_lm.model import objects_of
+from megatron.core.export.megatron_lm.model import checkpoint_objects
 from megatron.core.export.unpickler import Record
 from megatron.core.schedules.learning_rate import SchedulePlan, schedule_plan
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -169,9 +169,9 @@ def test_what_is_written_back_has_the_same_counters(tmp_path):
 ], ids=["common", "of groups", "of parameters", "both"])  # fmt: skip
 def test_the_step_is_the_optimizers_own(optimizer):
     state = {"args": Record("Namespace", (), {"consumed_train_samples": 28}), "iteration": 7, "optimizer": optimizer}
-    objects = objects_of(state, {}, True)
+    objects = checkpoint_objects(state, {}, True)
     assert (objects["optimizer"]["step"], objects["iteration"]) == (5, 7)
-    assert "optimizer" not in objects_of(state, {}, False)
+    assert "optimizer" not in checkpoint_objects(state, {}, False)
 
 
 def flags(**changes):
@@ -204,6 +204,6 @@ def test_a_schedule_that_is_read_is_the_plan_of_the_same_flags(changes, annealin
         "wd_incr_steps", "wd_incr_style",
     )}  # fmt: skip
     state = {"args": Record("Namespace", (), {}), "iteration": 7, "opt_param_scheduler": {**theirs, "num_steps": 42}}
-    found = objects_of(state, settings, False)["scheduler"]
+    found = checkpoint_objects(state, settings, False)["scheduler"]
     assert found.pop("num_steps") == 42 and found["wsd_decay_steps"] == annealing
     assert SchedulePlan(**found) == plan

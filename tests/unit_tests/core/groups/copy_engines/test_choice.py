@@ -22,7 +22,7 @@ def decide(rank, size, trouble):
         patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         if rank == 1:
             trouble(patch)
-        engines = choice.engines_of("tp", dist.group.WORLD, range(size), rank)
+        engines = choice.start_copy_engines("tp", dist.group.WORLD, range(size), rank)
         if engines is None:
             return None, said
         return engines.all_gather(torch.tensor([float(rank)])).wait().tolist(), said
@@ -69,4 +69,4 @@ def test_gloo_has_none(gloo_pool):
 
 
 def _over_gloo(rank, size):
-    return choice.engines_of("tp", dist.group.WORLD, range(size), rank)
+    return choice.start_copy_engines("tp", dist.group.WORLD, range(size), rank)

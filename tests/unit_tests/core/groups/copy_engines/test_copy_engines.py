@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.fusions.sum_parts import sum_all
 from megatron.core.groups.copy_engines import stream_queue
-from megatron.core.groups.copy_engines.choice import engines_of
+from megatron.core.groups.copy_engines.choice import start_copy_engines
 from megatron.core.groups.copy_engines.exchange import CopyEngines
 from megatron.core.groups.copy_engines.mailbox import Mailbox
 from tests.test_utils.shared_window import SharedWindow
@@ -23,7 +23,7 @@ def on_gpus():
 
 def engines_of_world(rank, size):
     if on_gpus():
-        engines = engines_of("world", dist.group.WORLD, range(size), rank)
+        engines = start_copy_engines("world", dist.group.WORLD, range(size), rank)
         assert engines is not None
         return engines
     return CopyEngines(rank, size, lambda num_bytes, words: SharedWindow(dist.group.WORLD, num_bytes, words))

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.balance import (
     SideLossRule,
     choice_counts,
     fractions,
-    fractions_of,
+    normalize_counts,
     side_loss,
     summarize,
 )
@@ -115,8 +115,8 @@ def test_equal_loads_are_1_in_every_dtype(dtype):
 
 
 def test_experts_without_tokens():
-    assert fractions_of(torch.tensor([[0.0, 3.0, 1.0]])).tolist() == [[0.0, 0.75, 0.25]]
-    assert fractions_of(torch.zeros(1, 4)).tolist() == [[0.25] * 4]
+    assert normalize_counts(torch.tensor([[0.0, 3.0, 1.0]])).tolist() == [[0.0, 0.75, 0.25]]
+    assert normalize_counts(torch.zeros(1, 4)).tolist() == [[0.25] * 4]
     experts = torch.tensor([[[0, 3]], [[2, 3]], [[1, 0]]])  # 3: dropped
     assert choice_counts(experts, 3).tolist() == [[2.0, 1.0, 1.0]]
 
