@@ -22,7 +22,7 @@ def gloo_pool():
 
 @pytest.fixture(scope="session")
 def nccl_pool():
-    """The same over NCCL, rank r on GPU r."""
+    """A pool of ranks over NCCL, rank r on GPU r."""
     pool = RankPool("nccl")
     yield pool
     pool.close()

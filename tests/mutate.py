@@ -7,7 +7,7 @@
 Changes one line at a time (``tests/test_utils/mutants.py``), runs the tests that execute it, quickest first, until one
 fails, and lists the changes that no test noticed. Those that change nothing, for a reason that
 ``tests/mutants_explained.tsv`` states, are listed apart; any other survivor makes the exit code 1. Your files are not
-touched: everything happens in temporary copies of them, uncommitted changes included.
+touched: the program works in temporary copies, which include uncommitted changes.
 
 Which test executes which line is measured once, in about the time of two runs of the suite, and kept in
 ``--coverage``; later only new and changed tests are measured. Of the tests that execute a line, the ``--tests``
@@ -15,7 +15,7 @@ quickest and ``--rows`` rows of the layout table run. A test that hangs has noti
 half a minute are the limit.
 
 Why no library: mutmut sees calls in pytest's own process only, where most of our code runs in the ranks of a pool, and
-leaves Triton kernels, properties and module constants alone. cosmic-ray starts Python and the whole suite per change.
+does not change Triton kernels, properties or constants. cosmic-ray starts Python and the whole suite per change.
 """
 
 import argparse
@@ -63,7 +63,7 @@ ROWS = "test_layouts.py::"
 
 @dataclasses.dataclass
 class Result:
-    """What became of a mutant."""
+    """The result of a mutant."""
 
     mutant: Mutant
     status: str
@@ -100,7 +100,7 @@ class Campaign:
 
     def selected(self, mutant):
         """Choose among the tests that execute the line: first those of the module's own test file, then one of each
-        function before a second one with other parameters; of the layout table rows from all its parts. Quickest
+        function before a second one with other parameters; rows from all parts of the layout table. Quickest
         first."""
         own, turns, order = f"test_{Path(mutant.path).stem}", Counter(), {}
         known = [each for each in self.coverage.tests_of(mutant) if each["test"] not in self.unreliable]

@@ -88,7 +88,7 @@ def found_in(unit: Unit) -> list[str]:
 
 
 def rates(root: Path) -> dict[str, tuple[float, float]]:
-    """Return, for each folder below ``root`` that holds text, the percentages of lines and of names with an idiom."""
+    """Return, for each folder below ``root`` that holds text, the percentages of lines and names with an idiom."""
     counts: Counter[tuple[str, bool, bool]] = Counter()
     for unit in units(root):
         folder = unit.path.parent.relative_to(root.parent).as_posix() if unit.path != root else root.name
@@ -99,13 +99,13 @@ def rates(root: Path) -> dict[str, tuple[float, float]]:
 CEILINGS = HERE / "plain_words_ceilings.tsv"
 ROOTS = ("megatron", "docs", "tests", "tools", "benchmarks", "examples")
 PLAIN = (2.0, 1.0)
-"""Percentages of lines and of names that plain English may reach; ceilings go no lower, and new folders have these."""
+"""Percentages of lines and names with an idiom in plain English; the minimum of ceilings, used for new folders."""
 SLACK = 0.5
 """Percentage points that a ceiling leaves above the rate when it is written, for one or two lines of a small folder."""
 
 
 def ceilings() -> dict[str, tuple[float, float]]:
-    """Return the highest accepted percentages of lines and of names with an idiom, by folder."""
+    """Return the highest accepted percentages of lines and names with an idiom, by folder."""
     rows = [line.split("\t") for line in CEILINGS.read_text(encoding="utf-8").splitlines()]
     return {folder: (float(lines), float(names)) for folder, lines, names in rows}
 

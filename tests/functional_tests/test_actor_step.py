@@ -1,5 +1,5 @@
-"""The training step of a reinforcement-learning actor in Megatron-LM's own calls, on several layouts: its losses are
-those of this library's program for the same data, in rows and packed, and its log-probabilities those losses."""
+"""The training step of a reinforcement-learning actor with Megatron-LM's calls, on several layouts: for equal data, in
+rows and packed, its losses equal this library's program, and its log-probabilities equal the losses."""
 
 from functools import partial
 
@@ -63,7 +63,7 @@ def packed(rows):
 
 
 def micro_batches(batch, packs):
-    """Of two rows each; packed ones differ in length."""
+    """Return micro-batches of two rows each; packed ones differ in length."""
     sizes = [1, 3, 2, 2] if packs else [2] * 4
     parts = [dict(zip(batch, values)) for values in zip(*(value.split(sizes) for value in batch.values()))]
     return [packed(part) for part in parts] if packs else parts

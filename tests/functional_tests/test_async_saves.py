@@ -1,5 +1,5 @@
-"""--async-save over whole runs: what lies on disk is, bit for bit, what a save in the foreground writes; a kill, a
-signal or a full disk while a save is under way loses nothing before it."""
+"""--async-save over complete runs: the files equal a save in the foreground, bit for bit; a kill, a signal or a full
+disk during a save loses no earlier checkpoint."""
 
 import contextlib
 import errno
@@ -122,7 +122,7 @@ def test_a_signal_waits_for_the_save_under_way_and_saves_once_more(gloo_pool, tm
 
 
 def test_a_kill_during_the_write_leaves_the_checkpoint_before_it(gloo_pool, tmp_path):
-    """Rank 0 is killed between two files of its second save; the same command goes on from the first."""
+    """Rank 0 is killed between two files of its second save; the same command continues from the first."""
     folder = tmp_path / "killed"
     run = failures.run(Fault("is killed in the second background save", 0, "ranks", timeout=20.0), folder)
     assert run.code != 0 and not run.left

@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
-"""Under which a script's loss is that of the suite's own task."""
+"""Without dropout, a script's loss equals the built-in task's."""
 
 
 @pytest.fixture(scope="module")
 def launch(warm_python):
-    """``launch(script, argv, ranks=1)``: a script in processes of its own, as a user starts it; its standard output."""
+    """``launch(script, argv, ranks=1)``: start a script in separate processes; return its standard output."""
     return partial(_launch, warm_python)
 
 
@@ -69,7 +69,7 @@ def test_the_example_script_trains_like_the_suites_own(launch, flags, own_losses
 
 
 EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "2"]
-"""Such a script does not tell the model which tokens count."""
+"""The script passes no loss mask to the model."""
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def check_script(gloo_pool, folder, script, layout, argv, own):
 
 @pytest.fixture(scope="module")
 def own_hard_run(gloo_pool, flags, tmp_path_factory):
-    """Flags of a model of four layers, and the folder of our own program's run with them on one rank."""
+    """Flags of a model with four layers, and the folder of the built-in program's run with them on one rank."""
     folder = tmp_path_factory.mktemp("hard")
     argv = [*flags, *HARD, "--num-layers", "4", "--make-vocab-size-divisible-by", "64", "--train-iters", "4"]
     gloo_pool.run(train, 1, [*argv, "--save", str(folder)])
@@ -203,7 +203,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def own_masked_runs(gloo_pool, tmp_path_factory):
-    """Flags of BERT and T5, and the folders of our own programs' runs with them on one rank."""
+    """Flags of BERT and T5, and the folders of the built-in programs' runs with them on one rank."""
     folder = tmp_path_factory.mktemp("masked")
     masked_runs.write_corpora(folder)
     data = ["--data-path", str(folder / "a"), "--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file",

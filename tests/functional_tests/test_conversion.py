@@ -1,4 +1,4 @@
-"""Weights of other formats in whole runs: loaded on any layout, exported beside checkpoints, and back again."""
+"""Weights of other formats in whole runs: loaded on any layout, exported with checkpoints, and converted back."""
 
 import json
 
@@ -33,7 +33,7 @@ def train_as_given(rank, world_size, argv):
 
 
 def run(rank, world_size, argv, fp64=True):
-    """``pretrain_gpt.py`` with ``argv`` alone; exit code and stderr."""
+    """Run ``pretrain_gpt.py`` with only ``argv``; return exit code and stderr."""
     import contextlib
     import dataclasses
     import io
@@ -90,7 +90,7 @@ EP2 = "--expert-model-parallel-size 2"
     ids=["tp2", "tp4", "tp2-fsdp2", "tp4-etp1-ep2", "etp2-ep2"],
 )  # fmt: skip
 def test_every_layout_exports_the_bits_that_it_loaded(gloo_pool, tmp_path, flags, layout, ranks):
-    """After an iteration that changes no weight; random weights tell every row of every tensor apart."""
+    """The export follows an iteration that changes no weight; random weights distinguish every row of every tensor."""
     save_hf(random_model(flags, 64), tmp_path / "source")
     iteration = ["--train-iters", "1", "--iterations-to-skip", "1"]
     exports = ["--save", str(tmp_path), "--save-interval", "1", "--save-hf-interval", "1"]

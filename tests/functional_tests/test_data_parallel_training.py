@@ -25,7 +25,7 @@ def run(pool, world_size, dataset, save, flags, fp64=False):
 
 
 def tensors(checkpoint):
-    """Name -> the whole tensor, and its counters; random states are of ranks and left out."""
+    """Return name -> full tensor, and the counters; without random states, which belong to ranks."""
     reader = CheckpointReader(checkpoint)
     return {name: reader.read(name) for name in reader.names if not name.startswith("rng.")}
 

@@ -3,9 +3,9 @@
 Blocks marked ``bash`` run in order, page by page, in a folder with some text to work on; a block without a language
 that begins with ``$`` is a command and exactly what it prints. Sizes that take a cluster are made small first
 (``SMALLER``).
-A line above a block takes it out, in words that tell the reader too:
+A comment above a block excludes it, with a text for the reader:
 
-    <!-- file: NAME -->              is the file NAME, for the commands behind it
+    <!-- file: NAME -->              is the file NAME, for the following commands
     <!-- needs GPUs -->              runs only where there is one
     <!-- not run: the reason -->     never runs here
 """
@@ -89,7 +89,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory, warm_python):
-    """``python`` and ``torchrun`` are this interpreter's, whatever else the machine has; the suite is loaded."""
+    """An environment in which ``python`` and ``torchrun`` are this interpreter's, with the suite preloaded."""
     return environment_of(warm_python, tmp_path_factory.mktemp("bin"))
 
 

@@ -1,5 +1,5 @@
-"""Whole runs with mixtures of experts: a checkpoint of one layout of experts continues on any other, and on its own
-without a changed bit."""
+"""Whole runs with mixtures of experts: a checkpoint of one layout of experts continues on any other, and on the
+same layout without a changed bit."""
 
 import pytest
 
@@ -77,7 +77,7 @@ BALANCE = "--moe-router-load-balancing-type"
     [f"{BALANCE} global_aux_loss --moe-aux-loss-coeff 0.05", f"{BALANCE} seq_aux_loss --moe-aux-loss-coeff 0.1"],
 )
 def test_the_architecture_of_experts_is_taken_from_a_checkpoint(gloo_pool, dataset, whole, tmp_path, balance):
-    """How they are balanced is no part of it, and may change."""
+    """Load balancing is not part of the architecture and may change."""
     flags = ["--load", str(whole), "--use-checkpoint-args", "--train-iters", "7", "--lr-decay-iters", "8"]
     flags += [*balance.split(), "--expert-model-parallel-size", "2", "--override-opt_param-scheduler"]
     folder = run(gloo_pool, 2, dataset, tmp_path, flags, fp64=True)

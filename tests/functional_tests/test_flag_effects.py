@@ -23,7 +23,7 @@ class Runs:
         self.seen, self.num_runs = {}, 0
 
     def argv(self, row, changed=False):
-        """The command line of the base run or of the changed one."""
+        """Return the command line of the base run or the changed run."""
         flags = shlex.split(MODEL)
         for dropped in f"{row.without} {row.drop if changed else ''}".split():
             at = flags.index(dropped)
@@ -34,7 +34,7 @@ class Runs:
         return [part.format(out=out, **self.places) for part in argv]
 
     def of(self, row, argv):
-        """What every rank saw."""
+        """Return the observations of every rank."""
         key = (tuple(argv), row.ranks, row.count, row.pretend)
         if key not in self.seen:
             self.num_runs += 1

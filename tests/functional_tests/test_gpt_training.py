@@ -77,7 +77,7 @@ def test_evaluations_of_the_same_weights_agree_exactly(gloo_pool, dataset, tmp_p
 
 
 def test_evaluation_is_without_dropout(gloo_pool, dataset, tmp_path):
-    """The same weights with and without dropout: the same validation and test losses, other training losses."""
+    """Equal weights with and without dropout have equal validation and test losses, and different training losses."""
     results = {}
     for rate in ("0", "0.5"):
         flags = [*data_flags(dataset, tmp_path / rate), "--hidden-dropout", rate, "--attention-dropout", rate]
@@ -134,7 +134,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_start_into_a_used_folder_is_refused_or_starts_over(gloo_pool, dataset, tmp_path, world_size):
-    """A forgotten --load would begin at 0 and overwrite the run that is there."""
+    """Without --load the run would start at 0 and overwrite the existing run."""
     save = tmp_path / "run"
     argv = [*data_flags(dataset, save), "--save-interval", "4"]
     assert gloo_pool.run(train, world_size, argv) == [0] * world_size

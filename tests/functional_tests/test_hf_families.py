@@ -34,7 +34,7 @@ CHOSEN = {
     "t5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "deepseek_v2": {"num_experts_per_tok": 6},
 }
-"""What makes the default configuration of a family one that can be converted."""
+"""Changes that make a family's default configuration convertible."""
 WITHOUT_DEFAULTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mt5", "t5")
 """Families whose config.json must hold all keys of sizes and experts."""
 CONVERTED = [name for name, model in EVERY.items() if any(
@@ -44,7 +44,7 @@ CONVERTED = [name for name, model in EVERY.items() if any(
 
 
 def our_model(settings):
-    """The model of a command line that says nothing but the settings; its vocabulary padding is the usual one."""
+    """Return the model of a command line with only these settings, and the default vocabulary padding."""
     import dataclasses
 
     from megatron.training.arguments import parse_args, validate_args

@@ -30,7 +30,7 @@ CONVERTED = list(FAMILIES)
 
 
 def our_model(settings):
-    """The model of a command line that says nothing but the settings."""
+    """Return the model of a command line with only these settings."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.tasks.language_model import task_class
 
@@ -194,7 +194,7 @@ def test_a_t5_with_a_bias_behind_its_shared_output_layer_has_no_family(tmp_path)
 
 
 def test_a_t5_trained_without_dropout_of_attention_is_exported(tmp_path):
-    """There, one rate is of all; ours of attention is mostly 0 for the kernels' sake, and weights know neither."""
+    """HF has one dropout rate; here attention dropout is often 0 for the fast kernels. Weights depend on neither."""
     flags = [*flags_of(FAMILIES["t5-v1.1"]), "--attention-dropout", "0", "--hidden-dropout", "0.2"]
     save_hf(random_model(flags, VOCAB, model_family="t5"), tmp_path)
     assert transformers.T5Config.from_pretrained(tmp_path).dropout_rate == 0.2

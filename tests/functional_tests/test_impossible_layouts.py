@@ -1,4 +1,4 @@
-"""What is refused is refused at once, with every reason, before any process group; what is accepted can be laid out."""
+"""Impossible layouts are rejected with every reason before any process group exists; accepted layouts can be built."""
 
 import os
 import random
@@ -77,7 +77,7 @@ SWITCHES = ["--sequence-parallel", "--use-distributed-optimizer", "--account-for
 
 
 def test_what_is_accepted_can_be_laid_out():
-    """Random layouts: each is refused with a reason, or its grid and stages exist and hold all layers."""
+    """Random layouts: each is rejected with a reason, or its grid and stages exist and hold all layers."""
     generator = random.Random(0)
     accepted = 0
     for _ in range(800):

@@ -1,4 +1,4 @@
-"""Whole runs with multi-latent attention: they resume bit for bit, and go on in any layout."""
+"""Whole runs with multi-latent attention: they resume bit for bit, and continue in any layout."""
 
 import numpy as np
 

@@ -2,8 +2,8 @@
 
 A row is a model (flags that change the numbers) and a layout (flags that must not). Steps of a tiny model on random
 tokens with random loss masks, fully masked rows among them; then losses, statistics of modules (the load of experts),
-the gathered gradient of every parameter, the gradient norm and all weights after every step are those of one rank with
-the whole batch in one micro-batch, to 1e-10 in float64 and 1e-5 in float32; initial weights and copies of a weight
+the gathered gradient of every parameter, the gradient norm and all weights after every step equal one rank with the
+full batch in one micro-batch, to 1e-10 in float64 and 1e-5 in float32; initial weights and copies of a weight
 agree to the bit.
 
 Rows that never find what the others miss (``EXTENDED``) run in ``tests/torture/layouts.py`` only.
@@ -73,8 +73,8 @@ GOES_ON = ("expert-bias", "global_aux_loss", "--bf16", "--fp16")
 
 
 def in_the_suite(name):
-    """A row with four steps (the rate rises, peaks, falls; every buffer is used again), or all ten for models with a
-    memory of their own; two steps show a gradient that is not summed or counted. ``tests/torture/layouts.py`` takes ten
+    """A row with four steps (the rate rises, peaks, falls; every buffer is used again), or all ten for models with
+    persistent state; two steps show a gradient that is not summed or counted. ``tests/torture/layouts.py`` takes ten
     of every row."""
     one = row(name)
     if name in DECLARED_ROWS:

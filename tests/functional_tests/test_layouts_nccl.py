@@ -30,7 +30,7 @@ def test_layout_equals_one_gpu(gpu_matrix, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LAYOUTS.values() if name in THROUGH_COPY_ENGINES])
 def test_layout_equals_one_gpu_however_small_its_messages(gpu_matrix, name):
-    """Which copy engines would leave to NCCL otherwise."""
+    """Without the patch, copy engines leave small messages to NCCL."""
     check(gpu_matrix, name, "small_messages_through_copy_engines")
 
 

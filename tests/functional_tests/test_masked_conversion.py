@@ -1,5 +1,5 @@
-"""Weights of Hugging Face's in runs of BERT and T5: loaded on two layouts, exported beside checkpoints with a tokenizer
-that ``transformers`` reads as ours, refused by the wrong program."""
+"""Hugging Face weights in runs of BERT and T5: loaded on two layouts, exported with a tokenizer that ``transformers``
+reads with equal ids, rejected by the program of the other family."""
 
 import json
 

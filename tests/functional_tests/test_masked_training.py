@@ -1,4 +1,4 @@
-"""Whole runs of BERT and T5: a checkpoint of one layout continues on any other, on its own without a changed bit."""
+"""Complete runs of BERT and T5: a checkpoint continues on any layout, and on the same layout without a changed bit."""
 
 import pytest
 

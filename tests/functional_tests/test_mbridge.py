@@ -1,5 +1,5 @@
-"""mbridge, as it is published, converts tiny Hugging Face models to ours and back. Skipped where it is not installed;
-its names and calls have tests of their own (``tests/unit_tests/compat``, ``core/models/test_engine_names.py``)."""
+"""The published mbridge converts tiny Hugging Face models to this library and back. Skipped if it is not installed; its
+names and calls have separate tests (``tests/unit_tests/compat``, ``core/models/test_engine_names.py``)."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron Core itself wrote and reads, against ours. ``MEGATRON_CORE_PYTHON`` names an interpreter
+"""Checkpoints written and read by Megatron Core, against this library. ``MEGATRON_CORE_PYTHON`` names an interpreter
 that has it (0.14 or 0.16, and torch for CPUs): both packages are called ``megatron`` and cannot be in one process."""
 
 import json
@@ -151,7 +151,7 @@ MASKED_FLAGS = [
 
 
 def masked_samples(kind, path):
-    """What --mock-data trains on, by name [iterations, samples, ...]."""
+    """Return the samples of --mock-data by name, [iterations, samples, ...]."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.tasks.language_model import mock_data, task_class
 

@@ -54,7 +54,7 @@ ENCODERS = {
     "t5-rotary": ("pretrain_t5.py", "--decoder-seq-length 128 --swiglu --position-embedding-type rope"),
     "t5-relative": ("pretrain_t5.py", "--decoder-seq-length 128 --position-embedding-type relative"),
 }
-"""On random samples, half of which are short, so that variable lengths count."""
+"""They train on random samples; half are short, so that variable lengths matter."""
 
 
 def run(data, folder, family, *flags, gpu):

@@ -1,4 +1,4 @@
-"""Whole runs that predict further tokens: they resume, on their layout and on another one."""
+"""Complete runs with multi-token prediction: they resume, on the same layout and on another one."""
 
 import numpy as np
 import pytest

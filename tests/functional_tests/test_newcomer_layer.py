@@ -1,5 +1,5 @@
-"""A layer kind that the library does not know, given by ``--spec`` or by a program's own model provider, is a layer
-like any other: it trains in every layout, and whatever counts, checks, cuts, saves or loads a model knows it.
+"""A layer kind that the library does not know, given by ``--spec`` or by a program's own model provider, works
+like any other: it trains in every layout, and counts, checks, stage splits, saves and loads include it.
 
 It is ``tests/test_utils/gated_recurrence.py``: a recurrence in the place of attention, and a layer of three branches.
 """
@@ -123,7 +123,7 @@ def test_layers_without_a_description_train_and_are_not_counted(gloo_pool):
 
 @pytest.mark.parametrize("layers, parts", [("mixed_layers", [4, 5]), ("undescribed_layers", [2, 2])])
 def test_the_dry_run_needs_no_vocabulary(layers, parts):
-    """As with the tokenizers that are loaded only later."""
+    """Tokenizers that are loaded later leave the vocabulary unknown."""
     spec = f"--spec tests.test_utils.gated_recurrence {layers}"
     cfg = settings(f"--num-layers 4 --pipeline-model-parallel-size 2 {spec}", 2)
     assert "pipeline rank 1            layers 3-4 + loss" in dry_run_report(dataclasses.replace(cfg, vocab_size=None))
@@ -297,7 +297,7 @@ class DeclaredAgain(Declared):
 
 
 class Renamed(Declared):
-    """Leaves ``forward`` alone, so that the declaration still covers it."""
+    """Does not override ``forward``, so that the declaration still covers it."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Programs of users: a data set, a layer and a hook of their own, several runs in one process, no launcher."""
+"""User programs: a custom data set, layer and hook, several runs in one process, no launcher."""
 
 import os
 import subprocess

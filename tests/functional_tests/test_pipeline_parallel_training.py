@@ -77,7 +77,7 @@ def test_a_pipeline_trains_and_evaluates_as_one_rank_does(gloo_pool, dataset, tm
 
 
 def test_rising_batch_sizes_give_any_number_of_micro_batches(gloo_pool, dataset, tmp_path):
-    """1, 2, 3 … micro-batches on three stages of untied, uneven layers: fewer than stages, and no multiple of them."""
+    """1, 2, 3 … micro-batches on three stages of untied, uneven layers: fewer than stages, and no multiple."""
     flags = [*UNTIED, "--micro-batch-size", 2, "--rampup-batch-size", 2, 2, 30]
     expected = run(gloo_pool, 1, dataset, tmp_path / "one", *flags, "--eval-interval", 4)
     stages = [*flags, "--eval-interval", 4, "--pipeline-model-parallel-size", 3]

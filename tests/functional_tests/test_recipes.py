@@ -50,7 +50,7 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: [task.send_signal(number) for task in tasks])
 sys.exit(max(task.wait() for task in tasks))
 """
-"""As Slurm's srun: one task per rank with its place in the environment; signals go to all of them."""
+"""Like Slurm's srun: one task per rank with its rank in the environment; signals are sent to all tasks."""
 
 SCONTROL = '#!/bin/sh\nif [ "$1" = show ]; then echo 127.0.0.1; else echo "scontrol $*"; fi\n'
 
@@ -83,7 +83,7 @@ def test_there_are_recipes():
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_recipe_fits_its_gpus_at_real_size(recipe, environment, tmp_path):
-    """The nodes that sbatch is asked for are those of the defaults; every rank leaves 9 of 80 GB to NCCL and CUDA."""
+    """The sbatch node count matches the defaults; every rank leaves 9 of 80 GB to NCCL and CUDA."""
     result = start(recipe, "--dry-run", env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert f"{PARAMETERS[name_of(recipe)]:,}, " in result.stdout
@@ -129,7 +129,7 @@ def slurm(environment, tmp_path):
 
 
 def test_a_job_whose_time_is_up_saves_and_queues_again(slurm, tmp_path):
-    """sbatch runs a copy of the script, elsewhere; the signal reaches the batch script alone."""
+    """sbatch runs a copy of the script in another folder; only the batch script receives the signal."""
     recipe = ROOT / "examples" / "llama" / "train_llama3_8b.sh"
     copy = tmp_path / "slurm_script"
     copy.write_text(recipe.read_text())

@@ -51,7 +51,7 @@ def test_every_setting_takes_another_value_than_its_default():
 
 
 def imported(tree):
-    """Every module that a file imports, by whatever statement or call."""
+    """Yield every module that a file imports, by statement or call."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -17,8 +17,8 @@ pytest.importorskip("transformers", reason="pip install transformers: it is what
 
 FAMILIES = {**MODELS, **MIXTURES}
 TOLERANCE = 2e-6
-"""Relative to the largest entry of a tensor: norms, rotary tables and routers of theirs are float32 whatever the model
-is."""
+"""Relative to the largest entry of a tensor: norms, rotary tables and routers of transformers are float32 in every
+model."""
 
 
 def random_batch():
@@ -30,7 +30,7 @@ def random_batch():
 
 
 def pair(name, more=""):
-    """(their model, how its tensors become ours, the reference with its weights, settings, batch)."""
+    """Return (HF model, conversion of its tensors, the reference with its weights, settings, batch)."""
     family = FAMILIES[name]
     foreign, batch = build(family).double(), random_batch()
     c = settings.read([*flags_of(family), "--vocab-size", str(VOCAB), *more.split()])
@@ -71,7 +71,7 @@ def test_the_reference_computes_the_losses_and_gradients_of_transformers(name):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_the_balancing_loss_is_theirs_over_the_number_of_chosen_experts(name):
-    """Theirs is not divided by it. Of several layers it pools the tokens, so each is asked for by itself."""
+    """The HF loss is not divided by that number and pools the tokens of layers: compare each layer separately."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     foreign, arrange, model, batch = pair(name, "--moe-aux-loss-coeff 0.1 --hidden-dropout 0 --attention-dropout 0")

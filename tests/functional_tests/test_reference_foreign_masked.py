@@ -18,7 +18,7 @@ from tests.test_utils.foreign_models import VOCAB
 pytest.importorskip("transformers", reason="pip install transformers: it is what the reference is compared with")
 
 TOLERANCE = {"modern-bert": 2e-6}
-"""Relative to the largest entry of a tensor, else 1e-9: its rotary tables are float32 whatever the model is."""
+"""Relative to the largest entry of a tensor, else 1e-9: its rotary tables are float32 in every model."""
 
 
 def reference_model(family, weights, arrays):

@@ -1,4 +1,4 @@
-"""``convert.py`` proves settings by a small random model that has them, whatever the size of the real one."""
+"""``convert.py`` checks settings with a small random model, for real models of every size."""
 
 import json
 

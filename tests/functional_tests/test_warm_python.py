@@ -1,4 +1,4 @@
-"""Programs that start warm end, fail and are stopped as those of an interpreter."""
+"""Programs from a warm start end, fail and stop like programs of a new interpreter."""
 
 import os
 import signal

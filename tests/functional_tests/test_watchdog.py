@@ -16,7 +16,7 @@ from tests.test_utils.gloo_pool import PRELOADED
 from tests.test_utils.gpt_runs import losses
 
 PROMISE = 60.0
-"""Seconds in which everybody has left, whatever the machine is busy with; the watchdog's own limit is 6 here."""
+"""Seconds until every process has exited, also on a busy machine; the watchdog's limit is 6 here."""
 AT_ONCE = 7
 LONGEST = ("is killed in the second save", "stands still", "hangs", "never", "holds", "loses", "leaves")
 
@@ -73,7 +73,7 @@ def hosts_are_possible():
 
 @pytest.fixture(scope="module")
 def outcome(request, tmp_path_factory):
-    """The outcome of a fault; those of all tests that were chosen run together."""
+    """The outcome of a fault; the faults of all selected tests run together."""
     wanted = {item.callspec.params["fault"]: None for item in request.session.items
               if item.path == request.path and hasattr(item, "callspec")}  # fmt: skip
     if any("resumes" in item.name for item in request.session.items if item.path == request.path):

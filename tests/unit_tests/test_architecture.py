@@ -1,4 +1,4 @@
-"""The rooms and the budgets of docs/developers/architecture.md, walked over the syntax trees of every file."""
+"""The packages and size limits of docs/developers/architecture.md, checked in the syntax tree of every file."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -154,7 +154,7 @@ def tree_of(path):
 
 
 def imported_modules(path, tree):
-    """Every project module that ``path`` imports, wherever in the file the import stands."""
+    """Yield every project module that ``path`` imports, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -1,4 +1,4 @@
-"""The mutation tester itself: what it changes, what it leaves alone, how it follows lines, and one small campaign."""
+"""The mutation tester: lines that it changes or skips, moved lines, and one small campaign."""
 
 import json
 import os

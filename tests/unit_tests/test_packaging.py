@@ -1,4 +1,4 @@
-"""What pyproject.toml asks for can be installed, on every platform that torch supports."""
+"""The requirements of pyproject.toml can be installed on every platform that torch supports."""
 
 import re
 import sys
@@ -39,7 +39,7 @@ def project():
 
 
 def requirements():
-    """Every requirement that a Linux machine gets, those of the extras included."""
+    """Return every requirement for Linux, including the extras."""
     extras = project()["optional-dependencies"].values()
     found = [Requirement(line) for lines in (project()["dependencies"], *extras) for line in lines]
     linux = {**default_environment(), "platform_system": "Linux", "sys_platform": "linux"}

@@ -14,7 +14,7 @@ OBJECTS = {"iteration": 2, "train_state": {"iteration": 2}, "optimizer": {"step"
 
 
 def write_run(folder, weight=1.0, loss=4.0, objects=OBJECTS):
-    """What a finished run leaves, reduced to one weight and one record."""
+    """Write the files of a finished run, reduced to one weight and one record."""
     tensor = torch.full((2,), weight, dtype=torch.float64)
     save({"w": ShardedTensor("model.w", tensor, (2,), (0,))}, folder / "iter_0000002", objects=objects)
     (folder / "metrics.jsonl").write_text(json.dumps({"kind": "train", "iteration": 2, "lm loss": loss}) + "\n")

@@ -1,4 +1,4 @@
-"""``pretrain_gpt.py`` of which one rank goes wrong: FAULT names what, FAULT_RANK who (tests/test_utils/failures.py)."""
+"""``pretrain_gpt.py`` with the fault FAULT on rank FAULT_RANK (tests/test_utils/failures.py)."""
 
 import dataclasses
 import os
@@ -77,7 +77,7 @@ def lose_the_network():
 
 
 def stand_still():
-    """Every rank is stopped for longer than the watchdog waits, as by Ctrl-Z, and goes on: no fault."""
+    """Stop every rank, as with Ctrl-Z, for longer than the watchdog waits, then continue: this is no fault."""
     if os.fork() == 0:
         time.sleep(float(os.environ["STANDSTILL"]))
         os.kill(os.getppid(), signal.SIGCONT)

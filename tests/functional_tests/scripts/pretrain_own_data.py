@@ -1,5 +1,5 @@
-"""An entry script with data sets of its own, which exist on the first tensor-parallel rank of the first and last
-pipeline stages only, and which it broadcasts itself."""
+"""An entry script with custom data sets, which exist only on the first tensor-parallel rank of the first and last
+pipeline stages; the script broadcasts the batches itself."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What the benchmark of copy engines times is the same collective on either way."""
+"""The copy-engine benchmark times the same collective on both transports."""
 
 import dataclasses
 

@@ -35,7 +35,7 @@ def test_variants_are_possible_where_their_packages_are(variant):
 
 @pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2"])
 def test_limits_count_the_model_flops(name):
-    """Kernels do seven GEMMs of attention, of which six are the model's; all ranks of these rows do the same."""
+    """Attention kernels compute seven GEMMs; six count as model FLOPs. All ranks of these rows do the same work."""
     cfg = config_of(name)
     work = roofline.limits(cfg, cfg.vocab_size, CEILINGS)
     gemms = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))

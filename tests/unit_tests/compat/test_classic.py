@@ -27,7 +27,7 @@ def test_asking_before_a_program_runs_says_what_to_call(forgotten):
 
 
 def test_threads_see_the_program(forgotten):
-    """On GPUs autograd recomputes layers in threads of its own."""
+    """On GPUs autograd recomputes layers in separate threads."""
     classic.ClassicTask(validate_args(parse_args(TINY.split()), 1), None, {})
     with ThreadPoolExecutor(1) as other:
         assert other.submit(program.get_args).result().hidden_size == 64

@@ -1,4 +1,4 @@
-"""Small functions under Megatron-LM's names, compared with plain torch or with what the library itself computes."""
+"""Small functions under Megatron-LM's names, compared with plain torch or with the library's results."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Programs that ask how many micro-batches there are now are told what the pure schedule says."""
+"""The number of micro-batches that programs read equals the pure schedule."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,7 @@ def test_asking_too_early_and_setting_up_twice_say_what_to_call():
 
 
 def test_threads_are_told_too():
-    """On GPUs autograd recomputes layers in threads of its own."""
+    """On GPUs autograd recomputes layers in separate threads."""
     calculator.init_num_microbatches_calculator(0, None, 8, 2, 2)
     with ThreadPoolExecutor(1) as other:
         assert other.submit(calculator.get_num_microbatches).result() == 2

@@ -16,7 +16,7 @@ def batch(first):
 
 
 def _read_in_a_loop(rank, world_size):
-    """A program with a loop of its own: the second rank has no data, or data that do not count."""
+    """A program with a custom loop: the second rank has no data, or data that must be ignored."""
     parallel_state.initialize_model_parallel(2)
     iterators = [iter([batch(0)]), iter([batch(100)])] if rank == 0 else [None, iter([batch(200)])]
     return [get_batch_on_this_tp_rank(each, mtp_on_this_rank=False) for each in iterators]

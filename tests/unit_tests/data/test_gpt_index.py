@@ -1,4 +1,4 @@
-"""The order of samples equals Megatron-LM's rules, written out here the slow way and on their own."""
+"""The order of samples equals Megatron-LM's rules, written here independently in a slow form."""
 
 import numpy as np
 import pytest
@@ -107,7 +107,7 @@ def test_a_last_epoch_is_kept_apart_below_eighty_percent():
 
 
 def test_a_known_stream():
-    """Fixed once and for all: a change of numpy or of the builders that moves the order of data must fail here."""
+    """Fixed values: a change of numpy or the builders that changes the data order must fail here."""
     sizes = np.arange(1, 11, dtype=np.int32)
     indices = build_gpt_indices(sizes, np.arange(10, dtype=np.int32), plan_epochs(55, None, 8, 1), 8, 1234)
     assert indices.document_index.tolist() == [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]

@@ -98,7 +98,7 @@ def test_no_flipped_bit_gives_another_array(tmp_path, caplog):
 
 
 def test_numbers_outside_their_range_are_rebuilt(tmp_path, caplog):
-    """What a broken writer left with a right checksum."""
+    """A broken writer can store wrong numbers with a valid checksum."""
     bounds = {"first": [(0, 3)], "second": [(0, 2), (1, 3)]}
     IndexCache(str(tmp_path), "GPTDataset-train", {"seed": 1234}, LAYOUT, bounds).get(arrays)
     for wrong in ({"first": [(0, 2)]}, {"first": [(1, 3)]}, {"second": [(0, 2), (1, 2)]}):

@@ -1,4 +1,4 @@
-"""A damaged pair is refused when it is opened, with the reason; no input crashes the parser."""
+"""A damaged pair is rejected when it is opened, with the reason; no input crashes the parser."""
 
 import struct
 from pathlib import Path

@@ -206,7 +206,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
 
 
 def test_a_full_disk_is_reported_and_cleaned_up(tmp_path):
-    """A file size limit stands in for the full disk: the write fails the same way, with another errno."""
+    """A file size limit simulates the full disk: the write fails the same way, with another errno."""
     program = """
 import resource, sys, numpy as np
 from megatron.data.indexed_dataset import IndexedDatasetBuilder

@@ -1,4 +1,4 @@
-"""Mapped files: no descriptor kept, no crash whoever goes first."""
+"""Mapped files: no descriptor stays open, no crash in any order of deletion."""
 
 import gc
 import os

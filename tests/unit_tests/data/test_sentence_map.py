@@ -72,7 +72,7 @@ def test_whole_epochs_until_there_are_enough(either_builder, samples, epochs):
 
 
 def test_targets_are_drawn_by_the_rule(either_builder):
-    """A short target comes from the very word that made it short; a draw is thrown away behind each document."""
+    """The random word that selects a short target also gives its length; one draw is discarded after each document."""
     words = iter(np.random.RandomState(7).randint(0, 2**32, 1000, dtype=np.uint32).tolist())
     expected = []
     for document in range(40):

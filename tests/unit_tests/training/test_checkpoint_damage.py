@@ -22,7 +22,7 @@ from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 
 
 def in_child(action):
-    """Exit status of a forked process that runs ``action`` and exits with what it returns.
+    """Return the exit status of a forked process, which is the result of ``action``.
 
     ``action`` must not run backward: where torch sees a GPU, a forked process cannot.
     """
@@ -121,7 +121,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_is_reported(tmp_path, monkeypa
 
 
 def test_a_system_limit_on_file_sizes_is_survived(tmp_path):
-    """The same with an error from the system itself."""
+    """The operating system itself reports the error."""
     import resource
 
     run = Run(settings(tmp_path)).train(1)

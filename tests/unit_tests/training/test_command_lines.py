@@ -1,5 +1,5 @@
-"""Command lines as people who come from Megatron-LM type them: they pass a dry run on a machine without GPUs,
-Transformer Engine or the files that they name, and what is done otherwise than asked is said in one sentence each."""
+"""Command lines of Megatron-LM's users: they pass a dry run on a machine without GPUs, Transformer Engine or the named
+files, and one notice reports each flag that is overridden or has no effect."""
 
 import logging
 
@@ -87,7 +87,7 @@ MASKED_LINES = [
 
 
 def dry_run(line, family="gpt"):
-    """As ``pretrain_gpt.py``, ``pretrain_bert.py`` or ``pretrain_t5.py`` starts it on one of 8 ranks."""
+    """Dry-run the line like ``pretrain_gpt.py``, ``pretrain_bert.py`` or ``pretrain_t5.py`` on one of 8 ranks."""
     kind = "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"
     given = parse_args(f"{line} --dry-run".split(), args_defaults={"tokenizer_type": kind}, model_family=family)
     return validate_args(given, 8)

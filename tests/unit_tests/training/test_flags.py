@@ -41,7 +41,7 @@ DIFFERENT = {
 
 
 def same(text, value):
-    """A default of the table against ours."""
+    """Whether a default of the table equals this library's."""
     if isinstance(value, list) and not text.startswith("["):
         value = value[0] if value else ""
     if text in ("", "False") and value in (None, False, ""):
@@ -136,5 +136,5 @@ def names_read_by_the_program():
 
 
 def test_every_available_flag_is_read_by_the_program():
-    """A flag that parses has an effect, or says that it has none, or is refused."""
+    """A flag that parses has an effect, gives a notice that it has no effect, or is rejected."""
     assert sorted(FIELDS - set(ONLY_CHECKED) - names_read_by_the_program()) == []

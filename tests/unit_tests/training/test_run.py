@@ -1,4 +1,4 @@
-"""How a run ends: what the user can mend in one message, everything else with its traceback."""
+"""The end of a run: errors that the user can fix are one message, all other errors keep their traceback."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def ending(monkeypatch, error):
-    """What ``run`` returns where the run itself raises ``error``."""
+    """Return the result of ``run`` if the run raises ``error``."""
 
     def fail(*args):
         raise error
@@ -86,7 +86,7 @@ def test_bad_files_and_values_are_errors_for_users(tmp_path):
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """What torchrun's report says of this process, by torch's own reader."""
+    """Return this process's part of torchrun's error report, read by torch."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
 

@@ -41,7 +41,7 @@ def make_task(kind, folder, flags="", ranks=1):
 
 
 MASKS = {"bert": ("padding_mask", "loss_mask"), "t5": ("dec_mask", "dec_mask")}
-"""The longest mask of what the labels are of, and that of the labels."""
+"""(mask of the longest sequence, mask of the labels) by family."""
 
 
 @pytest.mark.parametrize("kind", MASKS)

@@ -58,7 +58,7 @@ def samples_of(rank, ranks, cfg, iterations):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("rampup", [None, [8, 8, 20]], ids=["constant", "ramp"])
 def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, rampup):
-    """Whatever the number of ranks: of a run that skips nothing, the batches of the other iterations."""
+    """On any number of ranks, the other iterations have the batches of a run without skips."""
     cfg = SimpleNamespace(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=rampup, step_batch_size_schedule=None,
         decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=ranks, iterations_to_skip=[],

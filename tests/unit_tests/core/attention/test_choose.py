@@ -1,4 +1,4 @@
-"""Which attention kernel is chosen, with which reason, and that the flash-attn package computes the same."""
+"""Selection of the attention kernel with its reason; flash-attn equals the reference."""
 
 import pytest
 import torch

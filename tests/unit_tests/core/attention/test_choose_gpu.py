@@ -159,7 +159,7 @@ def test_a_kernel_that_cannot_run_says_why():
 
 @pytest.mark.parametrize("groups", [HEADS, 2])
 def test_under_a_dense_mask_rows_of_small_logits_have_gradients(groups):
-    """cuDNN's backward pass makes NaN of these: a length of 64 modulo 128, and log-sum-exps below those of float32."""
+    """cuDNN's backward pass returns NaN for them: length 64 modulo 128, log-sum-exps below float32's range."""
     config = make_config(groups)
     query, key, value = (0.1 * x.detach() for x in inputs(groups, length=192))
     query[..., 0], key[..., 0] = 1.0, -120 * CHANNELS**0.5

@@ -1,4 +1,4 @@
-"""Documents of a batch: what padding makes of rows, what moves to a device, which rows are whole, what is refused."""
+"""Documents of a batch: padded rows, moves to a device, rows with one document, rejected bounds."""
 
 import pytest
 import torch

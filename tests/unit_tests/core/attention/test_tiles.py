@@ -1,4 +1,4 @@
-"""Tiles stand where their queries and keys stand in the sequence: together they are the visible pairs, each once."""
+"""Tiles know the positions of their queries and keys; together they cover every visible pair once."""
 
 import pytest
 
@@ -8,7 +8,7 @@ ZIGZAG = [(((0, 4), (12, 16)), ((0, 4), (12, 16))), (((0, 4), (12, 16)), ((4, 8)
 
 
 def pairs_of(tile):
-    """(query position, key position) of what a tile's band shows."""
+    """Yield (query position, key position) of the visible pairs in a tile."""
     for i in range(tile.num_queries):
         first = 0 if tile.left is None else max(0, i - tile.left)
         last = tile.num_keys - 1 if tile.right is None else min(tile.num_keys - 1, i + tile.right)

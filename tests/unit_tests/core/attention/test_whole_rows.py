@@ -20,7 +20,7 @@ def padded(*lengths, num_queries=None):
 
 
 def told(documents):
-    """As batches bring them: boundaries on the host too."""
+    """Cache the boundaries on the host, as a batch does."""
     documents.all_bounds()
     return documents
 
@@ -43,7 +43,7 @@ def test_boundaries_on_a_device_alone_are_not_waited_for():
 
 
 class ExactKernel(torch_sdpa.TorchAttention):
-    """In place of cuDNN's and of the flash kernel's operators, their definition; counts the calls of each."""
+    """The definition in place of cuDNN's and the flash kernel's operators; counts the calls of each."""
 
     def __init__(self):
         super().__init__("cudnn", 0.2)

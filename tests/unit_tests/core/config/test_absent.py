@@ -1,4 +1,4 @@
-"""The table of what has no field: every row is well formed, and command lines and programs get its answers."""
+"""The table of flags without a field: every row is well formed; command lines and programs get its answers."""
 
 import dataclasses
 import functools
@@ -83,7 +83,7 @@ def test_a_switch_is_answered(spec, caplog):
 
 
 def test_a_configuration_takes_settings_at_the_defaults_of_megatron_lm():
-    """Programs copy whole configurations; what asks for nothing is taken, what asks for a capability is refused."""
+    """Programs copy complete configurations: defaults are accepted, a request for a missing capability is rejected."""
     rest = {"cuda_graph_impl": "none", "cuda_graph_warmup_steps": 3, "barrier_with_L1_time": True, "no_sync_func": None}
     quiet = {"use_kitchen": False, "cpu_offloading": False, "mamba_state_dim": 128, "fp4_recipe": "nvfp4"}
     config = TransformerConfig(

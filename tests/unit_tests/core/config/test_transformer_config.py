@@ -1,4 +1,4 @@
-"""Impossible settings of experts in a library configuration: refused at once, in its own words."""
+"""Impossible expert settings in a library configuration are rejected at once, with the library's field names."""
 
 import dataclasses
 

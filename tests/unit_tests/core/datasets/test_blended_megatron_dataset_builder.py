@@ -1,4 +1,4 @@
-"""From flags to data sets: splits, blends, several validation sets, and what is refused."""
+"""From flags to data sets: splits, blends, several validation sets, and rejected settings."""
 
 import json
 import logging

@@ -32,7 +32,7 @@ def write(prefix, documents, dtype=np.uint16):
 
 
 def corpus(seed=0, count=60, longest=20):
-    """Documents whose every token tells where it came from, ended by EOD."""
+    """Return documents of random tokens that end in EOD."""
     generator = np.random.default_rng(seed)
     return [[*generator.integers(1, 1000, generator.integers(0, longest)).tolist(), EOD] for _ in range(count)]
 
@@ -53,7 +53,7 @@ def prefix(tmp_path_factory):
 
 
 def shuffled_text(data, documents):
-    """The tokens of all epochs laid end to end."""
+    """Return the concatenated tokens of all epochs."""
     return np.concatenate([documents[number] for number in data.document_index.tolist()])
 
 

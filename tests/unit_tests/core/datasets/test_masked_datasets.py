@@ -1,4 +1,4 @@
-"""BERT's and T5's data sets: samples equal an independent rewrite, bad input is refused, files are cached."""
+"""BERT's and T5's data sets: samples equal an independent rewrite, bad input is rejected, files are cached."""
 
 import itertools
 import pickle
@@ -158,7 +158,7 @@ def test_t5s_samples_equal_the_reference(tmp_path, name, seed, longest):
 
 
 def test_special_tokens_inside_sentences_are_not_masked_and_join_no_words(tmp_path):
-    """As Megatron-LM's preprocessing of today writes them: [CLS] ... [SEP] around every sentence."""
+    """Megatron-LM's current preprocessing writes [CLS] ... [SEP] around every sentence."""
     documents = [[np.concatenate([[1], sentence, [2]]) for sentence in document] for document in corpus()]
     prefix, tokenizer = write(tmp_path / "data", documents), WordPieces(sentinels=40)
     vocabulary = tokenizer.as_reference()

@@ -98,7 +98,7 @@ def test_the_files_are_plain_safetensors(saved):
 
 
 def cut(rank, world, dim, shape=(12, 10)):
-    """This rank's uneven slice along ``dim`` of one global tensor; a replicated one beside it."""
+    """Return this rank's uneven slice along ``dim`` of a global tensor, and a replicated tensor."""
     whole = values(shape, torch.float32)
     bounds = [0] + [shape[dim] * (r + 1) // world - (1 if r + 1 < world else 0) for r in range(world)]
     local = whole.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank]).contiguous()

@@ -1,4 +1,4 @@
-"""Gradients of any number of ranks and micro-batches equal those of one rank and one batch."""
+"""Gradients on any number of ranks and micro-batches equal one rank with one batch."""
 
 import gc
 import weakref
@@ -182,7 +182,7 @@ def test_a_replica_that_differs_in_one_bit_is_named(gloo_pool):
 
 
 def test_a_model_that_nobody_holds_is_freed():
-    """With its process groups, whose threads would go on polling."""
+    """Its process groups are freed too; their threads would continue to poll."""
     net = nn.Linear(2, 2)
     ddp = wrapped(net, overlap_grad_reduce=True)
     ddp(torch.ones(1, 2)).sum().backward()

@@ -17,7 +17,7 @@ from tests.test_utils.power_loss import PowerLoss
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Path, and inode, as a file may be renamed later -> size, of what was synced last."""
+    """Return path and inode (files may be renamed later) -> size at the last sync."""
     sizes, fsync = {}, os.fsync
 
     def note(descriptor):
@@ -62,7 +62,7 @@ def test_a_loss_of_power_leaves_a_whole_target_or_none(tmp_path, tmp_path_factor
     tensors = {f"layers.{number}": LazyTensor.of(torch.full((5,), float(number))) for number in range(3)}
 
     def check(folder, promise):
-        """A folder that has its name is whole; a conversion that goes on keeps whole files only."""
+        """A folder under its final name is complete; a resumed conversion keeps only complete files."""
         if (folder / "a/out").exists():
             found = load_safetensors(folder / "a/out").tensors
             assert {name: each.read().tolist() for name, each in found.items()} == {
@@ -91,7 +91,7 @@ def test_a_loss_of_power_leaves_the_old_or_the_new_checkpoint_of_megatron_lms_fo
         return Interchange({"num_layers": 0, "vocab_size": 4, "make_vocab_size_divisible_by": 1}, weights, counters)
 
     def check(folder, promise):
-        """What the tracker names is whole, and so is every folder that holds ``.metadata``, which is written last."""
+        """The tracker's checkpoint is complete, and so is every folder with ``.metadata``, which is written last."""
         for marker in folder.glob("a/iter_*/.metadata"):
             [weights] = load_megatron_torch_dist(marker.parent).tensors.values()
             assert weights.read().tolist() == [[float(marker.parent.name[-1])] * 2] * 4

@@ -382,7 +382,7 @@ def test_names_may_leave_out_the_base_as_files_of_gpt2_do(tmp_path):
 
 
 def test_layers_of_multi_token_prediction_come_over_both_ways(tmp_path):
-    """As DeepSeek publishes them: behind the last layer, with the embedding and the output layer once more."""
+    """DeepSeek stores them after the last layer, with a second copy of embedding and output layer."""
     config = {
         **CONFIG, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "rms_norm_eps": 1e-6,
         "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -416,7 +416,7 @@ def test_layers_of_multi_token_prediction_come_over_both_ways(tmp_path):
 
 
 def test_a_read_holds_one_tensor_of_ours_at_a_time(tmp_path):
-    """Experts are read one at a time where a source can: one read of rows for each of theirs."""
+    """Experts are read one at a time if the source supports it: one read of rows per HF tensor."""
     config = {**CONFIG, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
     model = load_hf(write(tmp_path / "a", random_weights(config), config))
     rows = []

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors and plain data come out, nothing that a file names is called, damage is found."""
+"""Files of torch.save: only tensors and plain data are read, no function of a file is called, damage is found."""
 
 import argparse
 import collections

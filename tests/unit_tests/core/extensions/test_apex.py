@@ -1,4 +1,4 @@
-"""What NVIDIA apex computes in our slots equals what the built-in forms do. A stand-in with the same call signatures
+"""NVIDIA apex in the library's slots equals the built-in kernels. A stand-in with the same call signatures
 computes here; the package itself is in ``test_apex_gpu.py``."""
 
 import logging
@@ -134,7 +134,7 @@ STATES = {
 
 
 def trained(parts, dtype, settings, poisoned=False):
-    """Exact weights, moments and gradient norms after four updates; ``poisoned``: one of which is skipped."""
+    """Return exact weights, moments and gradient norms after four updates; ``poisoned``: one update is skipped."""
     model = make_model([], params_dtype=dtype)
     wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     config = OptimizerConfig(lr=0.01, weight_decay=0.1, adam_beta2=0.95, clip_grad=0.5, apex_parts=parts, **settings)

@@ -1,4 +1,4 @@
-"""One cuDNN in a process. Libraries without content stand in for its parts: it is their names that are found."""
+"""A process loads one cuDNN. Empty libraries stand in for its parts, because only their names are searched."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Transformer Engine's modules in our slots equal ours: output, gradients, names. Here a fake of the package computes;
+"""Transformer Engine's modules equal built-in modules: output, gradients, names. Here a fake of the package computes;
 the package itself is in ``test_transformer_engine_gpu.py``."""
 
 import pytest
@@ -165,7 +165,7 @@ def test_two_tensor_parallel_ranks_equal_the_built_in_layers(gloo_pool, sequence
 
 
 def test_attention_with_dropout_is_the_built_in_one(monkeypatch):
-    """The same masks as without the package."""
+    """Dropout masks equal the masks without the package."""
     fake_transformer_engine.install(monkeypatch)
     engine, ours = (losses(make_model(built, attention_dropout=0.3)) for built in (True, False))
     torch.testing.assert_close(engine, ours)

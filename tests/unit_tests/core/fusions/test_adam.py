@@ -1,4 +1,4 @@
-"""The AdamW kernel against torch's operator; masters in 16 bits beside the weight; moments in bf16."""
+"""The AdamW kernel against torch's operator; 16-bit master remainders; moments in bf16."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Column sums equal the formula, alone or added to a total, in the same bits every time."""
+"""Column sums equal the formula, also when added to a total, with equal bits in every run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels' two passes over logits are those of plain torch, whose own are torch's cross entropy."""
+"""The kernels' two passes over logits equal plain torch code, which equals torch's cross entropy."""
 
 import pytest
 import torch

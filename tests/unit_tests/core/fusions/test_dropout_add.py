@@ -15,7 +15,7 @@ STREAM, SITE = DropoutStream(7), ("layer", 3, "x")
 
 
 def mask_and_draw(shape, rate, samples=None):
-    """Samples, as many as rows unless told, and positions beyond 32 and 16 bits."""
+    """Return a mask and its draw; ``samples``: default one per row. Sample indices exceed 32 bits, positions 16."""
     length, batch, width = shape
     sample = torch.arange(samples or batch) * ((3 << 32) + 0x9000_0001) + 5
     position = torch.arange(length).flip(0) * 131_071

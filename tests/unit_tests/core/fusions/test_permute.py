@@ -30,7 +30,7 @@ TRITON = RowMoves(gather_triton, combine_triton)
 
 
 def keys_of(tokens, choices, seed=0, dropped=0.2, num_keys=KEYS):
-    """[t, j] different keys per token; some are of none."""
+    """Return [t, j] distinct keys per token; some choices are dropped."""
     generator = torch.Generator().manual_seed(seed)
     key = torch.rand(tokens, num_keys, generator=generator).argsort(-1)[:, :choices]
     return key.masked_fill(torch.rand(tokens, choices, generator=generator) < dropped, num_keys)

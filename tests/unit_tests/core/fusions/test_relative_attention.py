@@ -32,7 +32,7 @@ def formula(query, key, value, bias, pairs):
 
 
 def ranges(lengths, length):
-    """What rows of which the first ``lengths`` tokens count see; padding sees padding."""
+    """Return the key ranges of rows with ``lengths`` valid tokens each; padding attends to padding."""
     lengths = torch.tensor(lengths)[:, None]
     real = torch.arange(length) < lengths
     both = torch.where(real, 0, lengths), torch.where(real, lengths, length)

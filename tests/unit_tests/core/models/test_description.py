@@ -51,14 +51,14 @@ def test_llama_3_8b_has_its_8_030_261_248_parameters():
 
 
 def test_a_dense_layer_of_deepseek_v3_has_its_583_485_440_parameters():
-    """Published weights: layer 0 of 61, of which attention has 187 107 328 with its two latent norms."""
+    """Published weights: layer 0 of 61; its attention has 187 107 328 parameters with its two latent norms."""
     model = described(DEEPSEEK_V3_DENSE, 129280, 4096, position_embedding_type="rope")
     attention, mlp = (branch.num_parameters for branch in model.layers[0])
     assert (attention, mlp) == (187_107_328 + 7168, 3 * 7168 * 18432 + 7168)
 
 
 def flops_in_place(total, left, right, **others):
-    """What torch leaves out: gradients of experts are added up in place."""
+    """FLOPs that torch does not count: expert gradients are accumulated in place."""
     return 2 * left[0] * left[1] * right[1]
 
 
@@ -81,7 +81,7 @@ def flops_in_place(total, left, right, **others):
 def test_the_formula_equals_a_counted_trace(overrides):
     """Torch counts all s x s scores and the padded vocabulary; the formula counts half of the scores and the true one.
 
-    On the unfused path: torch counts its matrix products alike in every version, fused kernels only in some.
+    On the unfused path, because only some torch versions count fused kernels.
     """
     length, vocab, padded, batch = 16, 50, 64, 2
     config = TransformerConfig(

@@ -43,7 +43,7 @@ def loss(model):
 
 
 def engine_name(name):
-    """The name that Transformer Engine's modules give to a parameter of ours, in the layers of CASES."""
+    """Return Transformer Engine's name of a local parameter, in the layers of CASES."""
     if ".self_attention.q_layernorm" in name or ".self_attention.kv_layernorm" in name:
         latent = {".q_layernorm.": ".linear_q_up_proj.layer_norm_", ".kv_layernorm.": ".linear_kv_up_proj.layer_norm_"}
     else:

@@ -1,4 +1,4 @@
-"""What a GPU computes: the same bits for weights and masks, and the numbers of the reference from its kernels."""
+"""On a GPU, weights and masks have the CPU's bits, and the kernels equal the reference."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def randomize(model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("hidden_size", [24, 48])
 def test_scaled_embeddings_are_scaled_by_a_root_of_their_own_dtype(dtype, hidden_size):
-    """As Gemma: sqrt(24) is 4.89898, rounded to bf16 4.90625; positions are scaled too."""
+    """Gemma rounds sqrt(24) = 4.89898 to 4.90625 in bf16; positions are scaled too."""
     sizes = {"hidden_size": hidden_size, "params_dtype": dtype}
     scaled, plain = (make_model(**sizes, apply_embedding_scaling=each).embedding for each in (True, False))
     tokens, _, positions = batch()
@@ -197,7 +197,7 @@ def test_packed_documents_equal_the_same_documents_alone(backend, window, positi
 
 @pytest.mark.parametrize("bounds", [[0, 12, 24, 34], [1, 12, 24, 36], [0, 13, 24, 36], [0, 12, 24, 20, 36]])
 def test_packed_documents_that_are_not_the_batch_are_refused(bounds):
-    """Padding behind the last document would get gradients that nobody wrote."""
+    """Padding after the last document would get uninitialized gradients."""
     tokens, _, positions = batch()
     packed = PackedSeqParams(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
     with pytest.raises(ValueError, match="ascend from 0 to 36 and name the start of each of the 3 rows of 12"):
@@ -375,7 +375,7 @@ def test_documents_with_padding_between_them_have_the_outputs_of_separate_rows(a
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_negative_labels_are_positions_that_the_caller_masks(chunk):
-    """Their loss is finite and their gradient, once masked, zero; those of other positions do not change."""
+    """Their loss is finite and their masked gradient is zero; other positions do not change."""
     model = make_model(cross_entropy_chunk_tokens=chunk)
     tokens, labels, positions = batch()
     mask = torch.ones_like(labels)

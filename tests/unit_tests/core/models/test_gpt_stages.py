@@ -1,4 +1,4 @@
-"""Pipeline stages of GPTModel, whole layers and halves of them, and layers of a program's own."""
+"""Pipeline stages of GPTModel: full layers, half layers and custom layers."""
 
 import math
 from dataclasses import replace

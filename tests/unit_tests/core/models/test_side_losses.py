@@ -62,14 +62,14 @@ def test_a_main_loss_of_another_kind_is_refused(is_sum, found):
 
 
 def test_means_of_context_parallel_ranks_add_up():
-    """Each rank's main loss is a mean of its own tokens, and gradients of ranks are added."""
+    """Each rank's main loss is a mean over its local tokens, and the ranks' gradients are added."""
     model = make_model(**EXPERTS).train()
     model.groups = replace(SINGLE_PROCESS, cp=Group("cp", (0, 1)))
     assert model._side_losses(4, None, torch.device("cpu")).tokens_b.sum() == 2
 
 
 def gradients_of_ranks(rank, size, sizes, is_sum):
-    """This rank's shards of the gradients of a global batch in two micro-batches, every token of which counts."""
+    """Return this rank's gradient shards for a global batch of two micro-batches with only valid tokens."""
     groups = parallel_state.initialize_model_parallel(**sizes)
     aux = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.2]}
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

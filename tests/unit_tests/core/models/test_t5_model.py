@@ -1,4 +1,4 @@
-"""T5: what the independent reference defines, stages that pass on both streams, padding, what is described and refused.
+"""T5 equals the independent reference; stages pass on both streams; padding, description and rejected settings.
 
 (Every layout: ``tests/functional_tests/test_layouts.py``; whole runs: ``test_reference_masked.py``.)
 """
@@ -125,7 +125,7 @@ def test_a_bias_is_wide_and_has_an_entry_per_distance():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_pass_on_both_streams(kind):
-    """Wherever the cuts are: encoder alone, in the middle of a layer, at the seam, decoder alone."""
+    """Cuts inside the encoder, within a layer, between encoder and decoder, and inside the decoder."""
     text, answer, labels, lengths = arrays()
     whole = make_model(kind).eval()
     bounds = [0, 1, 4, 6, 13]
@@ -261,7 +261,7 @@ def test_a_program_builds_it_by_the_names_of_megatron_lm():
 
 
 def test_masks_that_programs_build_from_data_sets_are_those_of_the_model():
-    """Of every release: [b, keys], [b, 1, queries, keys] that hide all from rows of padding, [b, 1, 1, keys]."""
+    """Every release's masks: [b, keys], [b, 1, queries, keys] that hide all keys from padding, [b, 1, 1, keys]."""
     encoder, decoder = (torch.arange(length) < torch.tensor([[length], [5]]) for length in (8, 6))
     for use_local in (True, False):
         masks = T5MaskedWordPieceDataset.config_attention_mask(None, None, ~encoder, ~decoder, use_local)

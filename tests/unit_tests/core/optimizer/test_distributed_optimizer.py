@@ -1,4 +1,4 @@
-"""Sharing out the update changes nothing: any buckets, any order of use, any number of instances, against one rank."""
+"""A sharded update equals one rank: any buckets, any order of use, any number of instances."""
 
 import pytest
 import torch

@@ -115,7 +115,7 @@ def test_broadcast_params_gives_data_parallel_ranks_those_of_the_first(gloo_pool
 
 
 def test_state_and_groups_are_reached_through_chained_optimizers():
-    """As programs reset the moments between policy updates."""
+    """Programs reset the moments between policy updates through these names."""
     model, optimizer = build()
     step(model, optimizer)
     (part,) = optimizer.chained_optimizers
@@ -205,7 +205,7 @@ def test_older_releases_arguments_are_taken():
 
 
 def _checkpointed(rank, world_size, tensor_size, folder, dtype):
-    """Save after two steps; a model of another seed that loads this goes on with the same bits."""
+    """Save after two steps; a model with another seed that loads the file continues with the same bits."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
     model, optimizer = build(dtype=dtype)
     for seed in range(2):

@@ -284,7 +284,7 @@ def test_new_weights_reach_the_main_copies():
 
 
 def test_a_state_with_a_loss_scale_is_for_any_optimizer():
-    """One that has no loss scale passes it over, and one that has keeps its own where the state has none."""
+    """An optimizer without loss scale ignores it; one with a loss scale keeps it if the state has no loss scale."""
     scaled, plain = (
         get_megatron_optimizer(settings(fp16=fp16), [wrapped(network(torch.float16 if fp16 else torch.float32))])
         for fp16 in (True, False)

@@ -1,4 +1,4 @@
-"""Formats of optimizer state: masters of every kind take the same path, any format goes on from what another stored."""
+"""Formats of optimizer state: masters of every kind follow the same path; every format loads the state of any other."""
 
 import pytest
 import torch

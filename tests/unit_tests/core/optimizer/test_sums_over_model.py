@@ -35,7 +35,7 @@ GRIDS = [
 
 
 def contributions(grid, rank, shares_update):
-    """Of one rank: for each share the elements that it gives, by name and place, and the ranks of each sum."""
+    """Return for each share of one rank its elements, by name and index, and the ranks of each sum."""
     groups = build_process_groups(grid, rank, lambda name, lists: (object(), None))
     optimizer = MegatronOptimizer.__new__(MegatronOptimizer)
     optimizer.groups, optimizer.shares_update, held = groups, shares_update, {}
@@ -92,7 +92,7 @@ def test_norms_are_not_rounded_to_the_dtype_of_gradients(dtype):
 
 
 def test_sums_of_squares_of_several_tensors_are_fp64():
-    """A tensor of norm 1 beside one of norm 2^13: in fp32 its square is rounded away."""
+    """Tensors of norm 1 next to one of norm 2^13: in fp32 their squares are rounded away."""
     tensors = [torch.full((1,), 8192.0), *(torch.ones(1) for _ in range(8))]
     assert l2_norm([(tensors, ())], CPU).square().item() == pytest.approx(2.0**26 + 8, abs=1e-6)
     assert l2_norm([(tensors[:1], ()), (tensors[1:], ())], CPU).square().item() == pytest.approx(2.0**26 + 8, abs=1e-6)
@@ -127,7 +127,7 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_zeros_of_padding_are_not_counted(ranks, monkeypatch):
-    """Of 5 x 3 true elements four are zeros, of the bias two; nine elements of padding are."""
+    """Four of the 5 x 3 true elements and two elements of the bias are zeros, and nine elements of padding."""
     monkeypatch.setattr("megatron.core.optimizer.clip_grads.dist.all_reduce", lambda *args, **kwargs: None)
     words, found = torch.ones(8, 3), []
     words[5:], words[1], words[4, 0] = 0.0, 0.0, 0.0

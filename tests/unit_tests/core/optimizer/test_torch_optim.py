@@ -37,7 +37,7 @@ RUNS = {
 
 
 class LanguageModel(nn.Module):
-    """Embedding, a layer with a norm and biases, output layer: one parameter of every kind that settings tell apart."""
+    """Embedding, layer with a norm and biases, output layer: one parameter of every kind that settings distinguish."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -57,7 +57,7 @@ def loss_of(model, step):
 
 
 def torch_optimizer(cfg, model):
-    """What the flags mean, said with ``torch.optim``: matrices decay, embedding and output have a rate of their own."""
+    """Return the ``torch.optim`` equivalent of the flags: matrices decay, embedding and output have a separate rate."""
     groups = []
     for name, parameter in model.named_parameters():
         ends = name in ("word_embeddings.weight", "output_layer.weight")

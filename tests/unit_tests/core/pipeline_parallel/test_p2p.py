@@ -23,7 +23,7 @@ SHAPE = MessageShape(SHAPES, torch.float64, CPU)
 
 
 class Engines:
-    """Those of one rank; ``sent`` and ``sizes`` are of all."""
+    """Copy engines of one rank; ``sent`` and ``sizes`` are shared by all ranks."""
 
     def __init__(self, rank, sent, sizes):
         self.rank, self.sent, self.sizes = rank, sent, sizes
@@ -40,7 +40,7 @@ class Engines:
 
 
 class Backend:
-    """Sends and receives of torch.distributed; those of one group and tag meet."""
+    """Sends and receives of torch.distributed, matched by group and tag."""
 
     def __init__(self):
         self.sent, self.posted, self.alive, self.waited, self.done = {}, [], [], 0, False

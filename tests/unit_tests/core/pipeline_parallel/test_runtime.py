@@ -1,4 +1,4 @@
-"""The executor on one rank: what it defers, what it lets go, when data-parallel sums may start, what it refuses."""
+"""The executor on one rank: deferred work, freed tensors, start of data-parallel reductions, rejected calls."""
 
 import gc
 import weakref
@@ -89,7 +89,7 @@ def test_chunks_of_one_rank_equal_one_function(schedule):
 
 
 def test_split_backward_leaves_the_weight_gradient_for_later():
-    """With one rank W follows B directly, so the order of arrival within a micro-batch tells them apart."""
+    """With one rank W follows B directly, so only the order within a micro-batch distinguishes them."""
     chunk = Chunk(True)
     run(zero_bubble(1, BATCHES), [chunk])
     assert [name for name, _ in chunk.seen] == ["scale", "linear.weight"] * BATCHES
@@ -167,7 +167,7 @@ def test_receives_are_posted_so_many_actions_ahead(options, ahead):
 
 
 class WithOwnLoss(Chunk):
-    """Notes what it is told of the main loss."""
+    """Records the arguments about the main loss."""
 
     def __init__(self, first):
         super().__init__(first)
@@ -191,7 +191,7 @@ def test_models_with_losses_of_their_own_hear_what_the_main_loss_is():
 
 
 class TwoStreams(Chunk):
-    """Passes on a second tensor as it came, or uses it: gradients of both find their way back."""
+    """Passes a second tensor on unchanged, or uses it; the gradients of both are sent back."""
 
     def __init__(self, first, last=False):
         super().__init__(first)
@@ -236,7 +236,7 @@ class Wrapped(nn.Module):
 
 
 class OneStream(TwoStreams):
-    """Leaves the second tensor alone."""
+    """Does not use the second tensor."""
 
     def forward(self, batch):
         return torch.tanh(self.linear(self.received[0])[0])

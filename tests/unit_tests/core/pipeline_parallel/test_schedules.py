@@ -72,7 +72,7 @@ def test_losses_are_scaled_as_megatron_lm_does(kind, weights):
 
 
 def test_a_mean_counts_for_every_context_parallel_rank(monkeypatch):
-    """Its value is that of all ranks' tokens, of which each rank differentiates its own."""
+    """The mean is over all ranks' tokens; each rank differentiates its local part."""
     groups = dataclasses.replace(SINGLE_PROCESS, cp=Group("cp", (0, 1), 0))
     monkeypatch.setattr(parallel_state, "get_process_groups", lambda: groups)
     model, batches = linear(), [torch.randn(2, 3) for _ in range(2)]
@@ -137,7 +137,7 @@ def expert_gradients(batches, kind, mask=False):
 
 
 def test_auxiliary_losses_of_experts_weigh_the_same_whatever_the_loss_function_returns():
-    """Also where the model is told which tokens count, as newer programs do for their own reasons."""
+    """Also if the model receives the loss mask, which newer programs pass for other purposes."""
     batches = [batch(seed=seed) for seed in range(2)]
     expected = expert_gradients(batches, "mean")
     count = batches[0][0].numel() * len(batches)

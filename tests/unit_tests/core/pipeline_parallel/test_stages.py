@@ -38,7 +38,7 @@ def counts(config, costs=None, **options):
 
 
 def alike(num_layers, attention=1 / 3, head=0.0):
-    """Layers of which attention takes this share."""
+    """Return equal layers; ``attention`` is the share of attention in their cost."""
     return ModelCosts((DECODER_LAYER,) * num_layers, ((attention, 1 - attention),) * num_layers, head)
 
 
@@ -141,8 +141,8 @@ def test_layers_are_cut_where_that_makes_the_slowest_stage_faster():
     ("output", "found"), [(0, [2, 2]), (2, [3, 1]), (0.34, [2, 2]), (0.36, [2.5, 1.5]), (2 / 3, [2.5, 1.5])]
 )
 def test_layers_stay_whole_where_a_cut_gains_next_to_nothing(output, found):
-    """Four layers, a third of them attention, and an output layer of so many layers: 2.333 is no gain over 2.34, but
-    over 2.36."""
+    """Four layers, a third of them attention, and an output layer that costs ``output`` layers: 2.333 is no gain over
+    2.34, but over 2.36."""
     assert counts(shape(4, 2), alike(4, head=output)) == found
 
 

@@ -16,7 +16,7 @@ from megatron.core.schedules.learning_rate import (
 
 
 def config(**changes):
-    """100 iterations of 10 samples, 10 of them warm-up, 1.0 down to 0.1."""
+    """100 iterations of 10 samples, 10 warm-up iterations, 1.0 down to 0.1."""
     values = {
         "lr": 1.0, "min_lr": 0.1, "lr_decay_style": "linear",
         "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 10,
@@ -192,7 +192,7 @@ def test_a_changed_schedule_is_refused_unless_a_flag_decides():
 
 
 def test_a_longer_run_of_the_same_schedule_goes_on():
-    """The steps over which a constant weight decay does not grow are not compared; those of one that grows are."""
+    """The number of weight-decay steps is compared only if weight decay changes."""
     stored = get_optimizer_param_scheduler(config(lr_decay_iters=100), optimizer_with({}))
     longer = {"lr_decay_iters": 100, "train_iters": 200}
     get_optimizer_param_scheduler(config(**longer), optimizer_with({})).load_state_dict(stored.state_dict())

@@ -1,8 +1,8 @@
 """Everything about a parameter follows from its mesh: a toy model of dense and expert parameters on any layout equals
 one rank in gradients, their norm, clipping, ZeRO-1 state, weights, and through a checkpoint of another layout.
 
-Experts are split over ``ep`` and ``etp``; every rank routes its own tokens, the ranks of ``etp_ep`` gather all of
-theirs, and each computes its share of every expert that it holds.
+Experts are split over ``ep`` and ``etp``; every rank routes its own tokens, the ranks of ``etp_ep`` gather their
+tokens, and each rank computes its shard of every local expert.
 
 Legend: t tokens, h hidden, f feed-forward, e experts.
 """
@@ -113,7 +113,7 @@ class Toy(nn.Module):
 
 
 def batch(step):
-    """Tokens of the whole batch and which of them count."""
+    """Return the tokens of the full batch and their loss mask."""
     generator = torch.Generator().manual_seed(step)
     x_th = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     return x_th, (torch.rand(TOKENS, generator=generator) < 0.7).double()
@@ -187,7 +187,7 @@ def resume(ddp, optimizer, groups, folder):
 
 
 def changed_by_a_resume(rank, world, sizes, options, folder):
-    """Optimizer -> (names of its state, tensors that differ in a bit from those of an uninterrupted run)."""
+    """Optimizer -> (names of its state, tensors that differ in a bit from an uninterrupted run)."""
     groups, found = parallel_state.initialize_model_parallel(**sizes), {}
     for kind in ("adam", "sgd"):
         runs = []
@@ -266,7 +266,7 @@ def close(found, expected, what):
 
 
 def compare(results, expected):
-    """Every rank's history and state against those of one rank."""
+    """Compare every rank's history and state with one rank's."""
     history, state, _ = expected
     for step, (gradients, numbers) in enumerate(history):
         close(gathered([each[0][step][0] for each in results]), gathered([gradients]), f"gradients of step {step}")
@@ -278,7 +278,7 @@ def compare(results, expected):
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool, tmp_path_factory):
-    """By kind: what one rank finds, and its checkpoint after as many steps."""
+    """Return by optimizer the results of one rank and its checkpoint after the same steps."""
     found = {}
     for kind in ("adam", "sgd"):
         folder = str(tmp_path_factory.mktemp(kind) / "checkpoint")
@@ -330,7 +330,7 @@ def experts_reduced_like_dense():
 
 
 def experts_not_in_the_norm():
-    """The gradient norm is that of the dense parameters."""
+    """The gradient norm covers only dense parameters."""
     return mock.patch.object(ProcessGroups, "data_parallel", property(lambda self: (self.dense,)))
 
 
@@ -350,7 +350,7 @@ def replicated_experts_counted_everywhere():
 
 
 def partial_gradients_of_experts_forgotten():
-    """Nobody adds up what ranks of etp and ep hold partial sums of."""
+    """Partial sums of the ranks of etp and ep are not reduced."""
     correct = parameter
 
     def forgotten(shape, *, partial=(), **rest):

@@ -1,4 +1,4 @@
-"""Stretches of local memory are rectangles of the global tensor: every element once, in its place, padding left out."""
+"""Flat ranges of local memory are rectangles of the global tensor: every element once, in place, without padding."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Parameters are slices of one global tensor, whatever the layout."""
+"""Parameters are slices of one global tensor in every layout."""
 
 import itertools
 from dataclasses import replace

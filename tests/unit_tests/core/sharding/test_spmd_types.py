@@ -1,7 +1,7 @@
 """Declarations of parameters proven by types (``spmd_types``), on a fake process group of any size.
 
-A replicated parameter whose gradient is declared a partial sum is R, any other is I: multiplied with what differs by
-rank, I is a type error (the gradient would miss the other ranks), and R with what is equal (it would be summed twice).
+A replicated parameter whose gradient is declared a partial sum is R, any other is I: I times a tensor that
+differs by rank is a type error (the gradient misses the other ranks), and so is R times an equal one (summed twice).
 No number is compared, so that the proof holds for layouts that are too large to run.
 """
 

@@ -1,4 +1,4 @@
-"""Losses of a split vocabulary, with kernels and in chunks, and their gradients are those of the whole logits."""
+"""Losses of a split vocabulary, with kernels and in chunks, and their gradients equal unsplit logits."""
 
 import importlib
 from unittest import mock
@@ -77,7 +77,7 @@ def _split_loss(group, how, vocab, divisible_by, gathers=False, chunk_tokens=5):
 
 HOWS = ("plain", "chunked") if passes.FUSED is None else ("plain", "chunked", "fused")
 SIZES = {1: [(19, 8)], 2: [(19, 4), (19, 16), (13, 32)]}
-"""Ranks: vocabularies and what they are padded to multiples of. In the last one rank has nothing but padding."""
+"""Ranks -> (vocabulary, divisor of its padded size). In the last case one rank holds only padding."""
 
 
 @pytest.mark.parametrize("world_size", SIZES)

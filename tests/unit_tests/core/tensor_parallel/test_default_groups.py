@@ -20,7 +20,7 @@ def values(seed, *shape):
 
 
 def on(rank, seed=0, shape=(ROWS, WIDTH)):
-    """What rank ``rank`` holds."""
+    """Return the local tensor of rank ``rank``."""
     return values(10 * seed + rank, *shape)
 
 
@@ -92,12 +92,12 @@ OPERATORS = {
 
 
 def transposed(x):
-    """The same values in column-major memory, which is not contiguous."""
+    """Return a copy of ``x`` in column-major memory, which is not contiguous."""
     return x.detach().t().contiguous().t()
 
 
 def run_operator(case, memory=torch.clone):
-    """(largest error of the output, of the gradient) on this rank; ``memory`` sets the strides of what it is given."""
+    """(largest error of the output, of the gradient) on this rank; ``memory`` sets the strides of the inputs."""
     name = case.partition(":")[0]
     call, shape, output_of, gradient_of = OPERATORS[case]
     rank = dist.get_rank()
@@ -145,7 +145,7 @@ def smoothed(logits, target, smoothing):
 
 
 def cross_entropy(*arguments, stored=VOCAB, **named):
-    """Labels are on both ranks; ``stored`` entries with padding, which may be all that the second rank has."""
+    """Labels are on both ranks; ``stored`` entries include padding, which may fill the second rank."""
     logits, target = values(5, 3, 2, VOCAB), torch.tensor([[0, 9], [4, 5], [3, 8]])
     padded = F.pad(logits, (0, stored - VOCAB))
     named |= {} if stored == VOCAB else {"vocab_size": VOCAB, "divisible_by": stored}

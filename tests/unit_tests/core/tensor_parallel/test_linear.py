@@ -1,4 +1,4 @@
-"""The product of linear layers: torch's own results, gradients in ``main_grad``, later where somebody asks."""
+"""The GEMM of linear layers: torch's results; gradients in ``main_grad``, deferred on request."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_bias_gradients_add_into_main_grad_without_rounding():
 
 
 def test_a_weight_with_other_uses_keeps_their_gradient():
-    """What a tied embedding does: one use adds into ``main_grad`` itself, the other comes by way of ``grad``."""
+    """As with a tied embedding, one use adds to ``main_grad`` directly, the other through ``grad``."""
     x, weight, _, grad = tensors(DOUBLE)
     arrivals = give_main_grad(weight, torch.zeros(9, 7, dtype=DOUBLE))
 

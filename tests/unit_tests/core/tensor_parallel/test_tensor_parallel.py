@@ -70,7 +70,7 @@ def test_logits_of_another_width_are_refused():
 
 
 def _layers(rank, world_size):
-    """Outputs and input gradients of column -> row and of embedding -> loss on this world's tensor-parallel group."""
+    """Return outputs and input gradients of column -> row and embedding -> loss on this tensor-parallel group."""
     groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=4, params_dtype=DOUBLE, tensor_model_parallel_size=world_size

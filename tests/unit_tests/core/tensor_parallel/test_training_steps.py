@@ -47,7 +47,7 @@ def test_without_the_derived_sums_replicas_drift_apart(gloo_pool, name):
 
 
 def test_every_replicated_parameter_of_split_ranks_is_declared(gloo_pool):
-    """Under sequence parallelism a replicated parameter sees some of the tokens, unless it stands before the split."""
+    """Under sequence parallelism a replicated parameter sees a part of the tokens, unless it precedes the split."""
     for names in gloo_pool.run(_undeclared, 2):
         assert names == ["embedding.position_embeddings.weight"]
 

@@ -54,7 +54,7 @@ def split_by(pattern):
 
 
 def list_all_merges(definition):
-    """As converters from tiktoken write them: every split of every token, by token; whole pieces first."""
+    """Return merges in the order of tiktoken converters: every split of every token, by token; whole pieces first."""
     model = definition["model"]
     vocab, known = model["vocab"], set(model["vocab"])
     tokens = sorted((token for token in vocab if len(token) > 1 and token != "<|endoftext|>"), key=vocab.get)

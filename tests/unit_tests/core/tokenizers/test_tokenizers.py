@@ -1,4 +1,4 @@
-"""Every kind of tokenizer: ids, special ids, and a clear refusal of what is broken."""
+"""Every kind of tokenizer: ids, special ids, and clear errors for broken files."""
 
 import json
 import subprocess
@@ -115,7 +115,7 @@ def test_bert_ids_and_extra_ids(tokenizers):
 
 
 def test_sentinels_of_word_piece(tmp_path):
-    """As in Megatron-LM: 100 with case, without only what is asked for; special tokens first."""
+    """Like Megatron-LM, the cased kind has 100 by default, lower case only requested ones; special tokens first."""
     file = bert_vocab(tmp_path / "vocab.txt")
     sizes = {None: 114, 0: 14, 7: 21}
     for given, size in sizes.items():
@@ -138,7 +138,7 @@ def test_sentinels_of_word_piece(tmp_path):
 
 
 def test_sentinels_that_a_tokenizer_has_keep_their_ids(tmp_path):
-    """T5's stand at the end of its vocabulary, the first one last."""
+    """T5's sentinels are the last ids of its vocabulary, in reverse order."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokens = ["<pad>", "</s>", "<unk>", "a", "<extra_id_1>", "<extra_id_0>"]

@@ -1,4 +1,4 @@
-"""Multi-token prediction against its definition, and over context-parallel ranks; what is refused."""
+"""Multi-token prediction against its definition, and over context-parallel ranks; rejected settings."""
 
 import numpy as np
 import pytest
@@ -191,7 +191,7 @@ def test_evaluation_predicts_one_token():
 
 
 def shifted_parts(rank, size):
-    """This rank's shifted tokens, and its part of those of one rank."""
+    """Return this rank's shifted tokens, and its part of one rank's shifted tokens."""
     groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
     ids, positions, labels, mask = batch()
     packed = PackedSeqParams(cu_seqlens_q=BOUNDS)

@@ -1,4 +1,4 @@
-"""Halves of a micro-batch alternate, and every collective has the other half's GEMMs beside it."""
+"""Halves of a micro-batch alternate, and every collective overlaps with the other half's GEMMs."""
 
 import gc
 import weakref
@@ -58,7 +58,7 @@ def test_collectives_leave_nothing_behind_that_only_a_garbage_collection_finds()
 
 
 class _Recorder:
-    """What happens, in order: s and e for the start and end of a collective, * for a matrix product of a layer."""
+    """Records events in order: s and e for start and end of a collective, * for a layer's GEMM."""
 
     def __init__(self):
         self.events = []
@@ -117,7 +117,7 @@ def test_odd_micro_batches_are_not_halved(gloo_pool):
 
 
 def test_no_collective_is_waited_for_right_after_it_was_started(gloo_pool):
-    """But the first and the last, beside which nothing is left. Four per layer and half, in either direction."""
+    """Except the first and last, which have no work to overlap with. Four per layer and half, in both directions."""
     for forward, backward in gloo_pool.run(_events, 2):
         layers, per_layer = 2, 4
         assert forward.count("s") == forward.count("e") == backward.count("s") == 2 * layers * per_layer
@@ -126,7 +126,7 @@ def test_no_collective_is_waited_for_right_after_it_was_started(gloo_pool):
 
 
 def _waits_at_once(events):
-    """How often a wait finds nothing done since the start of its collective but other starts and waits."""
+    """Count the waits with only starts and waits since the start of their collective."""
     started, count = [], 0
     for position, event in enumerate(events):
         if event == "s":

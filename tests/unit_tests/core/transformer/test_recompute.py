@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def kept_bytes(groups, overrides):
-    """What the layers keep between forward and backward."""
+    """Return the bytes that the layers save between forward and backward."""
     model = build(
         groups, {}, **{**NETWORK, "num_layers": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, **overrides}
     )
@@ -156,7 +156,7 @@ RUNS = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_users_module_draws_is_drawn_again(name, device):
-    """Its gradient is that of the numbers of the forward pass, and nobody's next number changes."""
+    """Its gradient uses the forward pass's random numbers, and the generators' next numbers do not change."""
     assert RUNS[name]() is not keep
     expected, found = drawn(lambda: keep, device), drawn(RUNS[name], device)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -224,7 +224,7 @@ def test_a_mixer_to_which_no_one_would_give_its_rotations_is_refused():
 
 
 def test_what_is_more_than_its_segments_does_not_overlap():
-    """Two-batch overlap runs the segments alone."""
+    """Two-batch overlap runs only the segments."""
 
     class Scaled(MLP):
         def forward(self, hidden_states, ctx):

@@ -27,7 +27,7 @@ EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The same weights in four formats."""
+    """Equal weights in four formats."""
     folder = tmp_path_factory.mktemp("formats")
     tiny_llama(folder / "hf", dtype=torch.bfloat16)
     converted(folder / "hf", folder / "native", "native")

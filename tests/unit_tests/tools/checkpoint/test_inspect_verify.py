@@ -159,6 +159,6 @@ def test_no_script_hides_a_module_of_the_standard_library():
 
 
 def test_flags_are_not_abbreviated():
-    """What a tool does not know is a flag of pretrain_gpt.py."""
+    """Flags that a tool does not know belong to pretrain_gpt.py."""
     _, rest = formats.parser("").parse_known_args(["--load", "x"])
     assert rest == ["--load", "x"]

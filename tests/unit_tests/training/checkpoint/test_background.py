@@ -1,4 +1,4 @@
-"""Saves behind training: the same bits as in the foreground, one at a time; no failure is lost, no death costs one."""
+"""Background saves have the bits of a foreground save; failures are reported, a kill loses no checkpoint."""
 
 import errno
 import logging
@@ -20,7 +20,7 @@ SAME = {"async_save", "async_save_staging_gb", "save", "load", "explicit"}
 
 
 def contents(folder):
-    """Every tensor, and the objects but for what names the folder and the way of saving."""
+    """Return every tensor, and the objects except those that name the folder and the kind of save."""
     reader = CheckpointReader(folder)
     reader.verify()
     objects = {**reader.objects, "args": {k: v for k, v in reader.objects["args"].items() if k not in SAME}}
@@ -84,7 +84,7 @@ def test_a_small_limit_makes_staging_and_writing_alternate(tmp_path, monkeypatch
 
 
 class LateStream:
-    """A CUDA stream whose work begins when somebody waits for it, as late as a GPU may do it."""
+    """A CUDA stream whose work begins at the first wait, the latest time that a GPU may choose."""
 
     current: "LateStream"
 
@@ -126,7 +126,7 @@ class LateCopies(TorchFunctionMode):
 
 @pytest.mark.parametrize("slabs", [1, 3, 100])
 def test_copies_of_a_gpu_are_complete_before_training_goes_on(monkeypatch, slabs):
-    """The last update of the weights is still under way when the save begins; the next one comes when it returns."""
+    """The last weight update is still in flight when the save begins; the next one follows its return."""
     monkeypatch.setattr(staging, "BLOCK_BYTES", 64)
     monkeypatch.setattr(staging, "SLAB_BYTES", 256)
     monkeypatch.setattr(staging, "ALIGNMENT", 16)

@@ -1,4 +1,4 @@
-"""Runs are restored exactly, on any number of ranks; what flags leave out, refuse or take from the checkpoint."""
+"""Runs are restored exactly, on any number of ranks; flags skip, reject or take parts of the checkpoint."""
 
 import dataclasses
 import logging
@@ -104,7 +104,7 @@ def test_any_number_of_ranks_continues(gloo_pool, tmp_path):
 
 
 def ranks_draw(rank, world, folder, seed, save):
-    """What this rank draws after saving, or after loading."""
+    """Return this rank's random draws after saving or loading."""
     parallel_state.initialize_model_parallel()
     run = Run(settings(folder), parallel_state.get_process_groups())
     move_generators(seed + rank)

@@ -1,4 +1,4 @@
-"""A loss of power at any moment of a save leaves the old or the new checkpoint, and of a finished save the new one."""
+"""A power loss during a save leaves the old or the new checkpoint; after a finished save, the new one."""
 
 import os
 import time
@@ -16,7 +16,7 @@ from tests.test_utils.power_loss import PowerLoss
 
 
 def iterations(folder):
-    """Those of the checkpoints that are visible, each of which is whole."""
+    """Return the iterations of the visible checkpoints; assert that each is complete."""
     found = saved_iterations(folder)
     for iteration in found:
         reader = CheckpointReader(folder / f"iter_{iteration:07d}")
@@ -128,7 +128,7 @@ def test_checkpoints_that_are_set_aside_are_not_lost(tmp_path, watch, changes):
 
 
 def ranks_save(rank, world, folder):
-    """(name of the call, path, begin, end) of what this rank syncs and renames; rank 1 has a slow disk."""
+    """Return (call, path, begin, end) of this rank's syncs and renames; rank 1 has a slow disk."""
     parallel_state.initialize_model_parallel()
     calls = []
 

@@ -1,4 +1,4 @@
-"""A manifest that somebody made, with a right checksum, ends in one message or in a run that is in order."""
+"""A crafted manifest with a valid checksum ends in one message or in a correct run."""
 
 import copy
 import hashlib

@@ -1,4 +1,4 @@
-"""A fast folder beside --save, of which the newest checkpoint is loaded; the last K; one checkpoint by its name."""
+"""A fast folder in addition to --save: the newest checkpoint of both is loaded; the last K; one checkpoint by name."""
 
 import logging
 import shutil

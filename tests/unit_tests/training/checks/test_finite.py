@@ -90,7 +90,7 @@ def counting(reads, name):
 
 
 def steady_state(rank, world_size, argv):
-    """What the host reads in two steps after the first two, on this rank."""
+    """Return this rank's host reads in two steps after the first two."""
     from contextlib import ExitStack
 
     from megatron.core.random import philox
@@ -162,8 +162,8 @@ with ExitConditions(cfg) as exits:
 
 
 def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
-    """(message, iterations in metrics.jsonl, whether weights are those of the last good step, and not of the first,
-    files, the last iteration that began)."""
+    """(message, iterations in metrics.jsonl, whether the weights equal the last good step's, and differ from the
+    first's, files, the last iteration that began)."""
     from megatron.training import run as program
     from megatron.training.tasks.gpt import GPTTask
     from megatron.training.trainer import Trainer

@@ -224,7 +224,7 @@ THREE_STEPS = ["--train-iters", "3", "--lr-warmup-iters", "0"]
 
 
 class PlainNorm(torch.nn.Module):
-    """A norm as users write it: its weight says nothing about how ranks share it, or says it in Megatron-LM's words."""
+    """A norm of a user: its weight declares no layout, or declares it with Megatron-LM's attributes."""
 
     def __init__(self, size, declared):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What follows from other settings is filled in, and only that."""
+"""Only derived settings are filled in."""
 
 import dataclasses
 

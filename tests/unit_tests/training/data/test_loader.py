@@ -1,4 +1,4 @@
-"""The same global batches for any number of ranks, micro-batch size and worker count."""
+"""Global batches are equal for any number of ranks, micro-batch size and worker count."""
 
 from itertools import islice
 

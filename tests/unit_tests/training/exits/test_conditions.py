@@ -148,8 +148,8 @@ def test_reasons_their_order_and_words(changed, elapsed, received, kind, message
 
 @pytest.fixture
 def restored():
-    """The handlers of the test process after the test; before it those of a program in the foreground (a shell starts
-    what runs in the background with Ctrl-C ignored)."""
+    """Set the signal handlers of a foreground program (a shell starts background programs with Ctrl-C ignored); restore
+    the handlers of the test process after the test."""
     before = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -246,7 +246,7 @@ def test_children_of_the_program_are_ended_by_the_signals(restored):
 
 
 def interrupted_run(rank, world_size, folder, where):
-    """A run of which the last rank gets SIGUSR1: (exit code, the iterations that it made, checkpoints)."""
+    """Run with SIGUSR1 for the last rank; return (exit code, iterations made, checkpoints)."""
     from megatron.training.tasks.gpt import GPTTask
     from tests.test_utils import gpt_runs
 

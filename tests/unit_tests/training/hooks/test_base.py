@@ -1,4 +1,4 @@
-"""All hooks of a rank, told as one."""
+"""All hooks of a rank, called through one object."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Data files that change under a run are noticed before a checkpoint is written of what they gave."""
+"""Data files that change during a run are detected before a checkpoint is written."""
 
 import os
 import shutil

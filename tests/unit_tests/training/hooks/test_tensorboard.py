@@ -19,7 +19,7 @@ from megatron.training.observe.throughput import Throughput
 
 @pytest.fixture(autouse=True)
 def event_files_sort_in_the_order_of_their_making(monkeypatch):
-    """Files of one process and second are told apart by a counter, and read in the order of their names: 9 after 10."""
+    """A counter distinguishes files of one process and second; they are read in the order of names, 10 before 9."""
     monkeypatch.setattr(event_file_writer._global_uid, "get", iter(range(100, 1000)).__next__)
 
 

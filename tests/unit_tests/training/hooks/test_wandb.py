@@ -42,7 +42,7 @@ def rows_of(folder):
 
 
 def written_rows(folder, count, seconds=30.0):
-    """The rows once there are ``count`` of them: another process writes the file."""
+    """Return the rows when ``count`` rows exist: another process writes the file."""
     deadline = time.monotonic() + seconds
     while len(rows := rows_of(folder)) < count and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -74,7 +74,7 @@ def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simu
 
 
 class FakeRun:
-    """wandb's rule: a row with a step behind the last one is dropped."""
+    """wandb's rule: a row with a step before the last one is dropped."""
 
     def __init__(self, step=0):
         self.step, self.rows, self.finished = step, {}, False

@@ -30,7 +30,7 @@ def test_micro_batches_add_up_and_means_are_taken_once():
 
 
 def test_one_rank_has_nobody_to_ask():
-    """A group of one has no handle, which torch would take for that of the whole world."""
+    """A group of one has the handle None, which torch would take for the world group."""
     sums = sums_of(0).all_reduce(SINGLE_PROCESS.dp_cp).share(SINGLE_PROCESS.pp)
     assert numbers(sums) == numbers(sums_of(0))
 

@@ -1,4 +1,4 @@
-"""``--dry-run`` tells sizes and schedule without torch, exactly where that is possible."""
+"""``--dry-run`` reports sizes and schedule without torch, exactly if possible."""
 
 import dataclasses
 import json
@@ -219,7 +219,7 @@ def test_a_global_batch_of_millions_is_not_simulated():
 
 
 def test_a_dry_run_writes_nothing_at_all(tmp_path, monkeypatch, capsys):
-    """Not into the folders that flags name, which a run would make, nor beside the data."""
+    """It creates no folder that flags name, and no file next to the data."""
     monkeypatch.chdir(tmp_path)
     data = Path("text_document")
     with IndexedDatasetBuilder(f"{data}.bin", dtype=DType.optimal_dtype(99)) as builder:

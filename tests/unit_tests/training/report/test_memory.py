@@ -1,4 +1,4 @@
-"""``--dry-run`` memory: exact for what a run allocates at its start, near for activations."""
+"""``--dry-run`` memory: exact for allocations at the start of a run, approximate for activations."""
 
 from unittest import mock
 
@@ -34,7 +34,7 @@ def settings(text, world_size=1, family="gpt"):
 
 
 def memory_of(tensors):
-    """Bytes of the distinct memory behind tensors, each counted whole once."""
+    """Return the bytes of the distinct storages of ``tensors``."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -46,7 +46,7 @@ def local(tensor):
 
 
 def built(rank, world_size, text):
-    """What a rank allocates: pipeline rank, bytes of weights, of gradients, of optimizer state."""
+    """Return a rank's pipeline rank and its bytes of weights, gradients and optimizer state."""
     from megatron.training.initialize import initialize_megatron
     from megatron.training.run import build_components
     from megatron.training.tasks.gpt import GPTTask
@@ -157,7 +157,7 @@ ENCODERS = {
 
 
 def losses(cfg, model, tokens):
-    """What a forward pass ends in."""
+    """Return the losses of a forward pass."""
     if cfg.model_family == "gpt":
         return model(tokens, tokens % cfg.seq_length, labels=tokens)
     if cfg.model_family == "t5":
@@ -277,7 +277,7 @@ MEASURED_WITH_REMAINDERS = {
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_peaks_of_whole_runs_are_within_six_percent(name):
-    """Those runs kept masters as fp32 copies."""
+    """The measured runs stored masters as fp32 copies."""
     flags, gigabytes = MEASURED[name]
     with mock.patch.object(memory_estimate, "master_bytes", lambda cfg: 4):
         last = estimate_memory(settings(LLAMA_8B + flags, 4), 128256)[-1]

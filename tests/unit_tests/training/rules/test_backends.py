@@ -1,4 +1,4 @@
-"""What a backend cannot do is refused with the reason; what a script asks for and is not installed is named."""
+"""Options that a backend does not support are rejected with the reason; missing packages are named."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Every impossible way to share sequences is refused with its reason and the nearest sizes."""
+"""Every impossible split of sequences is rejected with the reason and the nearest sizes."""
 
 import pytest
 

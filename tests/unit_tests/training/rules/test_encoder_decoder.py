@@ -1,4 +1,4 @@
-"""What a model of two stacks cannot be, and settings that only it has."""
+"""Options that encoder-decoder models do not support, and settings that only they have."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_what_two_stacks_cannot_be_is_refused(text, world_size, flag, reason):
 
 
 def test_a_checkpoint_of_weights_alone_leaves_the_length_to_the_command_line():
-    """A converted one has none; --use-checkpoint-args has taken what there is before rules are asked."""
+    """A converted checkpoint stores no length; --use-checkpoint-args has already taken its settings when rules run."""
     (problem,) = problems("--use-checkpoint-args --load x")
     assert problem == "--decoder-seq-length: is required; for example --decoder-seq-length 128"
 

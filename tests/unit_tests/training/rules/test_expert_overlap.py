@@ -1,4 +1,4 @@
-"""What excludes experts' communication beside other computation turns it off, with a notice."""
+"""Options that exclude overlapped expert communication turn it off with a notice."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts that cannot be are refused before anything starts, all problems at once, with what would work;
-settings of experts that are not there are taken with one notice."""
+"""Impossible mixtures of experts are rejected before the start, with all problems at once and a fix for each; expert
+settings of a dense model are accepted with one notice."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Flags, tokenizer and data files that are wrong are named in one message; a start that is refused builds no index."""
+"""Wrong flags, tokenizers and data files are named in one message; a rejected start builds no index."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Impossible pipelines are refused before anything starts, with the reason and what would work."""
+"""Impossible pipelines are rejected before the start, with the reason and a fix."""
 
 import pytest
 

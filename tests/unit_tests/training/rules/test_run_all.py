@@ -285,7 +285,7 @@ def test_rules_have_names_and_run_once():
 
 
 def test_an_empty_path_is_refused():
-    """What `--save "$OUT"` is where OUT is not set."""
+    """`--save "$OUT"` with OUT unset is an empty path."""
     paths = {spec.field: spec for spec in group_flags(*GROUPS) if spec.field in rules_checkpoints.PATHS}
     assert paths.keys() == set(rules_checkpoints.PATHS)
     for field, spec in paths.items():

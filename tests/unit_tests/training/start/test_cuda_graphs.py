@@ -65,7 +65,7 @@ def forward_step(data_iterator, model, device):
 
 
 def train(model, forward_backward, device, steps=6, task=None):
-    """Everything that came out: logged values and gradients of each step, the weights after it."""
+    """Return logged values, gradients and weights of each step."""
     step_of_task = partial(forward_step, device=device) if task is None else task.forward_step
     outcome = []
     for step in range(steps):
@@ -142,7 +142,7 @@ def test_cuda_graphs_with_fused_attention_agree(length, monkeypatch):
 
 
 class Tape(TorchDispatchMode):
-    """What a CUDA graph is to a GPU: operations, and the tensors that each of them read and wrote."""
+    """Stand-in for a CUDA graph: operations, and the tensors that each operation read and wrote."""
 
     def __init__(self):
         super().__init__()
@@ -192,7 +192,7 @@ def record_tape(run, stream):
 
 
 def samples(task, step):
-    """Micro-batches with padding, of which some count nothing."""
+    """Return micro-batches with padding; some have no valid token."""
     data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.micro_batch_size
     starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
     made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
@@ -208,7 +208,7 @@ def task_and_model(family, flags, precision="fp32"):
 
 
 def train_task(family, flags, precision="fp32", *, graphs=None):
-    """What :func:`train` finds, plain or with the options of ``graphs``."""
+    """Return the result of :func:`train`, without graphs or with the options of ``graphs``."""
     task, model = task_and_model(family, flags, precision)
     device, run = next(model.parameters()).device, run_without_pipeline
     if graphs is not None:
@@ -261,7 +261,7 @@ def test_cuda_graphs_of_padded_batches_equal_plain_execution_bit_for_bit(family,
     "family, flags", [*(each for each in PADDED if NO_DROPOUT in each[1]), ("t5", f"{RELATIVE} {NO_DROPOUT}")]
 )
 def test_cuda_graphs_of_padded_batches_with_fused_attention_agree(family, flags, precision):
-    """With the same kernels, of batches that are on the device; those of plain runs are chosen by the padding."""
+    """Batches on the device select equal kernels; runs without graphs otherwise choose the kernel by the padding."""
     flags += " --seq-length 128 --max-position-embeddings 128" + " --bf16" * (precision == "bf16")
     flags += " --decoder-seq-length 128" * (family == "t5")
     stream = torch.cuda.Stream(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Who is blamed, how long a silence may last, and which stacks wait for others: without any process."""
+"""The rank that is blamed, the limits of silence, and stacks that wait for other ranks, without any process."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ from megatron.training.watchdog.stacks import has_timed_out, is_consequence, wai
 
 
 def monitors(count, timeout=0.4):
-    """The monitors of ``count`` ranks on hosts of their own, their threads not started."""
+    """Return monitors of ``count`` ranks on separate hosts, without started threads."""
     store = dist.HashStore()
     arrivals = [Arrival(f"host{rank}", rank, count, f"machine{rank}") for rank in range(count)]
     return [
@@ -127,7 +127,7 @@ def declared(consequences, *reports):
 
 
 def test_equal_errors_of_collectives_are_one_failure_without_a_wait():
-    """Such as a communication library that is not installed: no rank is gone, so none is waited for."""
+    """For example a missing communication library: no rank has died, so that no wait is needed."""
     text = "Distributed package doesn't have NCCL built in"
     found, seconds = declared({0, 1}, report(0, text), report(1, text))
     assert {str(each) for each in found} == {f"all ranks failed together: {text}"}
@@ -165,7 +165,7 @@ def test_an_error_that_all_ranks_have_heard_of_outlives_the_store(monkeypatch):
     ("holder_is_near", "agent", "blamed"), [(True, False, 0), (True, True, None), (False, False, None)]
 )
 def test_a_silent_store_is_its_holders_fault(holder_is_near, agent, blamed):
-    """A stopped rank 0 of this host is ended like any other; elsewhere nobody can reach it."""
+    """A stopped rank 0 on this host is ended like any other; on another host no rank can reach it."""
     second = monitors(2)[1]
     second.agent_holds_store = agent
     alive = Process.open(os.getpid())

@@ -1,4 +1,4 @@
-"""Who is believed at the rendezvous, and who may be signalled: the store can be written by anybody who reaches it."""
+"""Trust at the rendezvous: any program that reaches the store can write it; entries are checked before signals."""
 
 import faulthandler
 import json
@@ -33,7 +33,7 @@ def victim():
 
 
 def test_a_forged_sign_in_makes_no_rank_signal_a_foreign_process(victim):
-    """Whoever reaches the port may say that rank 1 is any process of this user."""
+    """Any program that reaches the port can claim that rank 1 is any process of this user."""
     run = place()
     store = open_store(run, 10.0, holds=True)
     forged = Arrival("somewhere", victim.pid, 2, machine_identity())
@@ -71,7 +71,7 @@ def test_another_job_on_the_same_host_is_nobodys_neighbour():
 
 
 def test_a_process_number_that_was_given_away_is_not_signalled(victim):
-    """As on a kernel without process descriptors."""
+    """Simulates a kernel without process descriptors."""
     known = Process(victim.pid, "1", None)
     assert not known.alive
     LocalRanks({1: known}, 0).end(1, 0.0)
@@ -117,7 +117,7 @@ def test_the_store_listens_on_the_masters_address_alone():
 
 
 def test_a_port_of_a_program_that_stays_silent_is_refused_within_the_limit():
-    """It accepts the connection and never answers; torch alone would wait forever."""
+    """It accepts the connection and never answers; without the limit torch would wait forever."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -27,7 +27,7 @@ def tensors(length, channels, dtype, device):
 
 
 def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
-    """Output and gradients of whole sequences, as ``size`` ranks of a ring (or of an all-gather) compute them."""
+    """Return output and gradients of full sequences, computed like ``size`` ranks of a ring (or all-gather)."""
     query, key, value, grad = inputs
     length = query.shape[0]
     blocks = [((0, length),)] if whole_keys else [zigzag.spans(length, rank, size) for rank in range(size)]
@@ -105,7 +105,7 @@ def test_flash_kernels_follow_their_rules_on_bands():
 
 
 def raw_flash_errors(tile, window):
-    """Relative errors of output and of the gradients, where a query sees a key."""
+    """Return relative errors of the output and the gradients for queries that attend to a key."""
     generator = torch.Generator().manual_seed(4)
     sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
     q, k, v, g = (torch.randn(1, *size, 64, generator=generator).to("cuda", torch.bfloat16) for size in sizes)
@@ -191,7 +191,7 @@ def test_16_bit_inputs_are_merged_in_float32(form_of_rows):
 
 
 class Arriving:
-    """A sum from another rank, on its way."""
+    """A sum in flight from another rank."""
 
     def __init__(self, total):
         self.total = total

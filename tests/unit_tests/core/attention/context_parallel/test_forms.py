@@ -112,6 +112,6 @@ def test_one_key_value_head_serves_any_number_of_ranks(gloo_pool, form):
 
 
 def test_one_rank_gathers_and_sums_nothing():
-    """A group of one has no handle, which torch would take for that of the whole world."""
+    """A group of one has the handle None, which torch would take for the world group."""
     x = torch.ones(2, 4, 1, 1, 3)
     assert forms._all_gather_sequence(x, SINGLE_PROCESS.cp) is x and forms._sum_local(x, SINGLE_PROCESS.cp) is x

@@ -1,4 +1,4 @@
-"""Groups of two levels, slices of batches, and what is refused before anything runs."""
+"""Groups of two levels, slices of batches, and layouts that are rejected before a run starts."""
 
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def test_only_named_tensors_are_split_and_unknown_ones_are_rejected(gloo_pool):
 
 
 def sliced_by_task(rank, size):
-    """Batches of a task with tensors of its own, and of each built-in task."""
+    """Return the slices of a batch with custom tensors, and of each built-in task's batch."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
 
     class Weighted(GPTTask):

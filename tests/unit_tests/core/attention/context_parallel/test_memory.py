@@ -1,4 +1,4 @@
-"""What a rank keeps for backward falls with the number of context-parallel ranks, whatever the form."""
+"""Memory saved for backward shrinks with the number of context-parallel ranks in every form."""
 
 import pytest
 import torch

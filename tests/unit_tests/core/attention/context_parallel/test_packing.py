@@ -27,8 +27,8 @@ CASES = list(itertools.product(
 
 
 def kernel_limits(window, num_keys):
-    """Limits from the lower right corner as the kernels apply them. One of as many keys as there are, or a negative
-    one, is none; but beside a limit on the other side "none" becomes the number of keys."""
+    """Return window limits from the lower right corner as kernels apply them: None for a negative limit or one of at
+    least ``num_keys``; if only one side has a limit, the other one becomes ``num_keys``."""
     left, right = (None if side < 0 or side >= num_keys else side for side in window)
     if (left is None) != (right is None):
         left, right = (num_keys if side is None else side for side in (left, right))
@@ -140,7 +140,7 @@ def test_documents_go_into_few_groups_without_a_token_twice(visibility):
 
 
 def errors_of(kernel, tile):
-    """Relative errors of output and of the gradients of query, key and value, one tile on its own."""
+    """Return relative errors of the output and the gradients of query, key and value for a single tile."""
     generator = torch.Generator().manual_seed(3)
     sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
     q, k, v, g = (torch.randn(1, *size, CHANNELS, generator=generator, dtype=torch.float64) for size in sizes)

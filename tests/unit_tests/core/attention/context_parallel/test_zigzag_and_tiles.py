@@ -1,4 +1,4 @@
-"""Which tokens a rank holds, and that tiles cover exactly the visible pairs, once each."""
+"""Zig-zag parts of the ranks, and tiles: they cover every visible pair exactly once."""
 
 import itertools
 

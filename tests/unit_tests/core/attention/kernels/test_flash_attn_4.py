@@ -94,7 +94,7 @@ def on_hopper(monkeypatch):
 
 @pytest.mark.parametrize("error", [ImportError, OSError, TypeError, AttributeError])
 def test_one_that_cannot_be_imported_is_left_aside(monkeypatch, on_hopper, error):
-    """Releases of what it is built on that do not fit it break it in many ways."""
+    """Incompatible releases of its dependencies break its import in many ways."""
 
     def fail(name):
         raise error("no such thing")
@@ -178,7 +178,7 @@ def test_its_functions_are_called_as_they_are_declared(monkeypatch, visibility, 
 @pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES.keys())
 @pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])
 class TestOnAGpu:
-    """Heads of 128 channels in groups of four, and of 64 without groups; even and odd lengths."""
+    """Heads with 128 channels in groups of four, or 64 channels without groups; even and odd lengths."""
 
     pytestmark = on_gpu
 
@@ -277,7 +277,7 @@ def test_a_cuda_graph_replays_its_bits():
     [("causal", False, False), ("causal", False, True), ("causal", True, False), ("window", False, False)],
 )
 def test_merged_blocks_equal_attention_over_everything(visibility, packed, whole_keys):
-    """Two ranks of a ring, or of an all-gather, played on one device."""
+    """Two ranks of a ring or an all-gather, simulated on one device."""
     inputs = test_block_attention.tensors(1024, 128, torch.bfloat16, "cuda")
     bounds = test_block_attention.DOCUMENTS if packed else None
     play = test_block_attention.play_ring

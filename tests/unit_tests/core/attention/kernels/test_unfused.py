@@ -52,7 +52,7 @@ def assert_equal(kernel, inputs, mask, sees):
     ],
 )
 def test_values_may_be_wider_and_queries_fewer(kernel, queries, keys, value_channels, visibility):
-    """A cache has more keys than queries, which stand at the end; cross-attention sees any number of keys."""
+    """With a cache, the queries are the last positions of more keys; cross-attention has any number of keys."""
     before, after = visibility.limits
 
     def sees(row, i, j):
@@ -86,7 +86,7 @@ def test_a_dense_mask_adds_to_the_rest(kernel):
 
 @pytest.mark.parametrize("visibility", [Visibility(True), Visibility(False), Visibility(True, (2, 0))])
 def test_a_block_is_the_whole_where_there_is_one(visibility):
-    """Its backward, written by hand, is that of autograd; values may be wider here too."""
+    """Its hand-written backward equals autograd; values may have more channels than keys."""
     inputs, kernel = tensors(5, 7, 10), UnfusedAttention(SCALE)
     tile = full_tile(5, 7, visibility)
     whole = kernel.attend(*inputs, Mask(visibility)).permute(1, 2, 0, 3)
@@ -100,7 +100,7 @@ def test_a_block_is_the_whole_where_there_is_one(visibility):
 
 
 def test_capped_blocks_equal_capped_whole_sequences():
-    """The backward pass of blocks is written by hand; that of whole sequences is torch's."""
+    """Blocks have a hand-written backward pass; full sequences use torch's."""
     kernel, inputs = UnfusedAttention(SCALE, soft_cap=0.7), tensors(7, 7, CHANNELS)
     found = kernel.attend(*inputs, Mask(Visibility(True, (3, 0))))
     plain = UnfusedAttention(SCALE).attend(*inputs, Mask(Visibility(True, (3, 0))))
@@ -125,7 +125,7 @@ def test_a_cap_is_of_scores_that_layer_scaling_has_not_divided():
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_bias_is_added_to_scores_that_layer_scaling_has_not_divided(soft_cap, causal):
-    """Layer scaling is a matter of rounding: outputs and all gradients are those without, and those of blocks."""
+    """Layer scaling affects only rounding: outputs and all gradients equal those without it, also in blocks."""
     inputs, length = tensors(5, 5, CHANNELS), 5
     bias = torch.randn(HEADS, 2 * length - 1, generator=torch.Generator().manual_seed(1), dtype=DOUBLE)
     bias.requires_grad_()

@@ -1,4 +1,4 @@
-"""What the pipeline reads: compressed and damaged files, parquet, globs and folders, and lines that it cannot use."""
+"""Inputs of the pipeline: compressed and damaged files, parquet, globs, folders and unusable lines."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What interrupted runs leave behind (kills, full disks, errors in workers), and how the next run continues."""
+"""Files of interrupted runs (kills, full disks, errors in workers), and their continuation by the next run."""
 
 import contextlib
 import errno

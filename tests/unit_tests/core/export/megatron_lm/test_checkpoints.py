@@ -69,7 +69,7 @@ def ours(name, tensor, rows=VOCABULARY):
 
 
 def part(name, tensor, rank, tp):
-    """What a tensor-parallel rank has: its own gates and values, stacked."""
+    """Return a tensor-parallel rank's part: its shards of gate and up, stacked."""
     if "norm" in name:
         return tensor
     if "linear_fc1" in name:
@@ -286,7 +286,7 @@ def test_a_loss_scale_that_moves_comes_over(flags, kept):
 
 
 def test_what_tensor_parallel_ranks_divide():
-    """Columns of what reads the residual stream, rows of what writes it; latents and norms are whole everywhere."""
+    """Readers of the residual stream are split by columns, writers by rows; latents and norms are replicated."""
     attention, mlp = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
     dims = {
         **dict.fromkeys((f"{attention}.linear_{name}" for name in ("qkv", "q_proj", "q_up_proj", "kv_up_proj")), 0),

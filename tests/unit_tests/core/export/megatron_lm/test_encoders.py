@@ -81,7 +81,7 @@ def args_of(kind, **more):
 
 
 def expect(kind, loaded):
-    """Every tensor in our shape, the vocabulary without padding, moments beside weights."""
+    """Assert that every tensor has the local shape, without vocabulary padding, and that moments match the weights."""
     for prefix, seed in (("model.", 0), ("optimizer.exp_avg.", 1), ("optimizer.exp_avg_sq.", 2)):
         for name, tensor in weights_of(kind, seed).items():
             found = loaded.tensors.pop(prefix + name).read()
@@ -99,7 +99,7 @@ def expect(kind, loaded):
 
 
 def second_names(kind, named):
-    """What a T5 holds under two names."""
+    """Return the tensors that T5 stores under a second name."""
     if kind == "bert":
         return {}
     places = {"embedding.position_embeddings.": "position_embeddings.", "lm_head.output_layer.": "output_layer."}
@@ -235,7 +235,7 @@ def test_a_vocabulary_without_padding_is_padded_as_theirs(kind, tmp_path):
 
 
 def test_a_model_of_flags_is_what_an_encoder_of_theirs_holds(tmp_path):
-    """The same names and shapes as those that training makes."""
+    """Names and shapes equal the training model's."""
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --max-position-embeddings 24"
     for kind, flags in (("bert", ""), ("t5", "--decoder-num-layers 3 --decoder-seq-length 12"), (
         "t5 relative", "--decoder-num-layers 3 --decoder-seq-length 12 --position-embedding-type relative"

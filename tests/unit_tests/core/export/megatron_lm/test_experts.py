@@ -51,7 +51,7 @@ def write(folder, prefix_of):
 
 
 def ours(name, tensor):
-    """A layer of theirs as this project has it."""
+    """Return Megatron-LM's layer in the local layout."""
     if "linear_fc1" in name:
         return tensor.reshape(EXPERTS, 2, WIDTH, HIDDEN)
     if "linear_qkv.weight" in name:

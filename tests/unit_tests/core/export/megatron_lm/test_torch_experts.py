@@ -52,7 +52,7 @@ WEIGHTS, MOMENTS, SQUARES = (global_model(seed) for seed in range(3))
 
 
 def shard(name, tensor, rank, tp):
-    """The part of a tensor that tensor-parallel rank ``rank`` holds: of its gates and of its values."""
+    """Return the part of a tensor on tensor-parallel rank ``rank``: its shards of gate and up."""
     if "norm" in name or "router" in name:
         return tensor
     if "linear_fc1" in name:
@@ -196,7 +196,7 @@ BY_SAMPLES = {
     ({}, 30), (BY_SAMPLES, 31), ({"lr_decay_style": "cosine", "lr_wsd_decay_iters": None}, None),
 ], ids=["iterations", "samples", "no annealing"])  # fmt: skip
 def test_a_schedule_that_is_read_is_the_plan_of_the_same_flags(changes, annealing):
-    """Their scheduler stores samples, except for the annealing length, which stands in the arguments."""
+    """Megatron-LM's scheduler stores samples, except for the annealing length, which is in the arguments."""
     settings = flags(**changes)
     plan = schedule_plan(SimpleNamespace(**settings))
     theirs = {name: getattr(plan, name) for name in (

@@ -37,8 +37,8 @@ def written(tmp_path_factory):
 
 
 def rewritten(written, target, change):
-    """A copy of ``written`` after ``change`` of its tensors (name -> pieces by offsets; of an object, by None), of
-    ``common.pt`` and of the metadata."""
+    """Copy ``written`` and apply ``change`` to its tensors (name -> pieces by offsets; objects by None), ``common.pt``
+    and the metadata."""
     source, directory = written / "iter_0000007", target / "iter_0000007"
     directory.mkdir(parents=True)
     with open(source / ".metadata", "rb") as file:
@@ -92,7 +92,7 @@ def flat_pieces(name, tensor, tp=2):
 
 
 def test_states_of_fully_sharded_model_space_are_the_whole_ones(written, tmp_path):
-    """Versions 0.12 to 0.15: flat stretches of every rank's part, one more dimension than the parameter has."""
+    """Versions 0.12 to 0.15: flat ranges of every rank's part, with one more dimension than the parameter."""
 
     def change(pieces, common, metadata):
         metadata.mcore_data = {}

@@ -1,4 +1,4 @@
-"""All ranks of a group decide alike whether copy engines carry its messages."""
+"""All ranks of a group make the same decision whether copy engines carry its messages."""
 
 import socket
 

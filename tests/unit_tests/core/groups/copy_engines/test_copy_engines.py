@@ -1,5 +1,4 @@
-"""Transfers over memory that processes share: the protocol is that of GPUs, only that everything happens at once; and
-on GPUs."""
+"""Transfers over shared memory of processes, with the GPU protocol but synchronous copies; and transfers on GPUs."""
 
 import ctypes
 
@@ -165,7 +164,7 @@ def noted(size, rank):
 
 
 def test_the_order_of_a_gather():
-    """The fourth one, rank 1's of three: its slot was that of the first, which peers must have read."""
+    """The fourth gather of rank 1 of three reuses the slot of the first, which the peers must have read."""
     engines, calls, opened = noted(3, 1)
     x = torch.zeros(2, 4, dtype=torch.uint8)
     for _ in range(3):
@@ -192,8 +191,8 @@ def test_the_order_of_a_gather():
 
 
 def test_the_order_of_an_exchange():
-    """The fifth one of rank 1 of three, behind four; parts are used again once they have been sent, and slots are free
-    once their contents were consumed."""
+    """The fifth exchange of rank 1 of three: parts may be reused after they were sent, and slots are free after their
+    contents were consumed."""
     engines, calls, opened = noted(3, 1)
     parts = list(torch.arange(12, dtype=torch.uint8).view(3, 4))
     for _ in range(4):

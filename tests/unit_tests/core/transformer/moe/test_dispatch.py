@@ -153,7 +153,7 @@ PADDED = {"moe_expert_capacity_factor": FACTOR, "moe_pad_expert_input_to_capacit
 
 
 def through_engines(rank, world, ep, etp, overrides, data):
-    """The same, with the engines' transfers and what NCCL would have carried."""
+    """Run the dispatch through copy engines; also return their transfers and the calls that NCCL received."""
     with through_copy_engines(rank), mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as nccl:
         groups = parallel_state.initialize_model_parallel(
             expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
@@ -178,7 +178,7 @@ def test_copy_engines_carry_what_has_known_sizes(gloo_pool, layout, kind):
 
 
 def limited(data, ranks):
-    """Every rank's choices beyond the capacity of its own tokens are dropped."""
+    """Drop each rank's choices beyond the capacity for its local tokens."""
     tokens, weights, choices, upstream = data
     capacity = expert_capacity(TOKENS // ranks, EXPERTS, K, FACTOR)
     shares = zip(choices.chunk(ranks), weights.chunk(ranks))
@@ -227,7 +227,7 @@ def test_one_rank_needs_no_word_from_the_device(gloo_pool):
 
 
 def test_static_rows_need_no_word_from_the_device(gloo_pool):
-    """Room for all tokens of both ranks at each of a rank's two experts, of which none may choose more."""
+    """Each of a rank's two experts has rows for all tokens of both ranks, so that no choice exceeds them."""
     static = {"moe_static_rows": True}
     assert gloo_pool.run(dispatch_without_the_host, 2, 2, 1, static, batch()) == [TOKENS * K] * 2
     assert gloo_pool.run(dispatch_without_the_host, 4, 4, 1, static, batch()) == [TOKENS] * 4

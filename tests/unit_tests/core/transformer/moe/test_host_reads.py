@@ -44,7 +44,7 @@ class Waits(TorchDispatchMode):
 
 
 def _members(ends, rows):
-    """[r, g]: whether a row is of a group."""
+    """Return bool [r, g]: whether a row belongs to a group."""
     return group_of_rows(ends, rows)[:, None] == torch.arange(len(ends))
 
 
@@ -64,7 +64,7 @@ def weight_gradient(grad, x, ends, total=None):
 
 
 def step(rank, world, ep, settings):
-    """What the host reads in a step after the first, and the weights behind it."""
+    """Return the host's reads in a step after the first, and the weights after it."""
     groups = parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
     model = build(
         groups, expert_model_parallel_size=ep, num_moe_experts=4, moe_z_loss_coeff=0.01,

@@ -1,4 +1,4 @@
-"""The layer: a shared expert beside the others, with and without its gate, before or while tokens travel."""
+"""The MoE layer: a shared expert, with and without gate, before or during the token dispatch."""
 
 import pytest
 import torch

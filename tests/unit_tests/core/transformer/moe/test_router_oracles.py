@@ -26,7 +26,7 @@ MODELS = {
 
 
 def oracle(name, module, settings):
-    """The router class of transformers, skipped where this version has none of that name."""
+    """Return the router class of transformers; skip the test if this version lacks it."""
     pytest.importorskip("transformers", reason="the oracle is transformers' own router")
     models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     found = getattr(models, name.partition(",")[0], None)
