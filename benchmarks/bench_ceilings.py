@@ -1,4 +1,4 @@
-"""What this GPU can do alone in the shapes of the speed table: the limits that the rows are held against.
+"""Measure the limits of this GPU for single operations in the shapes of the speed table.
 
     python benchmarks/bench_ceilings.py            # about 40 s on an H200; rewrites benchmarks/harness/ceilings.json
     python benchmarks/bench_ceilings.py --smoke    # tiny, on a CPU; writes nothing
@@ -41,7 +41,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> f
 
 
 def shapes(smoke: bool) -> list[tuple[int, int]]:
-    """(output, input) of every weight in the rows of one GPU and of four."""
+    """Return (output, input) of every weight in the rows of one GPU and four GPUs."""
     found: set[tuple[int, int]] = set()
     for name in ("one", "tp4-sp", "dp2-tp2", "gpt-345m"):
         cfg = resolve(parse_args([*flags_of(name, smoke=smoke), "--train-iters", "1"]), ROWS[name].gpus, gpus=True)

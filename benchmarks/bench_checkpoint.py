@@ -1,10 +1,10 @@
-"""What a checkpoint costs one rank: to write, to read, and to wait for.
+"""Measure the cost of a checkpoint on one rank: writing, reading and waiting.
 
     python benchmarks/bench_checkpoint.py --gb 4 --folder /where/checkpoints/go
 
-Saves tensors of a model's shapes (on the GPU where there is one) with fsync and checksums, beside ``dd conv=fsync`` of
+Saves tensors of a model's shapes (on a GPU if present) with fsync and checksums, compared with ``dd conv=fsync`` of
 the same bytes on the same disk; loads them again, from the page cache and from the disk; saves them in the background
-while matrices are multiplied. Runs of different kinds take turns, as disks change their mind. Prints medians and writes
+while matrices are multiplied. Runs of different kinds alternate, because disk speed varies. Prints medians and writes
 benchmarks/results/checkpoint.json.
 """
 
@@ -91,7 +91,7 @@ def step(matrix: torch.Tensor, times: int) -> float:
 
 
 def background(state: dict, folder: Path, saves: BackgroundWriter) -> dict[str, float]:
-    """One save in the background: how long training waits, how long it takes, how much slower steps are meanwhile."""
+    """Measure one background save: stall of training, duration, and slowdown of the steps during it."""
     device = next(iter(state.values())).local.device.type
     matrix = torch.randn(4096, 4096, device=device) if device == "cuda" else torch.randn(512, 512)
     times = 10
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--staging-gb", type=float, help="as --async-save-staging-gb")
-    parser.add_argument("--folder", help="on the disk to measure (default: that of temporary files)")
+    parser.add_argument("--folder", help="on the disk to measure (default: the disk of temporary files)")
     parser.add_argument("--output", default=str(ROOT / "benchmarks" / "results" / "checkpoint.json"))
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
     cost = statistics.median(a / b - 1 for a, b in zip(found["save"], found["save without checksums"]))
     print(f"saving reaches {pairs:.0%} of dd; checksums cost {cost:.1%}")
     stalls = f"{median['stall'] / size:.3f} s/GB (the first time {median['first stall'] / size:.3f})"
-    print(f"a background save stalls for {stalls}; steps beside it are slower by {median['steps slower by']:.0%}")
+    print(f"a background save stalls for {stalls}; concurrent steps are slower by {median['steps slower by']:.0%}")
     Path(args.output).write_text(json.dumps({
         "date": datetime.now(timezone.utc).date().isoformat(), "gigabytes": size, "device": device,
         "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "seconds": found,

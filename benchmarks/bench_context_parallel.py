@@ -5,8 +5,8 @@
 
 One layer's attention in the shape of LLaMA-3-8B: 32 heads, 8 key-value groups of 128 channels, bf16. TFLOP/s per GPU
 counts the causal mask as half. The exposed communication of a form is its time less the time of the same work with each
-transfer replaced by a local copy. ``one rank`` is a quarter of the batch's work on one GPU: whole-sequence attention of
-as many FLOPs per GPU. Every form is first compared with one rank. Writes benchmarks/results/context_parallel.json.
+transfer replaced by a local copy. ``one rank`` is a quarter of the batch's work on one GPU: full attention with
+equal FLOPs per GPU. Every form is first compared with one rank. Writes benchmarks/results/context_parallel.json.
 """
 
 from __future__ import annotations

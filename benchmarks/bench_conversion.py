@@ -3,8 +3,8 @@
     python benchmarks/bench_conversion.py --folder /tmp/conversion [--layers 32] [--json results.json]
 
 Makes a Hugging Face folder of LLaMA-2-7B's shape with random bf16 weights (13.5 GB; --layers 8: 3.8 GB), converts it to
-the native format and back, each in a process of its own, and compares: the files hold the same bytes. The rate is that
-of the whole program, fsync and checksums included, per byte of the model. Needs three times the model's size on disk.
+the native format and back, each in a separate process, and compares: the files hold the same bytes. The rate is for
+the complete program, fsync and checksums included, per byte of the model. Needs three times the model's size on disk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LLAMA_7B = [
 
 
 def synthetic(layers: int) -> Interchange:
-    """Random weights of LLaMA-2-7B with so many layers, made when they are read."""
+    """Return random weights of LLaMA-2-7B with ``layers`` layers, generated on read."""
     cfg = validate_args(parse_args([*LLAMA_7B, "--num-layers", str(layers)], needs_data=False), 1)
     settings = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
 
@@ -58,7 +58,7 @@ def synthetic(layers: int) -> Interchange:
 
 
 def convert(saver: str, source: Path, target: Path, size: int, tensor: int) -> dict[str, float | str]:
-    """Time and memory of one conversion in a process of its own."""
+    """Return time and memory of one conversion in a separate process."""
     shutil.rmtree(target, ignore_errors=True)
     places = ["--load-dir", str(source), "--save-dir", str(target), "--no-checking"]
     command = [sys.executable, str(ROOT / "tools" / "checkpoint" / "convert.py"), "--saver", saver, *places]

@@ -1,10 +1,10 @@
-"""Tensor-parallel collectives by NCCL and by copy engines: alone, and what each costs the computation beside it.
+"""Tensor-parallel collectives by NCCL and copy engines: separately, and their cost for concurrent computation.
 
     torchrun --nproc-per-node 4 benchmarks/bench_copy_engines.py        # on GPUs of one host
 
-Hidden states of LLaMA-3-8B, 8192 tokens over the ranks, bf16. *alone*: a collective by itself. *beside*: a series of
-GEMMs (the second of the feed-forward network, a rank's share) or of attentions, with and without a series of
-collectives on its side, in ms per piece of the series; the collectives beside last about as long as the series. Writes
+Hidden states of LLaMA-3-8B, 8192 tokens over the ranks, bf16. *alone*: a single collective. *beside*: a series of
+GEMMs (the second of the feed-forward network, a rank's shard) or attentions, with and without concurrent
+collectives, in ms per operation of the series; the collectives last about as long as the series. Writes
 benchmarks/results/copy_engines.json.
 """
 
@@ -81,7 +81,7 @@ def largest_differences(starts: dict[str, Start]) -> dict[str, float]:
 
 
 def series_beside(piece: Callable[[], object], start: Start | None, repeats: int, count: int) -> float:
-    """ms per piece of a series, with up to two collectives under way on its side, ``count`` of them."""
+    """Return ms per operation of a series, with ``count`` concurrent collectives, at most two in flight."""
 
     def work() -> None:
         under_way: list[Callable[[], Tensor]] = []

@@ -4,7 +4,7 @@
     python benchmarks/bench_cpu_step.py [--threads 2] [--output benchmarks/results/cpu_step.json]
 
 The matrix-multiply rate is the mean over the shapes that the model itself multiplies (forward and both gradients),
-timed alone in the same process and dtype, weighted by their FLOPs. Model FLOPs follow core/description/model.py.
+timed separately in the same process and dtype, weighted by their FLOPs. Model FLOPs follow core/description/model.py.
 """
 
 from __future__ import annotations

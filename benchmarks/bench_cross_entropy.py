@@ -5,10 +5,10 @@
     python benchmarks/bench_cross_entropy.py --smoke     # tiny, on a CPU; writes nothing
 
 8192 tokens, hidden 4096, vocabulary 128256, bf16, weight gradients added to an fp32 buffer: the shape of LLaMA-3-8B.
-``gemms`` are the three GEMMs alone, the limit of all others; TFLOP/s count those three (6 t h v), whatever
-a row computes again. ``extra GB`` is the peak above input, weight and gradient buffer. ``loss error`` is the largest
+``gemms`` are only the three GEMMs, the limit of all other rows; TFLOP/s count these three (6 t h v), without
+recomputation. ``extra GB`` is the peak above input, weight and gradient buffer. ``loss error`` is the largest
 difference of a token's loss from float32 on the same 16-bit inputs, ``input gradient error`` a relative norm. The last
-rows are the kernels alone for several sizes of block, with the bandwidth of what must be read and written.
+rows are single kernels for several block sizes, with the bandwidth of the required reads and writes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def of_logits(losses: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Ten
 
 
 def library(passes: fusion.CrossEntropyPasses, logits: Tensor, labels: Tensor) -> Tensor:
-    """What ``vocab_parallel_cross_entropy`` does, with a given implementation of the passes."""
+    """Call ``vocab_parallel_cross_entropy`` with the implementation ``passes``."""
     with mock.patch.object(WHOLE, "cross_entropy_passes", lambda *_: passes):
         return WHOLE.vocab_parallel_cross_entropy(logits, labels, reuse_logits=True).flatten()
 
@@ -81,7 +81,7 @@ def candidates(smoke: bool) -> dict[str, Losses]:
 
 
 class Problem:
-    """Inputs that give logits of unit variance; gradients are those of the sum of losses."""
+    """Inputs with logits of unit variance; gradients are taken of the sum of losses."""
 
     def __init__(self, tokens: int, hidden: int, vocab: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -110,7 +110,7 @@ class Problem:
         losses(self.x, self.weight, self.labels)
 
     def gemms(self) -> None:
-        """What no variant can do without."""
+        """Compute the GEMMs that every variant needs."""
         with torch.no_grad():
             x = self.x.flatten(0, 1)
             logits = x.matmul(self.weight.t())
@@ -160,7 +160,7 @@ def row_of(problem: Problem, losses: Losses, exact: tuple[Tensor, Tensor], limit
 
 
 def pass_rows(tokens: int, vocab: int, device: torch.device, repeats: int) -> dict[str, dict[str, Any]]:
-    """Each kernel alone for several sizes of block."""
+    """Measure each kernel separately for several block sizes."""
     logits = torch.randn(tokens, vocab, device=device, dtype=torch.bfloat16)
     label, grad = torch.randint(0, vocab, (tokens,), device=device), torch.full((tokens,), 1.0, device=device)
     out, rows = torch.empty_like(logits), {}

@@ -4,8 +4,8 @@
     python benchmarks/bench_fusions.py [--only swiglu ...] [--output benchmarks/results/fusions.json] [--smoke]
     python benchmarks/bench_fusions.py --only norm --output /tmp/norms.json
 
-Shapes are those of a LLaMA-3-8B layer over 8192 tokens in bf16. The limit is the time to move, at 4.2 TB/s, what must
-be read and written once; each figure is the median of repeated calls, the second-level cache overwritten before each.
+Shapes are from a LLaMA-3-8B layer over 8192 tokens in bf16. The limit is the time to read and write required bytes
+once, at 4.2 TB/s; each figure is the median of repeated calls, the second-level cache overwritten before each.
 Backward is autograd's, sums of gradients that meet included. ``--smoke`` shows on a CPU that it runs; with
 TRITON_INTERPRET=1 the kernels run too, in Triton's interpreter. Its times mean nothing.
 """
@@ -76,7 +76,7 @@ class Operation:
     inputs: tuple[Tensor, ...]
     eager: Callable[..., Any]
     formula: Callable[..., Any] | None
-    """What torch.compile gets: plain operations only."""
+    """Input of torch.compile: only plain operations."""
     kernel: Callable[..., Any] | None
     forward_elements: int
     backward_elements: int
@@ -253,7 +253,7 @@ def measured(operation: Operation, function: Callable[..., Any], device: torch.d
 def rows_of(
     name: str, operation: Operation, device: torch.device, smoke: bool, repeats: int
 ) -> list[dict[str, Any]]:
-    """A record per direction with the times of every form, or why there is none."""
+    """Return a record per direction with the times of every form, or the reason for a missing time."""
     compiled = None
     if operation.formula is not None and not smoke:
         compiled = torch.compile(operation.formula, dynamic=False)

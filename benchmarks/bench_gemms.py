@@ -3,10 +3,10 @@
 
     python benchmarks/bench_gemms.py [--only fc1 ...] [--output benchmarks/results/gemms.json]
 
-The GEMMs of a LLaMA-3-8B layer and of its output layer over 8192 tokens: forward, input gradient, weight gradient
+The GEMMs of a LLaMA-3-8B layer and the output layer over 8192 tokens: forward, input gradient, weight gradient
 added to fp32. For each, cuBLASLt's own suggestions and a grid of tiles, variants and clusters run briefly; the fastest
-few and torch then run for ``--seconds`` each, in turns, on random data, as a GPU that has just been idle would flatter
-whatever comes first. TFLOP/s are means of two turns.
+few and torch then run for ``--seconds`` each, alternating, on random data, because a GPU that has just been idle favors
+the first candidate. TFLOP/s are means of two rounds.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SEED = 1234
 
 
 def write_index(prefix: str, num_documents: int) -> None:
-    """An .idx of ``num_documents`` random lengths beside a sparse .bin: no token is ever read here."""
+    """Write an .idx of ``num_documents`` random lengths and a sparse .bin, because no token is read here."""
     lengths = np.random.default_rng(0).integers(1, 1330, num_documents).astype("<i4")
     ends = np.cumsum(lengths, dtype="<i8") * 2
     with open(prefix + ".idx", "wb") as stream:
@@ -57,7 +57,7 @@ def seconds(function, runs: int) -> dict[str, float]:
 
 
 def stages(data: IndexedDataset, runs: int) -> dict[str, dict[str, float]]:
-    """Each stage of the build on its own."""
+    """Measure each stage of the build separately."""
     documents = np.arange(len(data), dtype=np.int32)
     tokens = int(data.sequence_lengths.sum(dtype=np.int64))
     plan = plan_epochs(tokens, None, SEQUENCE_LENGTH, 1)

@@ -1,5 +1,5 @@
 """Attention with the heads of latent attention on a GPU: keys of 192 channels, values of 128, by cuDNN and by torch's
-flash kernel (whose values are filled up with zeros).
+flash kernel (with values padded by zeros).
 
     python benchmarks/bench_latent_attention.py [--shape 4096 2 32]
 

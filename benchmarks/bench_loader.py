@@ -3,7 +3,7 @@
     python benchmarks/bench_loader.py
 
 A uint16 data set of 130 M tokens (documents of 665 tokens on average) in the page cache, samples of 4096 in training
-order: the cost of the program, not of the disk. Prints the median of at least five passes for each way of reading.
+order: the cost of the program without the disk. Prints the median of at least five passes for each reader.
 Writes benchmarks/results/loader.json.
 """
 

@@ -1,5 +1,5 @@
-"""What context parallelism does beside attention and transfers, on a GPU: merging attention over two sets of keys,
-adding a block's gradients to a sum. Kernels, references, and the bandwidth of each.
+"""Work of context parallelism in addition to attention and transfers, on a GPU: merging attention over two sets of
+keys, adding a block's gradients to a sum. Kernels, references, and the bandwidth of each.
 
     python benchmarks/bench_merge_attention.py
 

@@ -6,7 +6,7 @@
 Rows are ways to update the same bf16 model from fp32 gradients: torch's foreach operators (a pass per operator),
 torch's fused AdamW on fp32 masters with the rounding of the weights after it, and the kernel with masters as copies, as
 16-bit remainders, and with bf16 moments. The least bytes are what each format must read and write once; the limit is
-that of a copy from memory to memory. ``step`` is all that MegatronOptimizer.update does: norm, check, clip, update.
+the rate of a memory copy. ``step`` is MegatronOptimizer.update: norm, check, clip, update.
 ``--smoke`` shows on a CPU that it runs; its times mean nothing.
 """
 
@@ -122,7 +122,7 @@ def copy_rate(parameters: int, device: torch.device, repeats: int) -> float:
 
 
 def measure(parameters: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """All rows, in ms, and of the least bytes' time at the rate of a copy."""
+    """Return all rows in ms, and relative to the time of the minimum bytes at the rate of a copy."""
     copied = copy_rate(parameters, device, repeats)
     rows: dict[str, Any] = {}
 

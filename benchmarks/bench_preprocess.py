@@ -2,8 +2,8 @@
 
     python benchmarks/bench_preprocess.py [--repeats 3] [--copies 4] [--vocab-size 32768] [--tokenizer tokenizer.json]
 
-Every figure is the median over whole commands, started anew: "whole command" counts imports, loading, joining and
-syncing, too. Prints a table and writes benchmarks/results/preprocess.json.
+Every figure is the median over complete commands in new processes: "whole command" includes imports, loading, joining
+and syncing. Prints a table and writes benchmarks/results/preprocess.json.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def command(*arguments: object) -> str:
 
 
 def measure(corpus: Path, tokenizer: str, workers: int, folder: Path) -> tuple[float, float, float]:
-    """One run: MB/s of the whole command and of the tokenizing it reports itself; MB per second of processor time."""
+    """Measure one run: MB/s of the complete command, its reported MB/s of tokenization, MB per CPU second."""
     start, used = time.perf_counter(), processor_seconds()
     output = command(
         ROOT / "tools/preprocess_data.py", "--input", corpus, "--output-prefix", folder / "out", "--overwrite",
@@ -69,7 +69,7 @@ def processor_seconds() -> float:
 
 
 def encode_speeds(corpus: Path, tokenizer_path: str) -> dict[str, float]:
-    """MB/s of one process, without files: this package's batch call, and `tokenizers` alone on the same texts."""
+    """Return MB/s of one process, without files: this package's batch call, and `tokenizers` on the same texts."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from megatron.core.tokenizers.huggingface import build_huggingface
 

@@ -1,4 +1,4 @@
-"""How long a user waits before anything happens: ``--help``, a refused command line, ``--dry-run``, ``import torch``.
+"""Measure start-up times: ``--help``, a rejected command line, ``--dry-run``, ``import torch``.
 
     python benchmarks/bench_startup.py
 """

@@ -52,7 +52,7 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 
 def details(result: dict[str, Any]) -> str:
-    """Where the gap to the limits is, from the stored result."""
+    """Return the gap to the limits by class, from the stored result."""
     report, found = result.get("roofline"), result.get("profile")
     if not report or not found:
         return ""
@@ -71,7 +71,7 @@ def details(result: dict[str, Any]) -> str:
 def merge(path: Path, name: str, result: dict[str, Any]) -> None:
     """Stores a row in a file of results, in the order of the table, in place of an earlier one of the same device.
 
-    Another device's row stands beside it. A profile outlives a measurement without one, with the commit it is of.
+    Rows of other devices are kept. A new measurement without a profile keeps the old profile with its commit.
     """
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
     device = result["environment"]["device"]
@@ -89,7 +89,7 @@ def merge(path: Path, name: str, result: dict[str, Any]) -> None:
 
 
 def name_of(row: str, extra: list[str]) -> str:
-    """What a row with further flags is stored as: those of a named variant are that variant."""
+    """Return the stored name of a row with extra flags; flags of a named variant become the variant's name."""
     if not extra:
         return row
     named = {tuple(shlex.split(flags)): variant for variant, flags in VARIANTS.items()}
@@ -97,7 +97,7 @@ def name_of(row: str, extra: list[str]) -> str:
 
 
 def listing() -> str:
-    """What can be named."""
+    """Return the list of rows and variants."""
     lines = []
     for name, row in ROWS.items():
         size = f"{row.gpus} GPUs, {row.layers} layers, s {row.length}, batch {row.batch}"
@@ -107,7 +107,7 @@ def listing() -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("rows", nargs="*", metavar="ROW", help="rows, with +variants; default: all that fit this machine")
+    made.add_argument("rows", nargs="*", metavar="ROW", help="rows, with +variants; default: every row that fits this machine")
     made.add_argument("--list", action="store_true", help="rows and variants")
     made.add_argument("--repeats", type=int, default=2, help="fresh jobs per row")
     made.add_argument("--iters", type=int, help="iterations of a job; default: the row's own")

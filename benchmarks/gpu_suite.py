@@ -1,14 +1,14 @@
-"""Measures everything that needs a GPU, the most important first, within a budget of seconds; results at once.
+"""Run all GPU benchmarks, the most important first, within a budget of seconds; write each result at once.
 
     python benchmarks/gpu_suite.py --budget 1700                  # what this machine has the GPUs and the time for
     python benchmarks/gpu_suite.py --only tests row:one row:one+te --budget 570
     python benchmarks/gpu_suite.py --min-gpus 4 --budget 570      # only what needs four GPUs
     python benchmarks/gpu_suite.py --list
-    python benchmarks/gpu_suite.py --take FOLDER ...              # later: results into benchmarks/results/, tables anew
+    python benchmarks/gpu_suite.py --take FOLDER ...              # later: results into benchmarks/results/, new tables
 
 Results go to the folder $OUT, or --out: one JSON file per kind and suite.json, which says of every item how long it
 took, how it ended and what it printed last. An item is started only if its estimate still fits; one that runs longer is
-stopped at its own limit or at the end of the budget. The same call again goes on: what ended well is not run again.
+stopped at its own limit or at the end of the budget. The same call again continues: successful items are not repeated.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def chosen(names: Sequence[str], repeats: int) -> dict[str, Item]:
 
 
 def run(item: Item, out: Path, limit: float) -> dict[str, Any]:
-    """One item: how it ended, and the end of what it printed."""
+    """Run one item; return its outcome and the end of its output."""
     arguments = [sys.executable, *(word.replace("{out}", str(out)) for word in item.arguments)]
     started = time.perf_counter()
     log = out / "running.log"
@@ -182,7 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=570, help="seconds for all of it")
     parser.add_argument("--only", nargs="+", metavar="ITEM", help="these, in this order")
-    parser.add_argument("--min-gpus", type=int, default=1, help="only what needs at least so many")
+    parser.add_argument("--min-gpus", type=int, default=1, help="only items that need at least MIN_GPUS")
     parser.add_argument("--repeats", type=int, default=2, help="fresh jobs per row")
     parser.add_argument("--list", action="store_true", help="items with their estimates")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")))

@@ -1,7 +1,7 @@
-"""The same loss curve on every device and backend: 200 steps of a small GPT on the sources of Python's library.
+"""Compare loss curves of all devices and backends: 200 steps of a small GPT on the sources of Python's library.
 
     python benchmarks/loss_curves.py                            # every curve that this machine can draw, compared
-    python benchmarks/loss_curves.py --curves cpu-fp32          # the reference alone
+    python benchmarks/loss_curves.py --curves cpu-fp32          # only the reference
     python benchmarks/loss_curves.py --corpus FOLDER            # tokens made earlier (--prepare), kept there
 
 Compared are, within the bands below: bf16 on a GPU with fp32 on one CPU rank, and with bf16 through Transformer Engine;
@@ -54,7 +54,7 @@ class Curve:
     flags: str
     gpu: bool = True
     package: str | None = None
-    """Which it needs."""
+    """Required device."""
 
 
 CURVES: dict[str, Curve] = {
@@ -69,7 +69,7 @@ CURVES: dict[str, Curve] = {
 
 @dataclass(frozen=True)
 class Band:
-    """How far two curves may be apart, relative to the reference."""
+    """Maximum distance of two curves, relative to the reference."""
 
     first: float
     """The mean of the first ten steps: before differences can grow."""
@@ -203,7 +203,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Draws, compares, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curves", nargs="+", choices=list(CURVES), help="default: all that this machine can draw")
+    parser.add_argument("--curves", nargs="+", choices=list(CURVES), help="default: every curve that this machine can draw")
     parser.add_argument("--corpus", type=Path, help="folder that keeps corpus, tokenizer and tokens")
     parser.add_argument("--prepare", action="store_true", help="only make what --corpus keeps")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -38,7 +38,7 @@ VERSIONS = ("torch", "cuda", "cudnn", "triton", "nccl", "transformer_engine", "p
 
 
 def stored(name: str) -> dict[str, Any]:
-    """A file of results; empty where there is none."""
+    """Return the content of a result file; empty if it does not exist."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -71,7 +71,7 @@ def versions(record: dict[str, Any]) -> str:
 
 
 def what(row: Row, name: str) -> str:
-    """``name``: the row with what was added to it, which may be another depth."""
+    """``name``: the row with its additions, possibly another depth."""
     gpus = "1 GPU" if row.gpus == 1 else f"{row.gpus} GPUs"
     other = re.search(r"--num-layers (\d+)", name)
     return f"{gpus}, {other[1] if other else row.layers} layers, s {row.length}, batch {row.batch}"
@@ -143,7 +143,7 @@ def pairs() -> str:
 
 
 def profiles() -> str:
-    """Where the gap to the limits is, of every row that was profiled by class."""
+    """Return the gap to the limits of every profiled row, by class."""
     parts = []
     for name, result in stored("training").get("rows", {}).items():
         report = result.get("roofline")
@@ -165,7 +165,7 @@ def profiles() -> str:
 
 
 def limits() -> str:
-    """What the parts of every row allow, computed from the ceilings: nothing here is a measurement of a run."""
+    """Return the limits of every row, computed from the ceilings, without measurements of runs."""
     ceilings, rows = roofline.load_ceilings(), []
     for name, row in ROWS.items():
         cfg = resolve(parse_args([*flags_of(name), "--train-iters", "1"]), row.gpus, gpus=True)
@@ -218,7 +218,7 @@ def context_parallel() -> str:
 
 
 def recipes(folder: str) -> str:
-    """What the recipes of one folder of examples/, or of all, need and cost."""
+    """Return memory and cost of the recipes in one folder of examples/, or in all folders."""
     rows = recipe_costs.rows(folder, stored("training").get("rows", {}))
     return table(recipe_costs.HEADER, rows)
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: rows, jobs, the reading of traces, limits, the record of the machine."""
+"""Common parts of the benchmarks: rows, jobs, trace reading, limits, the record of the machine."""

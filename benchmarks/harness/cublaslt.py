@@ -1,6 +1,6 @@
 """cuBLASLt's algorithms for one GEMM, one by one, through ctypes.
 
-The library that torch has loaded is used. Numbers of attributes are those of its header, ``cublasLt.h``. Matrices are
+The library that torch has loaded is used. Numbers of attributes are taken from its header, ``cublasLt.h``. Matrices are
 column-major there: a row-major [rows, columns] tensor is its transpose.
 """
 
@@ -36,7 +36,7 @@ class _Heuristic(ctypes.Structure):
 
 
 class Choice(NamedTuple):
-    """What tells an algorithm apart here: numbers of its tile, of its variant and of its cluster's shape."""
+    """Identification of an algorithm: numbers of its tile, variant and cluster shape."""
 
     tile: int
     variant: int
@@ -105,7 +105,7 @@ class Gemm:
     def others(
         self, like: Any, tiles: Sequence[int], variants: Sequence[int], clusters: Sequence[int]
     ) -> Iterator[tuple[Choice, Any]]:
-        """Those of a grid that the library can run, otherwise as ``like``."""
+        """Yield the algorithms of a grid that the library can run; other attributes equal ``like``."""
         for tile in tiles:
             for variant in variants:
                 for cluster in clusters:

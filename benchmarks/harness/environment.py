@@ -1,4 +1,4 @@
-"""What a figure depends on besides the program: the device, the versions, the clocks while it ran."""
+"""Conditions of a measurement: the device, the versions, the clocks during the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "temperatur
 
 
 def output_of(*command: str) -> str | None:
-    """What a command prints; None where it does not exist or fails."""
+    """Return the output of a command; None if it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -36,7 +36,7 @@ def version_of(package: str) -> str | None:
 
 
 def environment(*, cpu: bool = False) -> dict[str, Any]:
-    """The record beside every result; what cannot be known is None."""
+    """Return the record that is stored with every result; unknown values are None."""
     on_gpu = torch.cuda.is_available() and not cpu
     dirty = output_of("git", "status", "--porcelain", "--untracked-files=no")
     return {
@@ -72,7 +72,7 @@ def first_line(text: str | None) -> str | None:
 def sampled_clocks(every_ms: int = 1000) -> Iterator[dict[str, float]]:
     """Fills the yielded dictionary, when the block ends, with medians of GPU 0's clock and power while it was busy.
 
-    One process of nvidia-smi beside the run; nothing where there is none.
+    Runs one nvidia-smi process during the block; leaves the dictionary empty without nvidia-smi.
     """
     found: dict[str, float] = {}
     query = [f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits", "--id=0", f"--loop-ms={every_ms}"]

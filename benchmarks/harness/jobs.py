@@ -1,6 +1,6 @@
 """One row, measured: fresh jobs of an entry script, their health, medians, and the profile of one step.
 
-A job's time counts only if it trained: every loss finite, the last below the first, not yet zero. A GPU at its power
+A job's time is valid only if it trained: every loss finite, the last below the first, not yet zero. A GPU at its power
 limit runs constant, zero or NaN data up to a fifth faster.
 """
 
@@ -32,7 +32,7 @@ from megatron.training.config.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILED = 2
-"""Iterations under the profiler, the last of a job; the first of them is read, the second shows where it ends."""
+"""Number of profiled iterations at the end of a job; the first is read, the second shows where the first ends."""
 LAUNCHER = re.compile(r"[WEI]\d{4} .*torch/distributed/|={20,}|-{20,}")
 """Lines of torchrun itself."""
 LEARNED = 1e-3
@@ -41,7 +41,7 @@ LEARNED = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """How rows are measured."""
+    """Settings of the measurement of rows."""
 
     repeats: int = 2
     warmup: int = 3
@@ -82,7 +82,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def health(losses: Sequence[float]) -> str | None:
-    """What is wrong with a run as a measure of training; None if nothing is."""
+    """Return why a run is no valid measurement of training; None if it is valid."""
     if not losses:
         return "no loss was recorded"
     if not all(math.isfinite(loss) for loss in losses):
@@ -93,7 +93,7 @@ def health(losses: Sequence[float]) -> str | None:
 
 
 def reason(stderr: str) -> str:
-    """What the ranks said, without the launcher's own report."""
+    """Return the output of the ranks without the launcher's report."""
     start, *tracebacks = stderr.split("Traceback (most recent call last):")
     own = [text for text in tracebacks if "torch/distributed/run.py" not in text]
     said = "Traceback:".join([start, *own]).split("torch.distributed.elastic.multiprocessing", 1)[0]
@@ -102,7 +102,7 @@ def reason(stderr: str) -> str:
 
 
 def with_our_path() -> dict[str, str]:
-    """The variable that lets programs import ours before what else there is to import."""
+    """Return PYTHONPATH with this checkout first."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
@@ -210,7 +210,7 @@ def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
 
 MEDIANS = ("seconds_per_iteration", "tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_gb")
 PROFILE = ("profile", "roofline", "communication_if_not_hidden_ms")
-"""What a profiled job has besides."""
+"""Additional keys of a profiled job."""
 
 
 def measure(name: str, settings: Settings) -> dict[str, Any]:

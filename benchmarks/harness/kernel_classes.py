@@ -1,4 +1,4 @@
-"""Which part of a training step a kernel belongs to: a table of patterns over its name and over what launched it.
+"""Classify kernels of a training step by a table of patterns over their names and scopes.
 
 *Scope* is the path of the host's ranges and operators around the launch, outermost first, as in
 ``optimizer/aten::_foreach_mul_`` or ``autograd::engine::evaluate_function: _ParallelLinearBackward/aten::mm``.
@@ -103,11 +103,11 @@ def _first_match(kernel: str, scope: str) -> str:
 def gemm_class(
     shape: tuple[int, int, int] | None, weights: Collection[tuple[int, int]], backward: bool
 ) -> str:
-    """Which of a linear layer's three GEMMs (m, k) x (k, n) is, by the (output, input) sizes of the weights.
+    """Return which of a linear layer's three GEMMs (m, k) x (k, n) is, by the (output, input) sizes of the weights.
 
     Forward X W^T has (k, n) = (input, output), the input gradient dY W (output, input), the weight gradient dY^T X
-    (m, n) = (output, input). Where several fit (square weights, as many tokens as channels), the autograd engine
-    decides between forward and the others; what it cannot tell apart stays unknown.
+    (m, n) = (output, input). If several fit (square weights, equal numbers of tokens and channels), the autograd
+    engine decides between forward and the others; the remaining GEMMs stay unknown.
     """
     if shape is None:
         return GEMM_OTHER if backward else GEMM_FORWARD

@@ -1,4 +1,4 @@
-"""What the recipes of examples/ need and cost: their own ``--dry-run``, and speeds that were measured.
+"""Memory and cost of the recipes in examples/, from their ``--dry-run`` and measured speeds.
 
 A step is estimated by the FLOPs of a rank at the rate that a row of results/training.json reached with the same kind of
 layout, on H200s of one host.
@@ -61,9 +61,9 @@ CHOICES = (
 )
 
 
-@functools.cache  # a recipe stands in its own page's table and in that of all
+@functools.cache  # a recipe appears in its page's table and in the complete table
 def dry_run(choice: Choice) -> str:
-    """The report of the recipe with these settings; ``RuntimeError`` with what it says instead."""
+    """Return the dry-run report of the recipe with these settings. Raises RuntimeError with its output on failure."""
     folder, _, name = choice.recipe.partition("/")
     script = ROOT / "examples" / folder / f"train_{name}.sh"
     settings = dict(pair.split("=") for pair in choice.settings.split())
@@ -76,12 +76,12 @@ def dry_run(choice: Choice) -> str:
 
 
 def found(pattern: str, report: str) -> list[str]:
-    """Everything that ``pattern`` finds, lines being lines."""
+    """Return all matches of ``pattern``, with ^ and $ at line ends."""
     return re.findall(pattern, report, re.MULTILINE)
 
 
 def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
-    """A row for every choice of one folder of examples/, or of all for "": cells as ``HEADER`` names them."""
+    """Return a row for every choice of one folder of examples/ ("": of all), with the cells of ``HEADER``."""
     lines: list[tuple[object, ...]] = []
     for choice in CHOICES:
         if folder not in ("", choice.recipe.split("/")[0]):

@@ -1,9 +1,9 @@
 """The least time that each class of a step's work can take on rank 0, and where a measured step is above it.
 
-GEMMs count at the rates at which the device was measured to do them alone, everything else by the bytes that a fused
+GEMMs count at their separately measured rates, all other work by the bytes that a fused
 implementation must move at the rate of a plain copy: each input read once, each result written once. No recomputation,
-no exposed communication; a pipeline's bubble, which no kernel can remove, counts as communication, since that is how a
-waiting rank spends it. A pure function of the configuration and of ``ceilings.json``; torch-free.
+no exposed communication; a pipeline's bubble, which no kernel can remove, counts as communication, because a
+waiting rank is in communication. A pure function of the configuration and ``ceilings.json``; torch-free.
 
 Bytes per token and channel, e bytes per element:
 
@@ -41,7 +41,7 @@ Config = Any
 
 @dataclass
 class Work:
-    """What a class must at least do in one step on rank 0."""
+    """Minimum work of a class in one step on rank 0."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -55,7 +55,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Share:
-    """What rank 0 does in one step: its pieces of the model's description."""
+    """Work of rank 0 in one step: its pieces of the model's description."""
 
     cfg: Config
     pieces: tuple[Piece, ...]
@@ -80,7 +80,7 @@ class Share:
 
     @property
     def flops_per_op(self) -> float:
-        """What an operation's FLOPs (one sequence, all ranks) are multiplied by."""
+        """Factor of an operation's FLOPs (one sequence, all ranks)."""
         return self.tokens / self.cfg.seq_length / self.cfg.tensor_model_parallel_size
 
     @property
@@ -90,7 +90,7 @@ class Share:
 
     @property
     def parameters(self) -> float:
-        """On this rank; norms and biases, a thousandth, are left out, and so is a copy beside its original."""
+        """Parameters on this rank, without norms and biases (a thousandth) and without tied copies."""
         cfg = self.cfg
         sizes = {
             "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
@@ -101,7 +101,7 @@ class Share:
 
 
 def weight_shapes(cfg: Config, vocab_size: int) -> set[tuple[int, int]]:
-    """(output, input) sizes by which a trace's GEMMs are told apart."""
+    """Return the (output, input) sizes that distinguish a trace's GEMMs."""
     return {op.gemm for op in Share.of(cfg, vocab_size).ops if op.gemm is not None}
 
 
@@ -187,7 +187,7 @@ def _least_bytes(share: Share) -> dict[str, float]:
 
 
 def optimizer_ranks(cfg: Config) -> int:
-    """How many ranks share out the update."""
+    """Return the number of ranks that shard the optimizer step."""
     shared = cfg.use_distributed_optimizer or cfg.use_torch_fsdp2
     return cfg.data_parallel_size * cfg.context_parallel_size if shared else 1
 
@@ -203,7 +203,7 @@ def optimizer_bytes_per_parameter(cfg: Config) -> float:
 
 
 def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
-    """What rank 0 waits in a pipeline whose kernels run at their limits and whose messages take no time."""
+    """Return rank 0's waiting time in a pipeline with kernels at their limits and free messages."""
     if cfg.pipeline_model_parallel_size == 1:
         return 0.0
     timeline = simulated_timeline(cfg, count_microbatches(cfg), vocab_size)
@@ -211,7 +211,7 @@ def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
 
 
 def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[str, float]:
-    """What the collectives of one step take on rank 0 at the measured bus bandwidths, if nothing hides them."""
+    """Return the time of one step's collectives on rank 0 at the measured bus bandwidths, without overlap."""
     share, speeds = Share.of(cfg, vocab_size), ceilings["bus_gigabytes_per_second"]
     found = {}
     ranks = cfg.data_parallel_size * cfg.context_parallel_size
@@ -240,7 +240,7 @@ def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) 
 
 @dataclass
 class Report:
-    """Limits beside what was measured, milliseconds of one step on rank 0."""
+    """Limits and measured times, in milliseconds of one step on rank 0."""
 
     limit: dict[str, Work]
     measured: dict[str, float] = field(default_factory=dict)
@@ -266,9 +266,10 @@ class Report:
         return sorted(found, key=lambda row: -row["gap_ms"])
 
     def _comparable(self) -> tuple[dict[str, Work], dict[str, float]]:
-        """Where many GEMMs of backward could not be told apart (kernels without shapes), all of them are one class.
+        """Return limits and times by class. If many backward GEMMs cannot be distinguished (no shapes), they form one
+        class.
 
-        Below a hundredth of the step they stay a class of their own, without a limit.
+        Below a hundredth of the step they stay a separate class without a limit.
         """
         unknown = self.measured.get(kinds.GEMM_OTHER, 0.0)
         if unknown <= 0.01 * sum(self.measured.values()):
@@ -290,7 +291,7 @@ class Report:
         return {"limit_ms": round(self.limit_ms, 3), "step_ms": self.step_ms, "rows": rows}
 
     def text(self) -> str:
-        """Where the gap to the limit is."""
+        """Return a table of the gap to the limit by class."""
         lines = [f"{'class':<24}{'limit ms':>10}{'measured':>10}{'gap':>9}{'of gap':>8}{'TFLOP/s':>9}{'TB/s':>7}"]
         total = (self.step_ms or 0.0) - self.limit_ms
         for row in self.rows():

@@ -90,9 +90,9 @@ class Row:
     tiny: str = TINY_LLAMA
     """In place of ``shape`` in a smoke run."""
     family: str = "gpt"
-    """Whose entry script trains it: ``pretrain_FAMILY.py``."""
+    """Model family of the entry script ``pretrain_FAMILY.py``."""
     seconds: int = 90
-    """What one job takes on H200s, start and trace included, for planning."""
+    """Expected seconds of one job on H200s, with start and trace."""
 
 
 ROWS: dict[str, Row] = {
@@ -202,7 +202,7 @@ SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that 
 
 
 def row_of(stored: str) -> str:
-    """The row of a stored result, whatever was added to its name."""
+    """Return the row of a stored result, without additions to its name."""
     return re.split(r"[+ ]", stored)[0]
 
 

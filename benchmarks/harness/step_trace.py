@@ -1,11 +1,11 @@
-"""One steady training step out of a trace of torch's profiler: where its time went, and what the host did meanwhile.
+"""One steady training step from a trace of torch's profiler: its time by class, and the host's operators.
 
 The profiler hook marks iterations as ranges called ``iteration N``. A device span belongs to the iteration in which the
 host launched it; the step lasts from its first span to the first span of the next iteration, so that waiting between
 steps counts. Every instant of that is attributed once: to the computing kernel that started first, else to a copy,
 else to communication (then exposed), else to idleness; the attributed times add up to the step.
 
-Without a GPU the host's operators, less what is inside of them, stand for kernels: the same reading works on a CPU.
+Without a GPU the host's operators, without nested ones, take the place of kernels, so that CPU traces work too.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def device_spans(events: Sequence[Event], scopes: Scopes, weights: Collection[tu
 
 
 def step_of(events: Sequence[Event], spans: Sequence[Span]) -> tuple[int | None, list[Span], float, float]:
-    """(iteration, its spans, start, end) of the last iteration that another one follows, or of all there is."""
+    """Return (iteration, its spans, start, end) of the last iteration that another one follows, or the full trace."""
     marks = sorted(
         (event["ts"], int(match[1])) for event in events
         if event.get("cat") == "user_annotation" and (match := ITERATION.match(event["name"]))
@@ -238,7 +238,7 @@ def step_of(events: Sequence[Event], spans: Sequence[Span]) -> tuple[int | None,
 
 
 def priority(kind: str) -> int:
-    """Who an instant belongs to when several are at work; the smallest."""
+    """Return the priority of a class: concurrent time is attributed to the smallest value."""
     return {COMMUNICATION: 2, COPIES: 1}.get(kind, 0)
 
 

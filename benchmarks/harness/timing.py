@@ -1,4 +1,4 @@
-"""How long a piece of work takes on a device."""
+"""Measure the time of an operation on a device."""
 
 from __future__ import annotations
 
