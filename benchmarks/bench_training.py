@@ -107,7 +107,7 @@ def listing() -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("rows", nargs="*", metavar="ROW", help="rows, with +variants; default: every row that fits this machine")
+    made.add_argument("rows", nargs="*", metavar="ROW", help="rows, with +variants; default: all rows that fit")
     made.add_argument("--list", action="store_true", help="rows and variants")
     made.add_argument("--repeats", type=int, default=2, help="fresh jobs per row")
     made.add_argument("--iters", type=int, help="iterations of a job; default: the row's own")

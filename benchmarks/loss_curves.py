@@ -203,7 +203,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Draws, compares, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curves", nargs="+", choices=list(CURVES), help="default: every curve that this machine can draw")
+    parser.add_argument("--curves", nargs="+", choices=list(CURVES), help="default: curves that this machine can draw")
     parser.add_argument("--corpus", type=Path, help="folder that keeps corpus, tokenizer and tokens")
     parser.add_argument("--prepare", action="store_true", help="only make what --corpus keeps")
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -63,7 +63,7 @@ ABSENT = (
 
 
 def cell(text: str) -> str:
-    """Text that may stand in a table."""
+    """Return text that is valid inside a table cell."""
     return text.replace("|", "\\|")
 
 
@@ -122,7 +122,7 @@ def families_page() -> str:
 
 
 def limits_of(family: Family) -> list[str]:
-    """What of a family can be converted, without repetitions."""
+    """Return what is converted of a family, without repetitions."""
     every = [*(f"not: {each}" for each in family.limits), *(each for rule in family.config for each in rule.limits)]
     return list(dict.fromkeys(every))
 
