@@ -14,6 +14,7 @@ from megatron.core.distributed import (
     check_replicas,
     finalize_model_grads,
 )
+from megatron.core.distributed.replicas import tensor_hash
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 
 SAMPLES, WIDTH = 12, 6
@@ -179,6 +180,15 @@ def drifted(rank, world):
 def test_a_replica_that_differs_in_one_bit_is_named(gloo_pool):
     assert gloo_pool.run(drifted, 3) == [[("first.weight", 1, "dp_cp")]] * 3
     assert check_replicas([Net()], SINGLE_PROCESS) == []
+
+
+def test_a_hash_depends_on_every_bit_and_its_position():
+    x = torch.arange(1.0, 9.0)
+    swapped, changed = x.flip(0), x.clone()
+    changed[5] = -changed[5]
+    for size in (2, 5, 8):
+        assert tensor_hash(x[:size]) == tensor_hash(x[:size].clone()) != tensor_hash(swapped[-size:])
+    assert tensor_hash(x) != tensor_hash(changed) and tensor_hash(x) == tensor_hash(x.view(2, 4))
 
 
 def test_a_model_that_nobody_holds_is_freed():

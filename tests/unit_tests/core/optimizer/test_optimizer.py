@@ -274,9 +274,11 @@ def test_state_that_does_not_fit_is_refused_with_every_name():
         get_megatron_optimizer(settings(optimizer="lion"), [network()])
 
 
-def test_new_weights_reach_the_main_copies():
+@pytest.mark.parametrize("remainders", [True, False])
+def test_new_weights_reach_the_main_copies(remainders):
     net = network(torch.bfloat16)
-    optimizer = get_megatron_optimizer(settings(), [net])
+    optimizer = get_megatron_optimizer(settings(store_param_remainders=remainders), [net])
+    optimizer.masters["0.weight"].write(torch.full_like(optimizer.masters["0.weight"].read(), 1.0001))
     with torch.no_grad():
         net[0].weight.fill_(3.0)
     optimizer.reload_model_params()

@@ -191,7 +191,7 @@ def test_evaluation_predicts_one_token():
 
 
 def shifted_parts(rank, size):
-    """Return this rank's shifted tokens, and its part of one rank's shifted tokens."""
+    """Return whether this rank's shifted tokens equal its part of one rank's shifted tokens."""
     groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
     ids, positions, labels, mask = batch()
     packed = PackedSeqParams(cu_seqlens_q=BOUNDS)

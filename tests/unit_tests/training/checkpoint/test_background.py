@@ -241,6 +241,8 @@ def test_a_file_system_that_hangs_is_named(tmp_path):
     run.checkpointer.start_save(run.state, background=True)
     with pytest.raises(CheckpointError, match="the background save of iteration 1: no progress for .*hangs"):
         run.checkpointer.finish_save(wait=True)
+    with pytest.raises(CheckpointError, match="no progress"):
+        run.checkpointer.finish_save(wait=False)
     gate.set()
     run.checkpointer.close()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,26 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader
 from megatron.core.dist_checkpointing.manifest import FORMAT
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.training.checkpoint import settings as checkpoint_args
 from megatron.training.checkpoint.files import saved_iterations
+from megatron.training.checkpoint.live_state import LiveState
 from megatron.training.checkpoint.lock import SaveLock
-from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
+from megatron.training.checkpoint.settings import apply_checkpoint_args, check_args, load_checkpoint_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
+
+
+def test_settings_that_only_one_side_has_are_not_compared():
+    current = {"model_family": "gpt", "explicit": [], "num_layers": 2, "new_flag": 1}
+    stored = {"model_family": "gpt", "explicit": ["removed_flag"], "num_layers": 2, "removed_flag": 3}
+    assert check_args({"args": stored}, current, "here") == []
+
+
+def test_saved_lines_name_tensor_and_pipeline_ranks_from_one():
+    groups = replace(SINGLE_PROCESS, tp=Group("tp", (0, 1), 1), pp=Group("pp", (1, 3, 5), 2), cp=Group("cp", (1, 7), 0))
+    assert LiveState(settings(), [], None, None, groups, None).coordinates == (2, 2, 3, 3)
 
 
 def draws():

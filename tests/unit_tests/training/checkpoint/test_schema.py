@@ -115,7 +115,7 @@ def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged
                 assert name != "num_layers" or type(taken) in (int, type(None))
                 assert name != "swiglu" or type(taken) is bool
     rewritten(path, {**content, "objects": {**content["objects"], "args": 5}})
-    with pytest.raises(CheckpointError, match="args is not a table"):
+    with pytest.raises(CheckpointError, match=r"metadata\.json: args is not a table"):
         apply_checkpoint_args(wanted)
 
 

@@ -2,12 +2,13 @@
 
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError, writer
 from megatron.training.checkpoint.files import find_checkpoint, read_tracker, saved_iterations
-from megatron.training.checkpoint.history import check_save_folder
+from megatron.training.checkpoint.history import check_save_folder, fast_folder, find_resumable
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.rules.checkpoints import fast_folder_is_another_one
@@ -54,6 +55,22 @@ def test_the_fast_folder_keeps_one_and_the_newest_of_both_is_loaded(run, tmp_pat
     assert saved_iterations(tmp_path / "fast") == [4] and not list(tmp_path.glob("*/set-aside*"))
     again.checkpointer.close()
     assert start(both(tmp_path)).state.iteration == 5
+
+
+def test_the_fast_folder_is_below_save_else_below_load():
+    cfg = settings()
+    assert fast_folder(cfg) is None
+    assert fast_folder(replace(cfg, save="a")) == "a/non_persistent" == fast_folder(replace(cfg, save="a", load="b"))
+    assert fast_folder(replace(cfg, load="b")) == "b/non_persistent"
+
+
+def test_a_load_restores_a_checkpoint_whose_replacement_was_interrupted(run, tmp_path):
+    newest = tmp_path / "slow/iter_0000003"
+    newest.rename(tmp_path / f"slow/.{newest.name}{writer.REPLACED}")
+    cfg = both(tmp_path, ckpt_step=3)
+    with pytest.raises(CheckpointError, match="--ckpt-step 3"):
+        find_resumable(cfg)
+    assert find_resumable(cfg, repair=True).iteration == 3 and newest.is_dir()
 
 
 def test_it_is_loaded_without_the_interval_too_and_under_save_by_default(tmp_path):

@@ -80,7 +80,7 @@ def test_only_named_tensors_are_split_and_unknown_ones_are_rejected(gloo_pool):
 
 
 def sliced_by_task(rank, size):
-    """Return the slices of a batch with custom tensors, and of each built-in task's batch."""
+    """Return the slices of a batch of a task with custom tensors."""
     parallel_state.initialize_model_parallel(context_parallel_size=2)
 
     class Weighted(GPTTask):
