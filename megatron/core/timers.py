@@ -202,7 +202,8 @@ class Timers:
 
 
 def format_times(times: dict[str, list[tuple[int, float]]], option: str) -> str:
-    """Lines of ``(rank, milliseconds)`` by name."""
+    """Return the log text of ``times``, name -> [(rank, milliseconds)]: per name minimum and maximum, maximum, or all
+    ranks, by ``option`` (--timing-log-option)."""
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, values in times.items():

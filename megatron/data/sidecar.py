@@ -51,7 +51,7 @@ def sidecar_info(tokenizer: FingerprintedTokenizer, append_eod: bool) -> Sidecar
 
 
 def write_sidecar(prefix: str, info: SidecarInfo) -> None:
-    """Write it atomically."""
+    """Write the sidecar of ``prefix`` to a temporary file, fsync it and rename it, replacing an older one."""
     path = sidecar_path(prefix)
     partial = f"{path}.partial-{os.getpid()}"
     with create_file(partial) as file:

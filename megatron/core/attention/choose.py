@@ -112,6 +112,8 @@ def choose_kernel(request: Request) -> Choice:
 
 
 def _first_that_serves(request: Request) -> Choice:
+    """Return the first candidate kernel that supports ``request``, with the reasons against earlier candidates. Raises
+    UserError with all reasons if no candidate does."""
     remarks, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
     if request.flash_version is not None:
         asked, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
@@ -187,6 +189,8 @@ def make_kernel(
 
 
 def _build(choice: Choice, request: Request, scale: float, config: TransformerConfig, layer_number: int) -> Kernel:
+    """Build the chosen kernel with softmax scale ``scale``. If ``auto`` chose flash-attn 4, a second kernel computes
+    the tiles where that one was measured to be faster."""
     name, deterministic = choice.kernel, request.deterministic
     if name == "unfused":
         return UnfusedAttention(

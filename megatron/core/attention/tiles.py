@@ -134,6 +134,8 @@ def _row_tiles(
     row: int | None, queries: Spans, keys: Spans, visibility: Visibility,
     document: tuple[tuple[int, int], tuple[int, int]] | tuple[None, None] = (None, None),
 ) -> Iterator[Tile]:
+    """Yield the visible tiles of one row: every span of queries with every span of keys, both clipped to ``document``.
+    Tile offsets count from the start of the concatenated spans."""
     query_offset = 0
     for query_start, query_stop in queries:
         key_offset = 0

@@ -193,8 +193,8 @@ def defaults() -> dict[str, Any]:
 
 
 def explain(problem: cli.Problem, known: Iterable[str]) -> cli.Problem:
-    """An unknown flag with the likeliest spelling: a flag that exists first, since old names, and those of other
-    programs, are rarely meant."""
+    """Return the problem of an unknown flag with the likeliest spelling as fix: existing flags first, because old names
+    and names of other programs are rarely meant."""
     name = cli.normalize(problem.flag)
     older = [older for row in rows() if row.status in ("means", "retired", "other") for older in row.names]
     candidates = (cli.suggestion(name, names) for names in (known, older))

@@ -216,6 +216,8 @@ def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]
 
 
 def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
+    """Return the flag specification of a dataclass field: type and choices from its annotation, name and default from
+    the field, exceptions from :func:`flag`. Raises TypeError for a bool without default."""
     meta = field.metadata
     default: Any = field.default_factory() if callable(field.default_factory) else field.default
     nargs, optional, valid = meta.get("nargs"), False, _annotated_range(annotation)

@@ -204,8 +204,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """A transformer with multi-latent attention, with the defaults that Megatron-LM's library has for it (those of its
-    command line are others)."""
+    """Transformer with multi-latent attention, with the defaults of Megatron-LM's library (its command
+    line has other defaults)."""
 
     multi_latent_attention: bool = True
     q_lora_rank: int | None = 512

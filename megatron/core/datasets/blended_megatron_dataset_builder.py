@@ -89,6 +89,8 @@ class BlendedMegatronDatasetBuilder:
         call_all(partial(self._check_split, split) for split in Split)
 
     def _check_split(self, split: Split) -> None:
+        """Open every source of ``split``. Raises UserError with the problems of all sources, or EmptySplitError if the
+        split needs samples that its sources do not hold."""
         size, blend, bounds = self.sizes[split.value], self._blend(split), self._bounds(split)
         if size == 0 or blend is None or bounds is None:
             return
@@ -116,6 +118,8 @@ class BlendedMegatronDatasetBuilder:
         return self.config.blend
 
     def _build_split(self, split: Split) -> Any:
+        """Return :meth:`_build_wanted`; for a test split without documents that no flag names, log a warning and return
+        None."""
         try:
             return self._build_wanted(split)
         except EmptySplitError as error:
@@ -127,6 +131,8 @@ class BlendedMegatronDatasetBuilder:
             return None
 
     def _build_wanted(self, split: Split) -> Any:
+        """Return the data set of ``split``: one data set, a blend, or a list for --multiple-validation-sets. None if no
+        samples are wanted, or (with a warning) if no data is assigned to the split."""
         size, config = self.sizes[split.value], self.config
         blend, bounds = self._blend(split), self._bounds(split)
         if size == 0:
@@ -150,6 +156,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_weighted(
         self, prefixes: list[str], weights: list[float], split: Split, bounds: tuple[float, float], size: int
     ) -> BlendedDataset:
+        """Blend the sources by ``weights``; each source provides its share of ``size`` samples plus a surplus."""
         weights = normalize(weights)
         surplus = 1 + self.config.mid_level_dataset_surplus
         wanted = [math.ceil(size * weight) for weight in weights]
@@ -160,6 +167,8 @@ class BlendedMegatronDatasetBuilder:
     def _build_by_size(
         self, prefixes: list[str], split: Split, bounds: tuple[float, float], size: int | None
     ) -> BlendedDataset:
+        """Blend one pass over all sources, weighted by their numbers of samples. Skips empty sources; raises
+        EmptySplitError if all are empty; warns if ``size`` exceeds the pass."""
         datasets = self._build_sources(prefixes, split, bounds, [None] * len(prefixes), skip_empty=True)
         if not datasets:
             raise EmptySplitError(

@@ -116,6 +116,8 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        """Open the indexed data set at ``dataset_path``. Raises UserError for mock settings, or if it stores several
+        sentences per document."""
         if config.mock:
             raise UserError(
                 "no data: give --data-path (or another source of data), or --mock-data for synthetic samples"
@@ -133,6 +135,9 @@ class GPTDataset(MegatronDataset):
         return len(self.sample_index) - 1
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        """Return sample ``idx``: tokens and labels int64 [s], loss_mask float32 [s] and position_ids int64 [s], with
+        document boundaries if a flag requires them. None gives sample 0 with a loss mask of zeros (padding of the last
+        batch)."""
         text, filled = self._text(0 if idx is None else idx)
         if self.extra_token:
             tokens, labels = text[:-1].copy(), text[1:].copy()

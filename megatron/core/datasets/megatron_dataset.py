@@ -95,8 +95,8 @@ class MegatronDataset(ABC):
         return IndexCache(folder, f"{name}-{self.index_split.name}", identity, layout, bounds)
 
     def check_tokens(self, tokens: np.ndarray, vocab_size: int, sequences: Any, offset: int = 0) -> None:
-        """Refuses ids int64[n] outside of the vocabulary. They are of the low-level data set's ``sequences``, from
-        token ``offset`` of the first on."""
+        """Raise UserError for ids int64 [n] outside of the vocabulary. The ids come from ``sequences`` of the low-level
+        data set, starting at token ``offset`` of the first sequence."""
         # as unsigned, negative ids are the largest: one pass finds both kinds
         if not len(tokens) or int(tokens.view(np.uint64).max()) < vocab_size:
             return

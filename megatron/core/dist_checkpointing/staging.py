@@ -61,6 +61,8 @@ class Staging:
             self._filled.put(None)
 
     def _copy(self, data: Tensor) -> None:
+        """Copy flat bytes into slabs, block by block, at aligned offsets. Copies from a GPU are only enqueued; a full
+        slab is handed over first."""
         for start in range(0, data.numel(), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             places = self._copied[-1][1] if self._copied else []

@@ -226,6 +226,8 @@ class _RankWriter:
         return result
 
     def _write_file(self, file_name: str, tensors: list[ShardedTensor]) -> tuple[dict[str, int], list[list]]:
+        """Write ``tensors`` to a new file and fsync it; return its manifest entry and chunks. Raises FileExistsError if
+        the file exists."""
         keyed = [(_key(tensor), tensor) for tensor in tensors]
         kinds = ((key, tensor.local.dtype, tensor.local.shape) for key, tensor in keyed)
         header, starts = safetensors_header(kinds, {"format": "pt", "run_id": self.run_id})

@@ -75,6 +75,8 @@ class DistributedDataParallel(DataParallel):
     def _layout(
         self, ranks: DataParallelGroups, parameters: list[nn.Parameter], disable_bucketing: bool
     ) -> BufferLayout:  # fmt: skip
+        """Return the buffer layout of dense or expert parameters: bucket size, padding, and with a distributed
+        optimizer the shard group, replicas and reduce-scatter function."""
         config = self.ddp_config
         bucket_size = None if disable_bucketing else chosen_bucket_size(
             sum(parameter.numel() for parameter in parameters), bucket_size=config.bucket_size,
@@ -103,6 +105,8 @@ class DistributedDataParallel(DataParallel):
                 )
 
     def _accumulate(self, parameter: Tensor) -> None:
+        """Add the autograd gradient to ``main_grad``, free it, and mark the parameter as ready for the reduction. Runs
+        as a hook once per parameter and backward pass."""
         assert isinstance(parameter, nn.Parameter)
         # a fused wgrad GEMM has accumulated already; a gradient from autograd, if any, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]

@@ -166,6 +166,8 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
+        """Make ``main_grad`` a view of the gradient buffer and create ``grad_ready``; with a weight buffer, copy the
+        weight into it and make the parameter a view of it."""
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         ready = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)

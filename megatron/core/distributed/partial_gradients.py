@@ -47,6 +47,8 @@ def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -
 
 
 def _partial_sums(modules: Iterable[nn.Module], groups: ProcessGroups) -> Iterator[tuple[str, _PartialSum]]:
+    """Yield (axis, gradient) for every parameter gradient that is a partial sum over an axis with more than one
+    rank."""
     for module in modules if groups.world.size > 1 else ():
         for parameter in module.parameters():
             spec = getattr(parameter, "spec", None)

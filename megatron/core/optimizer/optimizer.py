@@ -259,6 +259,8 @@ class MegatronOptimizer(MegatronNames):
         return None if unscale is None else torch.ones_like(norm) * unscale
 
     def _update_groups(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[UpdateGroup]:
+        """Return per parameter group the masters, gradients and moments of all names with a gradient, with learning
+        rate and weight decay. Changes nothing."""
         kinds = [self.moments[kind] for kind in part.rule.moment_dtypes]
 
         def updated(name: str) -> Updated:

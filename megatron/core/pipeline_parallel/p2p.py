@@ -89,6 +89,8 @@ class _GroupWire:
         return self._groups.pp_up if lane.target > lane.source else self._groups.pp_down
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
+        """Post receives of all tensors of a message; see :meth:`_Wire.start_receive`. The result waits in stream order
+        on CUDA."""
         buffers, group = message.empty(), self._group(lane)
         # gloo matches by tag. NCCL ignores tags and matches in posting order, so receives must be posted by number
         works = [
@@ -105,6 +107,7 @@ class _GroupWire:
         return wait
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
+        """Start the sends of all tensors and keep references until they are complete."""
         group = self._group(lane)
         for index, tensor in enumerate(message):
             tag = number * len(message) + index
@@ -154,6 +157,8 @@ class _MailboxWire:
         self._read: dict[tuple[_Lane, int], Message] = {}
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
+        """Register the message; nothing is posted. The returned function reads all earlier messages of the lane too and
+        keeps them, because a mailbox returns messages in the order of sending."""
         self._unread.setdefault(lane, deque()).append((number, message))
 
         def wait() -> Message:

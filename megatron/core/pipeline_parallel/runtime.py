@@ -106,6 +106,8 @@ class PipelineRun:
         self.messages.finish()
 
     def _forward(self, action: Action) -> None:
+        """Run the forward pass of a chunk: receive its input, compute, and send the output or (last stage) compute the
+        loss. Saves the input and the graph's roots for backward; the output's memory is freed after the send."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)

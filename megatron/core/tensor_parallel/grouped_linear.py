@@ -182,6 +182,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return dX, and dW unless it is added to ``main_grad`` or deferred to ``store``; the token gradient comes
+        last."""
         x, weight, ends = ctx.saved_tensors
         parameter, traits, products, store = ctx.weight, ctx.traits, ctx.products, ctx.store
         grad, grad_x, grad_weight = grad.contiguous(), None, None
@@ -230,6 +232,8 @@ class _GroupedBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of y and scale, and db unless it is added to ``main_grad``; the token gradient comes
+        last."""
         bias, scale, ends = ctx.saved_tensors
         grad_bias = grad_scale = None
         if ctx.needs_input_grad[2]:

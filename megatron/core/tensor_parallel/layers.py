@@ -349,8 +349,8 @@ class VocabParallelOutput(nn.Module):
     along the vocabulary.
 
     With labels, global ids int64 [...], it returns the tokens' losses [...] instead (``cross_entropy.py``). No other
-    code sees these logits, so their gradient overwrites them. With ``config.cross_entropy_chunk_tokens`` only a chunk
-    of them exists at a time (``linear_cross_entropy.py``).
+    code sees these logits, so their gradient overwrites them. With ``config.cross_entropy_chunk_tokens`` only one
+    chunk exists at a time (``linear_cross_entropy.py``).
 
     With ``weight_is_shared`` the module has no weight and is called with the embedding's. ``tied_to`` marks the weight
     of a later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero; the loss

@@ -4,7 +4,7 @@
 token, by that token's rank, and looks a whole piece up first. The two agree on every input if each token is
 *reachable*: encoding the token's own bytes with the merge list gives that one token. Proof: say neighbours x, y with
 xy = t appear while a piece is merged. Nothing has crossed the edges of t's span so far, so the merges inside the span
-are a prefix of those that t's bytes undergo alone; alone, the only state of two parts is the last one before t, the
+are a prefix of the merges of t's bytes in isolation; there, the only state of two parts is the last one before t, the
 pair that forms t. Hence (x, y) is that pair, both libraries see it, and both give it the same rank. Tokens that are not
 reachable never appear, in either, unless ``ignore_merges`` looks whole pieces up; then a token is also safe if its
 bytes without context end in three parts or more.

@@ -70,6 +70,8 @@ class BackgroundWriter:
         self._staging.stage(tensor.local for tensor in part.tensors)
 
     def _run(self, work: Work, fault: Fault) -> None:
+        """Run ``work`` in the thread; store its result or error, and end the staging so that the training thread never
+        blocks on it."""
         assert self._staging is not None
 
         def note(phase: str) -> None:

@@ -62,7 +62,7 @@ def tensor_parallelism_divides_heads(cfg: PretrainConfig) -> Problems:
 
 
 def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
-    """Fewer groups than ranks are fine where each group gets the same number of ranks."""
+    """The number of key-value groups must divide the tensor-parallel size or be a multiple of it."""
     tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
     if tp > 1 and groups and groups > 0 and groups % tp and tp % groups:
         fix = f"{nearest_multiples(groups, tp)}, or a divisor of {tp}"
@@ -71,7 +71,8 @@ def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
 
 
 def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
-    """``resolve`` has dropped --sequence-parallel where there is one tensor-parallel rank."""
+    """Sequence lengths must be multiples of TP x CP. With one tensor-parallel rank ``resolve`` has already turned
+    --sequence-parallel off."""
     tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
     for field, length in sequence_lengths(cfg):
         if cfg.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):

@@ -74,6 +74,8 @@ class Listener(threading.Thread):
         self._forget()
 
     def run(self) -> None:
+        """Wait for SIGTERM and exits of local ranks and wake the monitor at once; check that the monitor itself is not
+        blocked; after SIGTERM end the process when the monitor has had its rounds."""
         poll = select.poll()
         for descriptor in (self._reader, *self.monitor.local_ranks.descriptors):
             poll.register(descriptor, select.POLLIN)

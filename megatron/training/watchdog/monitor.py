@@ -107,6 +107,8 @@ class Monitor(threading.Thread):
             faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
+        """Run one round per interval until stopped. After a suspension of the process discard old heartbeats, which
+        would look like silence."""
         last = time.monotonic()
         while not self.stopped:
             self.round_began = now = time.monotonic()
@@ -120,6 +122,8 @@ class Monitor(threading.Thread):
             self.wake.clear()
 
     def _attempt_round(self) -> None:
+        """Run one round. A lost store is reported with the time since its first failure; any other error is logged and
+        training continues."""
         try:
             self._round()
             self._store_lost = None

@@ -48,6 +48,8 @@ class Watchdog:
         self._listener: Listener | None = None
 
     def __enter__(self) -> Watchdog:
+        """Meet the other ranks (blocks until all have arrived) and start monitor and listener; a single process watches
+        only itself."""
         if self.alone:
             store = FailureStore(dist.HashStore(), 0, 1)
             self._start(store, [Arrival.of_this_process(1)], LocalRanks({}, 0), agent_holds_store=False)
@@ -135,6 +137,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Report success or the failure to the other ranks, stop both threads and close their descriptors."""
         if self._monitor is None or self._listener is None:
             return
         if error is None or _is_success(error):

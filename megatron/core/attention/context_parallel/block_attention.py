@@ -100,6 +100,8 @@ class OnlineSoftmax:
         return self.out.to(self.query.dtype), self.lse
 
     def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:
+        """Attend the scattered queries and keys of ``at`` in one variable-length kernel call; merge output and
+        log-sum-exp in place."""
         assert isinstance(self.kernel, FlashKernel)
         self._start()
         query = _tokens(self.query).index_select(0, at.query_index)

@@ -148,6 +148,8 @@ class TorchAttention(FlashKernel):
         return torch.cat(parts).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, d]; return [s, b, a, d]. Builds a dense
+        mask unless the tile is full or a causal square. Raises UserError if torch has no kernel for the shapes."""
         query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         tile, visible = full_tile(len(query), len(key), mask.visibility), None
         if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):

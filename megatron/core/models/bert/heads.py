@@ -50,6 +50,8 @@ class Pooler(nn.Module):
         self.stream = groups.stream(config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor, first_tokens: Tensor | None = None) -> Tensor:
+        """Return tanh(dense(first position)): [b, h], or [n, h] with ``first_tokens``. All-reduces over the
+        sequence-parallel ranks."""
         if first_tokens is None:
             first = hidden_states[0] * float(self.stream.is_first)  # other ranks hold later positions and add zero
         else:

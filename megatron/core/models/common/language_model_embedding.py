@@ -66,6 +66,8 @@ class LanguageModelEmbedding(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None,
         tokentype_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        """Return the embeddings [s, b, h] of ids int64 [b, s] after dropout, plus position and token-type embeddings if
+        the model has them. With sequence parallelism the result is this rank's part of s (reduce-scatter or split)."""
         ids_sb = input_ids.t()  # transpose the ids: transposing the vectors would copy h times as much
         others = [(self.position_embeddings, position_ids), (self.tokentype_embeddings, tokentype_ids)]
         added = [(table, ids) for table, ids in others if table is not None]

@@ -1,5 +1,5 @@
-"""BERT (``BertForPreTraining``): every norm follows a residual sum, so ours before a branch is theirs behind the
-one before it, and what is added to is the normed stream (--apply-residual-connection-post-layernorm).
+"""BERT (``BertForPreTraining``): every norm follows a residual sum. So the local norm before a branch is the HF
+norm after the previous branch, and the normed stream is the residual (--apply-residual-connection-post-layernorm).
 
 Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of text, which then begins at random values.
 A model trained without that head is one of these with a single kind of token, whose embedding is zero.
