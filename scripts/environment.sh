@@ -29,10 +29,11 @@ PY
 
 has_extension() { "$PYTHON" -c "import megatron_data_helpers" 2>/dev/null; }
 
-build_extension() {  # the C++ index builders; the numpy twin serves where they cannot be built
-    has_extension && return
-    local output reason
-    output=$("$PYTHON" setup.py --quiet build_ext --inplace 2>&1) || true
+build_extension() {  # the C++ index builders, if they are missing or older than their source; else numpy builds the indices
+    local built reason output=""
+    built=$("$PYTHON" -c 'import megatron_data_helpers as m; print(m.source_sha256)' 2>/dev/null) || built=""
+    [ "$built" = "$("$PYTHON" -c 'import hashlib; print(hashlib.sha256(open("megatron/data/helpers.cpp", "rb").read()).hexdigest())')" ] && return
+    output=$("$PYTHON" setup.py --quiet build_ext --inplace --force 2>&1) || true
     has_extension && return
     if ! has_modules "$PYTHON" pybind11; then
         reason="$PYTHON has no pybind11 (pip install pybind11)"

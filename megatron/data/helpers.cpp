@@ -303,6 +303,12 @@ Array<Row> build_blocks_mapping(Array<int64_t> bounds, Array<int32_t> sizes, Arr
 }  // namespace
 
 PYBIND11_MODULE(megatron_data_helpers, module) {
+  module.attr("source_sha256") = SOURCE_SHA256;
+#ifdef NDEBUG
+  module.attr("has_assertions") = false;
+#else
+  module.attr("has_assertions") = true;
+#endif
   module.def("shuffle_int32", &shuffle<int32_t>);
   module.def("shuffle_uint32", &shuffle<uint32_t>);
   module.def("shuffle_int64", &shuffle<int64_t>);

@@ -364,7 +364,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if options.output is None and not options.text:
         parser.error("give --output PICTURE, or --text to draw on the terminal")
     if options.labels and len(options.labels) != len(options.runs):
-        parser.error(f"--labels: {len(options.labels)} names for {len(options.runs)} runs")
+        parser.error(
+            f"--labels {' '.join(options.labels)}: {counted(len(options.labels), 'name')} for "
+            f"{counted(len(options.runs), 'run')}; give one name per run"
+        )
     if options.smooth is not None and options.smooth < 0:
         parser.error("--smooth: the half-life must not be negative")
     return options

@@ -1,5 +1,6 @@
 """A third-party entry script runs as it is, and equals the suite's own where it computes the same."""
 
+import json
 import os
 import subprocess
 from functools import partial
@@ -189,6 +190,21 @@ def test_data_sets_that_only_some_ranks_hold_are_shared(gloo_pool, tmp_path, lay
     everywhere = tmp_path / "everywhere"
     gloo_pool.run(run_script, 1, "pretrain_own_data", [*argv, "--data-on-every-rank", "--save", str(everywhere)])
     check_script(gloo_pool, tmp_path / "some", "pretrain_own_data", layout, argv, everywhere)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "pp2-vpp2-tp2"])
+def test_a_program_with_its_own_loop_gets_the_same_model_on_every_layout(gloo_pool, tmp_path, layout):
+    argv = ["--mock-data", *NO_DROPOUT, "--num-layers", "4", "--make-vocab-size-divisible-by", "64"]
+    results = []
+    for number, (world_size, more) in enumerate([(1, []), LAYOUTS[layout]]):
+        path = tmp_path / f"{number}.json"
+        assert set(gloo_pool.run(run_script, world_size, "own_loop", [*argv, *more, "--result", str(path)])) == {0}
+        results.append(json.loads(path.read_text()))
+    one, several = results
+    assert one["loss"] == pytest.approx(several["loss"], rel=2e-5) == pytest.approx(np.log(64), rel=0.05)
+    assert one["norm"] == pytest.approx(several["norm"], rel=2e-5) and one["norm"] > 0
+    assert one["wrapped"] == several["wrapped"] == [True, False], "wrap_with_ddp"
+    assert several["chunks"] == (2 if "vpp" in layout else 1)
 
 
 MASKED = ["--hidden-size", "32", "--num-attention-heads", "4", "--max-position-embeddings", "44", "--num-layers", "2",

@@ -36,7 +36,7 @@ def converted(folder, target, capsys):
 def test_settings_of_a_model_that_is_too_large_are_equal(name, tmp_path, capsys):
     build(EVERY[name]).save_pretrained(tmp_path / "theirs")
     code, said = converted(tmp_path / "theirs", tmp_path / "ours", capsys)
-    assert code == 0 and "settings beside transformers (small random model)" in said and ": equal; " in said, said
+    assert code == 0 and "settings against transformers (small random model)" in said and ": equal; " in said, said
     assert "logits not compared: " in said
 
 
@@ -75,6 +75,45 @@ def test_a_short_window_is_exceeded_in_the_comparison_of_the_weights_too(tmp_pat
     monkeypatch.setattr(Window, "load", WRONG["a window of 40 taken for none"][2])
     code, said = converted(tmp_path / "theirs", tmp_path / "wrong", capsys)
     assert code == 1 and ": DIFFERENT; " in said, said
+
+
+def test_without_transformers_a_conversion_says_that_nothing_was_compared(tmp_path, capsys, monkeypatch):
+    build(EVERY["mistral"]).save_pretrained(tmp_path / "theirs")
+    find_spec = compare_logits.importlib.util.find_spec
+    monkeypatch.setattr(
+        compare_logits.importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
+    )
+    code, said = converted(tmp_path / "theirs", tmp_path / "ours", capsys)
+    assert code == 0 and "logits not compared: transformers is not installed; pip install transformers" in said, said
+
+
+THRESHOLDS = {
+    "shortest": ({}, {}, 32),
+    "window": ({"window_size": (100, 0)}, {}, 109),
+    "window of the folder alone": ({}, {"sliding_window": 100}, 109),
+    "nested in the folder": ({}, {"text": {"local_attention": 60}}, 69),
+    "rope scaling": ({"use_rope_scaling": True}, {}, 2057),
+    "yarn": ({"yarn_original_max_position_embeddings": 1000}, {}, 1009),
+    "rotary of the folder": ({}, {"rope_scaling": {"original_max_position_embeddings": 500}}, 509),
+    "largest": ({"window_size": (100, 0), "use_rope_scaling": True}, {"sliding_window": 3000}, 3009),
+    "too large": ({"window_size": (5000, 0)}, {"sliding_window": 4200}, 32),
+    "no number": ({}, {"sliding_window": None, "use_sliding_window": True}, 32),
+    "relative": ({"position_embedding_type": "relative", "relative_attention_max_distance": 128}, {}, 137),
+    "distance without relative positions": ({"relative_attention_max_distance": 128}, {}, 32),
+    "table of positions": (
+        {"position_embedding_type": "learned_absolute", "window_size": (100, 0), "max_position_embeddings": 48}, {}, 48
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", THRESHOLDS)
+def test_sequences_exceed_every_threshold_by_nine_tokens(case):
+    settings, config, expected = THRESHOLDS[case]
+    defaults = {
+        "window_size": None, "yarn_original_max_position_embeddings": None, "use_rope_scaling": False,
+        "position_embedding_type": "rope", "relative_attention_max_distance": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    assert tokens_needed({**defaults, **settings}, config) == expected
 
 
 def test_what_stays_of_published_models():

@@ -49,7 +49,7 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
     not installed.
     """
     if importlib.util.find_spec("transformers") is None:
-        say("logits not compared: transformers is not installed")
+        say("logits not compared: transformers is not installed; pip install transformers, then convert again to check")
         return 0
     if compare_settings(folder, ours, cfg):
         return 1
@@ -59,7 +59,7 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
         return 0
     settings = _model_settings(ours, cfg)
     length = min(tokens_needed(settings, read_json(Path(folder) / CONFIG)), max(LENGTH, int(AFFORDABLE / count)))
-    return _compare("logits beside transformers", folder, ours, cfg, length)
+    return _compare("logits against transformers", folder, ours, cfg, length)
 
 
 def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int:
@@ -76,7 +76,7 @@ def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int
         (place / CONFIG).write_text(json.dumps(small_config(family, config, settings, small)), encoding="utf-8")
         changed = {name: value for name, value in small.items() if value != settings[name]}
         few = dataclasses.replace(cfg, **changed)
-        what = "settings beside transformers (small random model)"
+        what = "settings against transformers (small random model)"
         return _compare(what, str(place), model, few, tokens_needed(small, config))
 
 

@@ -119,6 +119,16 @@ def test_check_says_what_bert_can_use_of_sentences(tmp_path):
         assert text in result.stdout
 
 
+def test_check_counts_documents_whose_sentences_are_all_empty(tmp_path):
+    with IndexedDatasetBuilder(str(tmp_path / "x_text_sentence.bin"), dtype=np.uint16) as builder:
+        for lengths in ([3, 5], [0, 0], [0, 4], [], [0]):
+            builder.add_document(np.arange(sum(lengths)), lengths)
+        builder.finalize(str(tmp_path / "x_text_sentence.idx"))
+    result = run("check_dataset.py", tmp_path / "x")
+    assert result.returncode == 0, result.stderr
+    assert "no text    in 2 documents of empty sentences, the first is document 1: T5 rejects them" in result.stdout
+
+
 def test_check_says_that_documents_of_one_sentence_give_no_pair(tmp_path):
     write(tmp_path / "x_text_sentence", [[1, 2], [3]])
     assert "pairs      from 0 documents: 2 have one sentence" in run("check_dataset.py", tmp_path / "x").stdout

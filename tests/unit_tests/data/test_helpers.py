@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,15 @@ from megatron.data import helpers
 
 needs_extension = pytest.mark.skipif(not helpers.has_extension(), reason="the C++ extension is not built")
 quick = settings(max_examples=150, deadline=None)
+
+
+@needs_extension
+def test_the_extension_is_built_from_this_source_with_assertions():
+    """pybind11's assertions abort where Python objects are touched without the interpreter lock."""
+    source = Path(helpers.__file__).with_name("helpers.cpp")
+    found = helpers.compiled("source_sha256")
+    assert found == sha256(source.read_bytes()).hexdigest(), "build it again: python setup.py build_ext --inplace"
+    assert helpers.compiled("has_assertions") is True
 
 
 @needs_extension

@@ -141,7 +141,7 @@ def test_labels_are_the_shortest_ends_that_differ(tmp_path):
     [
         (["nowhere", "--text"], 2, "nowhere: no metrics.jsonl there; give the directory of --save, or the file itself"),
         (["RUN"], 2, "give --output PICTURE, or --text"),
-        (["RUN", "--text", "--labels", "a", "b"], 2, "--labels: 2 names for 1 runs"),
+        (["RUN", "--text", "--labels", "a", "b"], 2, "--labels a b: 2 names for 1 run; give one name per run"),
         (["RUN", "--text", "--smooth", "-1"], 2, "--smooth: the half-life must not be negative"),
         (["EMPTY", "--text"], 2, "no record in it yet"),
     ],

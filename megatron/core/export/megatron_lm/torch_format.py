@@ -51,8 +51,11 @@ def load_megatron_torch(
     ))  # fmt: skip
     if any(type(size) is not int or not 0 < size < 10**5 for size in (tp, pp, ep)):
         raise CheckpointError(f"{directory}: impossible sizes of its layout: {tp!r:.20}, {pp!r:.20}, {ep!r:.20}")
-    if ep > 1 and (table.get("expert_tensor_parallel_size") or tp) != tp:
-        raise CheckpointError(f"{directory}: experts with another tensor parallelism than {tp} are not read")
+    if table.get("num_experts") and (shards := table.get("expert_tensor_parallel_size") or tp) != tp:
+        raise CheckpointError(
+            f"{directory}: expert_tensor_parallel_size {shards!r:.20} differs from tensor_model_parallel_size {tp}: not"
+            " supported in files of --ckpt-format torch; save the run with --ckpt-format torch_dist"
+        )
     files = {
         (stage, rank, expert): _rank_file(directory, _name(rank, stage, expert, pp, ep))
         for stage in range(pp) for rank in range(tp) for expert in range(ep)

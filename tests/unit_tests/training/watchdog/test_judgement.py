@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.config.errors import UserError
 from megatron.training.start.rendezvous import Arrival
+from megatron.training.watchdog import watchdog
 from megatron.training.watchdog.failure_store import Answer, Failure, FailureStore, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.local_ranks import LocalRanks, Process
@@ -243,3 +245,24 @@ def test_errors_of_collectives_may_be_consequences():
     assert is_consequence(dist.DistBackendError("NCCL error in: ..."))
     assert not is_consequence(ValueError("Connection closed by peer")) and not is_consequence(RuntimeError("CUDA OOM"))
     assert has_timed_out("RuntimeError: [unbound_buffer.cc] Timed out waiting 600000ms for recv operation to complete")
+
+
+CRASH, MISUSE = RuntimeError("a kernel failed"), UserError("--lr 0: too small")
+
+
+@pytest.mark.parametrize(("error", "together", "is_first", "lines"), [
+    (CRASH, True, True, ["watchdog: all ranks failed together: what"]), (CRASH, True, False, []),
+    (CRASH, False, True, []), (MISUSE, True, True, ["--lr 0: too small"]), (MISUSE, True, False, []),
+    (MISUSE, False, False, ["--lr 0: too small"]),
+])  # fmt: skip
+def test_an_error_of_all_ranks_is_printed_once_per_host(error, together, is_first, lines, monkeypatch):
+    """The launcher is told on every rank; the stack of a single rank's crash is printed by its monitor."""
+    said, launcher = [], []
+    monkeypatch.setattr(watchdog, "say", lambda text, rank: said.append(text))
+    monkeypatch.setattr(watchdog, "write_line", said.append)
+    monkeypatch.setattr(watchdog, "tell_launcher", lambda text, error: launcher.append((text, error)))
+    one = SimpleNamespace(_monitor=SimpleNamespace(rank=1, local_ranks=SimpleNamespace(is_first=is_first)))
+    for_user = isinstance(error, UserError)
+    watchdog.Watchdog._speak(one, error, Failure(1, "what", for_user=for_user, together=together))
+    assert said == lines and [each for _, each in launcher] == [None if for_user else error]
+    assert not for_user or error.reported

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist, save_megatron_torch_dist
 from megatron.core.export.megatron_lm.model import checkpoint_objects
 from megatron.core.export.unpickler import Record
@@ -61,7 +62,7 @@ def shard(name, tensor, rank, tp):
 
 
 def names_of(stage, pp, ep_rank, ep, naming):
-    """Name in the file -> (global name, expert or None), in the order of a model's parameters."""
+    """Return name in the file -> (global name, expert or None), in the order of a model's parameters."""
     each, own = LAYERS // pp, EXPERTS // ep
     names = {"embedding.word_embeddings.weight": ("embedding.word_embeddings.weight", None)} if stage == 0 else {}
     for local in range(each):
@@ -76,12 +77,16 @@ def names_of(stage, pp, ep_rank, ep, naming):
     return names
 
 
-def write(folder, tp, pp, ep, naming):
-    """All files of a layout, with the state of two Adam optimizers, one of them of the experts."""
+def write(folder, tp, pp, ep, naming, chunks=1, **changes):
+    """Write all files of a layout with ``chunks`` virtual stages per rank, including the state of two Adam optimizers:
+    one for dense parameters, one for experts."""
     args = {**SETTINGS, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
-            "expert_model_parallel_size": ep}  # fmt: skip
+            "expert_model_parallel_size": ep, **changes}  # fmt: skip
     for stage, rank, ep_rank in ((s, t, e) for s in range(pp) for t in range(tp) for e in range(ep)):
-        names = names_of(stage, pp, ep_rank, ep, NAMINGS[naming])
+        models = [
+            names_of(chunk * pp + stage, pp * chunks, ep_rank, ep, NAMINGS[naming]) for chunk in range(chunks)
+        ]  # fmt: skip
+        names = {(chunk, name): place for chunk, model in enumerate(models) for name, place in model.items()}
 
         def part(model, place, rank=rank):
             name, expert = place
@@ -89,7 +94,9 @@ def write(folder, tp, pp, ep, naming):
 
         state = {
             "args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": ITERATION,
-            "opt_param_scheduler": SCHEDULE, "model": {name: part(WEIGHTS, place) for name, place in names.items()},
+            "opt_param_scheduler": SCHEDULE,
+            **{f"model{chunk}" if chunks > 1 else "model": {name: part(WEIGHTS, place) for name, place in model.items()}
+               for chunk, model in enumerate(models)},
             "optimizer": [
                 adam({name: place for name, place in names.items() if (place[1] is not None) == experts}, part, experts)
                 for experts in (False, True)
@@ -103,7 +110,7 @@ def write(folder, tp, pp, ep, naming):
 
 def adam(names, part, experts):
     """The state of one optimizer, by number of the parameter: weights, then norms, which do not decay."""
-    groups = [[place for name, place in names.items() if ("norm" in name) == late] for late in (False, True)]
+    groups = [[place for name, place in names.items() if ("norm" in name[1]) == late] for late in (False, True)]
     numbered = [place for group in groups for place in group]
     return {
         "state": {
@@ -145,6 +152,20 @@ LAYOUTS = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 4), (2, 2, 4), (4, 1, 2), (1,
 def test_experts_of_any_layout_have_their_places(tp, pp, ep, naming, tmp_path):
     write(tmp_path, tp, pp, ep, naming)
     expect(load_megatron_torch(tmp_path))
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 2), (2, 4)])
+def test_experts_of_virtual_stages_have_their_places(tp, ep, naming, tmp_path):
+    write(tmp_path, tp, 2, ep, naming, chunks=2)
+    expect(load_megatron_torch(tmp_path))
+
+
+@pytest.mark.parametrize(("tp", "ep", "shards"), [(2, 1, 1), (2, 2, 1), (1, 2, 2)])
+def test_experts_with_another_tensor_parallelism_are_rejected(tp, ep, shards, tmp_path):
+    write(tmp_path, tp, 1, ep, "grouped", expert_tensor_parallel_size=shards)
+    with pytest.raises(CheckpointError, match=f"expert_tensor_parallel_size {shards} differs .* torch_dist"):
+        load_megatron_torch(tmp_path)
 
 
 def test_what_is_written_back_has_the_same_counters(tmp_path):
