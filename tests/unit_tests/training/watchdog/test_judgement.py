@@ -256,7 +256,7 @@ CRASH, MISUSE = RuntimeError("a kernel failed"), UserError("--lr 0: too small")
     (MISUSE, False, False, ["--lr 0: too small"]),
 ])  # fmt: skip
 def test_an_error_of_all_ranks_is_printed_once_per_host(error, together, is_first, lines, monkeypatch):
-    """The launcher is told on every rank; the stack of a single rank's crash is printed by its monitor."""
+    """Every rank writes the launcher's error file. The monitor prints the stack of one rank's crash."""
     said, launcher = [], []
     monkeypatch.setattr(watchdog, "say", lambda text, rank: said.append(text))
     monkeypatch.setattr(watchdog, "write_line", said.append)
