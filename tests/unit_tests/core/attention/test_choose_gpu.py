@@ -75,7 +75,7 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups, length=LEN
     expected = torch.autograd.grad(reference, exact, gradient)
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
     for one, other in zip((mixed, *found), (reference, *expected)):
-        # a query that sees itself alone has no gradient: what is found there is rounding
+        # a query that sees only itself has no gradient: nonzero values there are rounding
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
 
 

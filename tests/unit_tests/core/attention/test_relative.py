@@ -31,7 +31,7 @@ def assert_equal_to_plain_torch(case, length, batch, heads, groups, channels, dt
     upstream = filled(length, batch, heads * channels, dtype=dtype, seed=4, device=DEVICE)
     lengths = torch.arange(batch) * 7 % length + 1
     documents = PackedSeqParams.of_lengths(lengths, length).on(torch.device(DEVICE)) if padded else None
-    if padded:  # what padding puts out goes nowhere
+    if padded:  # outputs at padding are unused
         upstream[torch.arange(length)[:, None] >= lengths] = 0
     results = []
     for number, kernel in ((torch.float64, None), (dtype, backend)):

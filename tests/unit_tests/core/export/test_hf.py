@@ -286,7 +286,7 @@ def test_settings_that_no_family_has_are_refused_with_the_reasons_of_the_nearest
     model.settings["qk_l2_norm"] = True
     with pytest.raises(UserError, match="not llama: qk_l2_norm is True, the family has False alone. not") as caught:
         save_hf(model, tmp_path / "b")
-    for name, family in known_families().items():  # those of other kinds of models are no answer
+    for name, family in known_families().items():  # families of other model kinds are not listed
         named = re.search(rf"\b(not {name}:|further from it: .*\b{name}\b)", str(caught.value))
         assert bool(named) == (family.model_family == "gpt"), name
     del model.settings["qk_l2_norm"]

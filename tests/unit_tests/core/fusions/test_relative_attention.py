@@ -73,7 +73,7 @@ def check(shape, pairs, dtype, tilings=TILINGS):
         ((1, 2, 1, 40, 40, 16, 79), Pairs(39, 9, 5)),
         ((1, 1, 1, 16, 64, 16, 200), Pairs(90, None, 3)),  # keys beyond the tiles of queries
         ((1, 1, 1, 33, 16, 16, 48), Pairs(32)),
-        ((1, 1, 1, 80, 20, 16, 200), Pairs(90, 12, -4)),  # queries after all that they might see
+        ((1, 1, 1, 80, 20, 16, 200), Pairs(90, 12, -4)),  # queries after every key that they could see
     ],
 )
 def test_the_kernels_equal_the_formula(shape, pairs, monkeypatch):

@@ -321,7 +321,7 @@ def test_a_resume_on_the_same_layout_changes_no_bit(gloo_pool, tmp_path, name):
         assert not any(found[kind][1] for found in ranks)
 
 
-# ---- faults, each of which some layout must find
+# ---- injected faults: at least one layout must find each
 
 
 def experts_reduced_like_dense():

@@ -47,7 +47,7 @@ def check(rank, world_size, model, ranks, sequence_parallel):
             kind = spmd_rules.declared_type(parameter, group)
             if name == changed:
                 kind = {spmd.R: spmd.I, spmd.I: spmd.R}[kind]
-            vars(parameter).pop("_local_type", None)  # assert_type checks a type that is there
+            vars(parameter).pop("_local_type", None)  # assert_type only checks an existing type
             spmd.assert_type(parameter, {group.handle: kind})
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB_SIZE, (2, 32), generator=generator)

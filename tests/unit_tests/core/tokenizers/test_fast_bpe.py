@@ -146,7 +146,7 @@ def test_whole_piece_lookup_of_a_half_merged_token_is_refused(tmp_path):
     def orphan(definition):
         list_all_merges(definition)
         model = definition["model"]
-        model["vocab"]["qz"] = len(model["vocab"])  # two bytes without a merge: alone a token, inside a word not
+        model["vocab"]["qz"] = len(model["vocab"])  # two bytes without a merge: a token as a word, not inside one
 
     path = byte_level_bpe(tmp_path / "tokenizer.json", pre_tokenizer=split_by(PATTERNS["llama3"]), edit=orphan)
     tokenizer, reference = build_huggingface(path), Tokenizer.from_file(path)

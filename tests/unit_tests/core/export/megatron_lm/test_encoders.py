@@ -190,7 +190,7 @@ def stacked(kind, seed):
     second = second_names(kind, result)
     if not seed:
         return {**result, **second}
-    # the optimizer's state of such a tensor has the second name alone
+    # the optimizer state of these tensors has only the second name
     return {name: each for name, each in result.items() if not any(each is other for other in second.values())} | second
 
 

@@ -98,7 +98,7 @@ def test_states_of_fully_sharded_model_space_are_the_whole_ones(written, tmp_pat
         metadata.mcore_data = {}
         for name in [name for name in pieces if name.startswith("optimizer.")]:
             (tensor,) = pieces[name].values()
-            if tensor.ndim > 1:  # of one dimension: stretches of it
+            if tensor.ndim > 1:  # 1-D tensors, below, are split into ranges
                 pieces[name] = flat_pieces(name, tensor)
                 metadata.mcore_data[name] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
             else:

@@ -39,7 +39,7 @@ def batch(dropped=0.0, skewed=False):
     generator = torch.Generator().manual_seed(5)
     tokens_th = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=DOUBLE)
     scores_te = torch.randn(TOKENS, EXPERTS, generator=generator, dtype=DOUBLE)
-    if skewed:  # nobody chooses the experts of the last rank
+    if skewed:  # no token chooses the experts of the last rank
         scores_te[:, EXPERTS // 2 :] -= 100
     weights_tk, experts_tk = scores_te.softmax(-1).topk(K)
     drop_tk = torch.rand(TOKENS, K, generator=generator) < dropped

@@ -82,7 +82,7 @@ def step(rank, world, ep, settings):
     index = torch.arange(BATCH).chunk(groups.dp.size)[groups.dp.rank]
     with reads, waits, pytest.MonkeyPatch.context() as patch:
         for module in (layers, cross_entropy):
-            patch.setattr(module, "check_ids", lambda *_: None)  # which reads ids in host memory alone
+            patch.setattr(module, "check_ids", lambda *_: None)  # it reads ids only in host memory
         patch.setattr(philox, "philox", philox._rounds)  # in torch, as on a device
         ddp.zero_grad_buffer()
         losses = ddp(own[:, :-1], position, labels=own[:, 1:], sample_index=index, loss_mask=everything)

@@ -284,7 +284,7 @@ def test_gradients_of_an_fp32_router_are_rounded_once():
     logits.backward(target)
     exact_w = target.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
     for mine, exact in ((router.weight.grad, exact_w), (x.grad, target.double() @ router.weight.detach().double())):
-        error = (mine.double() - exact).abs() - 2.0**-8 * exact.abs()  # that of the last rounding
+        error = (mine.double() - exact).abs() - 2.0**-8 * exact.abs()  # minus the error of the last rounding
         assert error.max() < 1e-4 * exact.abs().max()
 
 
