@@ -1,9 +1,9 @@
 """A failed allocation ends in one message: what memory holds, the estimate, and the flags that help most."""
 
+import gc
 from dataclasses import replace
 from unittest import mock
 
-import gc
 import pytest
 import torch
 
