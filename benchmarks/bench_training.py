@@ -143,7 +143,11 @@ def main() -> int:
     devices = 4 if args.smoke else torch.cuda.device_count()
     names = args.rows or [name for name, row in ROWS.items() if row.gpus <= devices]
     for name in names:
-        if (needed := split_name(name)[0].gpus) > devices:
+        try:
+            needed = split_name(name)[0].gpus
+        except ValueError as error:
+            raise SystemExit(f"{name}: {error}") from None
+        if needed > devices:
             raise SystemExit(f"{name}: needs {needed} GPUs, there are {devices}; --smoke runs it on a CPU")
     output = args.output or (None if args.smoke else RESULTS)
     record = environment(cpu=args.smoke)
