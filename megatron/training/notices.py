@@ -21,7 +21,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     """
     for name in ("distributed_backend", "split"):
         if name not in given.explicit and getattr(given, name) != getattr(resolved, name):
-            yield f"{name}: {getattr(resolved, name)} (chosen, as it was not given)"
+            yield f"{name}: {getattr(resolved, name)} (default for this run)"
     whole = overlaps_without_halves(given)
     yield from (f"--{name.replace('_', '-')}: off, as {reason}" for name, reason in whole.items())
     for name in ("sequence_parallel", "tp_comm_overlap", "distribute_saved_activations"):
@@ -30,7 +30,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved, name)]
     for name in halved if resolved.micro_batch_size % 2 else ():
         size, flag = resolved.micro_batch_size, name.replace("_", "-")
-        yield f"--{flag}: no effect with --micro-batch-size {size}, which has no two halves; give 2"
+        yield f"--{flag}: no effect with the odd --micro-batch-size {size}; use an even size"
     yield from _layers(given, resolved)
     yield from _strictly(given)
     yield from _of_other_models(given)
@@ -40,12 +40,13 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
 def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     if given.transformer_impl != resolved.transformer_impl:
         reasons = ", ".join(needs_built_in_layers(resolved))
-        yield f"--transformer-impl {given.transformer_impl}: built-in layers take its place, which {reasons} needs"
+        asked = f"--transformer-impl {given.transformer_impl}"
+        yield f"{asked}: built-in layers are used instead, because {reasons} requires them"
     own_attention = resolved.context_parallel_size > 1 or resolved.attention_backend == "local"
     if resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout and not own_attention:
         yield (
-            f"--attention-dropout {resolved.attention_dropout:g}: attention is built-in, not Transformer Engine's, "
-            "whose masks depend on the layout; --attention-dropout 0 takes that package's kernels"
+            f"--attention-dropout {resolved.attention_dropout:g}: built-in attention is used, "
+            "because Transformer Engine's dropout masks depend on the layout; --attention-dropout 0 uses its kernels"
         )
 
 
@@ -83,7 +84,7 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
             yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if getattr(given, name) and not getattr(resolved, name):
-            yield f"--{name.replace('_', '-')}: no effect with --use-torch-fsdp2, which shards and gathers everything"
+            yield f"--{name.replace('_', '-')}: no effect with --use-torch-fsdp2, which shards all parameters"
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")
     unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
     if unused and not resolved.multi_latent_attention:
@@ -91,7 +92,7 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
     if resolved.multi_latent_attention and resolved.position_embedding_type == "learned_absolute":
         yield (
             "--position-embedding-type learned_absolute: added to the rotary positions of latent attention; "
-            "--position-embedding-type rope trains without"
+            "--position-embedding-type rope removes them"
         )
     needed = TOKENIZER_FILES.get(resolved.tokenizer_type or "", ("tokenizer_model",))
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in given.explicit - {*needed}]
@@ -109,4 +110,4 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
     if of_experts and resolved.num_moe_experts is None:
         yield f"{', '.join(of_experts)}: no effect without --num-experts N"
     elif resolved.moe_token_dispatcher_type == "flex":
-        yield "--moe-token-dispatcher-type flex: tokens are exchanged as with alltoall, with the same results"
+        yield "--moe-token-dispatcher-type flex: uses the alltoall dispatcher, with the same results"

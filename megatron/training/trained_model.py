@@ -86,7 +86,7 @@ def _checked_family(settings: Mapping[str, Any], folder: str, tool: str) -> str:
     """Return the model family of ``settings``; raise UserError if another tool serves it."""
     family = settings.get("model_family", "gpt")
     if TOOLS.get(family) != tool:
-        raise UserError(f"--load {folder} holds a model of the family {family!r}, for which {TOOLS.get(family)} is")
+        raise UserError(f"--load {folder} contains a {family!r} model; use {TOOLS.get(family)}")
     return family
 
 

@@ -25,7 +25,7 @@ def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
         install = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
         yield problem(cfg, "transformer_impl", "needs a package that is not installed", f"{install}, or {_LOCAL}")
     elif not gpu_present():
-        yield problem(cfg, "transformer_impl", "requires an NVIDIA GPU, and this machine has no GPU", _LOCAL)
+        yield problem(cfg, "transformer_impl", "requires an NVIDIA GPU, but this machine has none", _LOCAL)
 
 
 def _impl(cfg: PretrainConfig) -> str:
@@ -36,7 +36,7 @@ def nccl_has_gpus(cfg: PretrainConfig) -> Problems:
     """A process without a launcher builds no process group; a dry run does not depend on the machine it runs on."""
     launched = launched_world_size() is not None and not cfg.dry_run
     if cfg.distributed_backend == "nccl" and launched and not gpu_present():
-        yield problem(cfg, "distributed_backend", "requires NVIDIA GPUs, and this machine shows none", "use gloo")
+        yield problem(cfg, "distributed_backend", "requires NVIDIA GPUs, but this process sees none", "use gloo")
 
 
 def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
@@ -47,16 +47,16 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         reason = f"contradicts --attention-backend {cfg.attention_backend}"
         yield problem(cfg, field, reason, "remove one")
     if cfg.transformer_impl == ENGINE:
-        reason = f"is not for {_impl(cfg)}, which chooses its own version"
+        reason = f"has no effect on {_impl(cfg)}, which selects its own version"
         yield problem(cfg, field, reason, f"remove it, or {_LOCAL}")
     if cfg.context_parallel_size > 1 and version != 4:
-        reason = "does not serve context parallelism, whose blocks only torch's own kernels and version 4 compute"
+        reason = "does not support context parallelism; only version 4 and torch's kernels do"
         yield problem(cfg, field, reason, "remove it")
     if cfg.attention_dropout > 0:
-        reason = f"excludes --attention-dropout {cfg.attention_dropout:g}: kernels draw masks that depend on the layout"
+        reason = f"contradicts --attention-dropout {cfg.attention_dropout:g}: its masks would depend on the layout"
         yield problem(cfg, field, reason, "--attention-dropout 0")
     if not (cfg.bf16 or cfg.fp16):
-        yield problem(cfg, field, "takes 16-bit numbers only", "--bf16")
+        yield problem(cfg, field, "supports only bf16 and fp16", "--bf16")
     if version not in installed_versions() and not cfg.dry_run:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or remove it")
 
@@ -66,10 +66,10 @@ def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
     if not cfg.attn_logit_softcapping:
         return
     if cfg.attention_backend in ("flash", "fused"):
-        reason = f"is not what the kernels of --attention-backend {cfg.attention_backend} compute"
+        reason = f"is not supported by --attention-backend {cfg.attention_backend}"
         yield problem(cfg, "attn_logit_softcapping", reason, "--attention-backend auto")
     if cfg.flash_attention_version is not None:
-        yield problem(cfg, "flash_attention_version", "does not cap logits (--attn-logit-softcapping)", "remove one")
+        yield problem(cfg, "flash_attention_version", "does not support --attn-logit-softcapping", "remove one")
 
 
 def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
@@ -80,7 +80,7 @@ def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
     length, on_gpu = cfg.seq_length or 0, gpu_present() or cfg.dry_run
     is_cudnn = on_gpu and (cfg.bf16 or cfg.fp16) and not cfg.attention_dropout and cfg.flash_attention_version is None
     if is_cudnn and not cudnn_takes_lengths(length, length):
-        reason = f"is cuDNN, which takes multiples of {CUDNN_LENGTHS} tokens, not --seq-length {length}"
+        reason = f"uses cuDNN, which requires a multiple of {CUDNN_LENGTHS} tokens, but --seq-length is {length}"
         yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
 
 
@@ -89,9 +89,9 @@ def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
     if cfg.norm_bias or cfg.normalization != "LayerNorm":
         return
     if cfg.transformer_impl == ENGINE:
-        yield problem(cfg, "norm_bias", f"is not for the norms of {_impl(cfg)}", f"remove it, or {_LOCAL}")
+        yield problem(cfg, "norm_bias", f"is not supported by the norms of {_impl(cfg)}", f"remove it, or {_LOCAL}")
     if "norm" in cfg.apex_parts:
-        yield problem(cfg, "norm_bias", "is not for the norms of --apex-parts norm", "leave one of the two out")
+        yield problem(cfg, "norm_bias", "is not supported by --apex-parts norm", "leave one of the two out")
 
 
 def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
@@ -99,22 +99,22 @@ def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
     parts = list(dict.fromkeys(cfg.apex_parts))
     clashes = [
         ("wgrad", not cfg.gradient_accumulation_fusion,
-         "adds into the main gradient, which --no-gradient-accumulation-fusion forbids"),
-        ("wgrad", cfg.use_torch_fsdp2, "adds into the main gradient, which weights do not have with --use-torch-fsdp2"),
-        ("norm", cfg.transformer_impl == ENGINE, f"is for built-in layers, not for {_impl(cfg)}"),
-        ("adam", cfg.optimizer != "adam", f"is not what --optimizer {cfg.optimizer} asks for"),
+         "contradicts --no-gradient-accumulation-fusion: it accumulates into the main gradient"),
+        ("wgrad", cfg.use_torch_fsdp2, "contradicts --use-torch-fsdp2, which has no main gradients to accumulate into"),
+        ("norm", cfg.transformer_impl == ENGINE, f"contradicts {_impl(cfg)}: it replaces norms of the built-in layers"),
+        ("adam", cfg.optimizer != "adam", f"contradicts --optimizer {cfg.optimizer}"),
     ]  # fmt: skip
     for part, clash, reason in clashes:
         if part in parts and clash:
             yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
     if parts and cfg.fp64:
-        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "remove it")
+        yield problem(cfg, "apex_parts", "does not support float64", "remove it")
     if not parts or cfg.dry_run:
         return
     if missing := [lacking for part in parts if (lacking := what_is_missing(part))]:
         yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or remove it")
     if not gpu_present():
-        yield problem(cfg, "apex_parts", "requires an NVIDIA GPU, and this machine has no GPU", "remove it")
+        yield problem(cfg, "apex_parts", "requires an NVIDIA GPU, but this machine has none", "remove it")
 
 
 def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
@@ -124,21 +124,23 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
     replicas = cfg.data_parallel_size > 1
     sinks = cfg.model_family != "gpt" and cfg.softmax_type != "vanilla"
     reasons = {
-        "has sums over other ranks inside": cfg.tensor_model_parallel_size > 1 or cfg.context_parallel_size > 1,
-        "waits for other stages": cfg.pipeline_model_parallel_size > 1,
-        "is cut by the documents' boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
-        "has a length of its own (--use-packed-sequence)": cfg.use_packed_sequence,
-        "is cut by the padding (--softmax-type, whose blocks the host plans)": sinks,
-        "asks for the random state (recomputation does)": cfg.recompute_granularity is not None,
+        "contains collectives (--tensor-model-parallel-size)": cfg.tensor_model_parallel_size > 1,
+        "contains collectives (--context-parallel-size)": cfg.context_parallel_size > 1,
+        "waits for other pipeline stages": cfg.pipeline_model_parallel_size > 1,
+        "depends on document boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
+        "has a varying length (--use-packed-sequence)": cfg.use_packed_sequence,
+        "depends on padding lengths (--softmax-type, computed in blocks that the host plans)": sinks,
+        "saves and restores random states (recomputation)": cfg.recompute_granularity is not None,
         "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
-        "starts sums of gradients (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
-        "waits for weights (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
-        "asks for the loss scale of the moment (--mtp-num-layers)": cfg.mtp_num_layers is not None,
-        f"was not seen recorded with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
-        "was not seen recorded with --apex-parts": bool({"wgrad", "norm"} & set(cfg.apex_parts)),
+        "starts gradient reductions (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
+        "waits for parameter all-gathers (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
+        "reads the current loss scale (--mtp-num-layers)": cfg.mtp_num_layers is not None,
+        f"is untested with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
+        "is untested with --apex-parts": bool({"wgrad", "norm"} & set(cfg.apex_parts)),
     }
     for reason, applies in reasons.items():
         if applies:
-            yield problem(cfg, field, f"records a micro-batch, but here it {reason}", "leave one of the two out")
+            reason = f"records one micro-batch as a CUDA graph, which here {reason}"
+            yield problem(cfg, field, reason, "leave one of the two out")
     if not gpu_present() and not cfg.dry_run:
-        yield problem(cfg, field, "requires an NVIDIA GPU, and this machine has no GPU", "remove it")
+        yield problem(cfg, field, "requires an NVIDIA GPU, but this machine has none", "remove it")

@@ -28,7 +28,7 @@ def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
         value = getattr(cfg, field)
         paths = value if isinstance(value, list) else [value]
         if any(isinstance(path, str) and not path.strip() for path in paths):
-            yield problem(cfg, field, "is an empty path", "is a variable unset? remove the flag to do without it")
+            yield problem(cfg, field, "is an empty path", "check whether a shell variable is unset, or remove the flag")
 
 
 def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
@@ -82,7 +82,7 @@ def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
     if cfg.use_checkpoint_args:
         yield problem(cfg, "load_hf", "contradicts --use-checkpoint-args", "settings come from its config.json")
     if cfg.spec:
-        yield problem(cfg, "load_hf", "contradicts --spec", "its config.json says what the layers are")
+        yield problem(cfg, "load_hf", "contradicts --spec", "the layers are defined by its config.json")
     if cfg.moe_use_upcycling:
         fix = "tools/checkpoint/convert.py --saver native, then --pretrained-checkpoint"
         yield problem(cfg, "load_hf", "contradicts --moe-use-upcycling, which starts from a checkpoint", fix)

@@ -53,7 +53,8 @@ def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
     evaluated = 0 if cfg.full_validation else num_evaluations(cfg) * eval_samples(cfg)
     for field, count in (("train_samples" if cfg.train_samples else "train_iters", train), ("eval_iters", evaluated)):
         if count > MOST_SAMPLES and cfg.dataloader_type != "external":
-            yield problem(cfg, field, f"takes {count:,} samples, whose order fills {count * 8 / 2**30:,.0f} GiB")
+            reason = f"is {count:,} samples; their order would need {count * 8 / 2**30:,.0f} GiB of memory"
+            yield problem(cfg, field, reason)
 
 
 def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
@@ -79,7 +80,7 @@ def named_files_exist(cfg: PretrainConfig) -> Problems:
         path = getattr(cfg, field)
         if path is not None and not os.path.isfile(path):
             exists = os.path.exists(path)
-            yield problem(cfg, field, "is no file" if exists else "there is no such file", "give a file" * exists)
+            yield problem(cfg, field, "is not a file" if exists else "there is no such file", "give a file" * exists)
     fast = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
     for field in ("load", "save", "pretrained_checkpoint", *fast):
         try:

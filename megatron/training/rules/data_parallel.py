@@ -17,7 +17,7 @@ def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
     if instances <= 1:
         return
     if not (cfg.use_distributed_optimizer or cfg.use_torch_fsdp2):
-        reason = "there is nothing sharded to have several copies of"
+        reason = "requires a sharded optimizer"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, "add --use-distributed-optimizer")
     if ranks % instances:
         fitting = common_divisors(ranks)
@@ -39,12 +39,12 @@ def torch_fsdp2_excludes_other_sharding(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, "torch_fsdp2_reshard_after_forward", "requires --use-torch-fsdp2")
         return
     if cfg.pipeline_model_parallel_size > 1:
-        reason = "would gather every layer once per micro-batch and stage; it is not combined with"
+        reason = "would all-gather every layer once per micro-batch and stage; it does not support"
         yield problem(cfg, "use_torch_fsdp2", f"{reason} --pipeline-model-parallel-size", "use tensor parallelism")
     for field in ("ddp_bucket_size", "ddp_num_buckets"):
         if getattr(cfg, field) is not None:
-            yield problem(cfg, field, "has no meaning with --use-torch-fsdp2: its units are layers", "remove it")
+            yield problem(cfg, field, "has no effect with --use-torch-fsdp2, which communicates per layer", "remove it")
     ranks = cfg.data_parallel_size * cfg.context_parallel_size
     if cfg.num_distributed_optimizer_instances == ranks > 1:
-        reason = "leaves one rank per instance, and nothing to shard"
+        reason = "leaves one rank per instance, which shards nothing"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, f"less than {ranks}")

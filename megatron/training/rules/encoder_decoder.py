@@ -31,7 +31,7 @@ def the_decoder_has_a_length(cfg: PretrainConfig) -> Problems:
 
 def a_scaled_output_is_shared(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "t5" and cfg.scale_decoder_outputs and cfg.untie_embeddings_and_output_weights:
-        reason = "contradicts --untie-embeddings-and-output-weights: a shared output layer is what T5 1.0 scales"
+        reason = "contradicts --untie-embeddings-and-output-weights: T5 1.0 scales only a shared output layer"
         yield problem(cfg, "scale_decoder_outputs", reason, "remove one")
 
 
@@ -50,12 +50,12 @@ def t5_does_without(cfg: PretrainConfig) -> Problems:
         return
     for field, fix in REFUSED.items():
         if getattr(cfg, field):
-            yield problem(cfg, field, "is not for pretrain_t5.py", fix)
+            yield problem(cfg, field, "is not supported by pretrain_t5.py", fix)
     if cfg.softmax_type == "learnable":
-        yield problem(cfg, "softmax_type", "is not for pretrain_t5.py", "choose vanilla or off-by-one")
+        yield problem(cfg, "softmax_type", "is not supported by pretrain_t5.py", "choose vanilla or off-by-one")
     groups, tp = cfg.num_query_groups, cfg.tensor_model_parallel_size
     if groups and tp >= 1 and groups % tp:
-        reason = f"is not a multiple of --tensor-model-parallel-size {tp}, as cross-attention needs"
+        reason = f"is not a multiple of --tensor-model-parallel-size {tp}, which cross-attention requires"
         yield problem(cfg, "num_query_groups", reason)
 
 

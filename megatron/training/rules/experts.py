@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -64,7 +65,7 @@ def experts_require_sequence_parallelism(cfg: PretrainConfig) -> Problems:
     """With tensor but without sequence parallelism every rank would route, and count, the same tokens."""
     if cfg.num_moe_experts is not None and cfg.tensor_model_parallel_size > 1 and not cfg.sequence_parallel:
         yield problem(
-            cfg, "num_moe_experts", "with --tensor-model-parallel-size > 1 needs split sequences",
+            cfg, "num_moe_experts", "with --tensor-model-parallel-size > 1 requires --sequence-parallel",
             "add --sequence-parallel",
         )  # fmt: skip
 
@@ -76,14 +77,14 @@ def routers_can_choose(cfg: PretrainConfig) -> Problems:
     if top > experts:
         yield problem(cfg, "moe_router_topk", f"is more than --num-experts {experts}")
     if top == 1 and scores == "softmax" and not cfg.moe_router_pre_softmax and not _uses(cfg, "sinkhorn"):
-        reason = "softmax over one chosen expert is always 1, which trains no router"
+        reason = "gives the router no gradient: the softmax over one selected expert is always 1"
         yield problem(cfg, "moe_router_topk", reason, "add --moe-router-pre-softmax")
     if cfg.moe_router_enable_expert_bias and scores == "softmax":
-        reason = "is for scores that do not depend on each other"
+        reason = "requires scores that are independent per expert"
         yield problem(cfg, "moe_router_enable_expert_bias", reason, "--moe-router-score-function sigmoid")
     other_choice = cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or scores != "softmax"
     if _uses(cfg, "sinkhorn") and other_choice:
-        reason = "sinkhorn makes its own choice, without groups, bias or other scores"
+        reason = "sinkhorn does not support expert groups, an expert bias or other score functions"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
@@ -92,13 +93,14 @@ def quantiles_divide_the_choices(cfg: PretrainConfig) -> Problems:
     if experts is None or not _uses(cfg, "quantile_balancing"):
         return
     if cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or cfg.moe_expert_capacity_factor is not None:
-        reason = "quantile_balancing has a separate bias, and chooses without groups and capacity"
+        reason = "quantile_balancing does not support an expert bias, expert groups or a capacity factor"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
     if top == experts:
-        yield problem(cfg, "moe_router_topk", "leaves quantile_balancing nothing to choose", f"at most {experts - 1}")
+        reason = "selects all experts, so that quantile_balancing has no choice"
+        yield problem(cfg, "moe_router_topk", reason, f"at most {experts - 1}")
     choices = (cfg.micro_batch_size or 0) * (cfg.seq_length or 0) * top
     if choices % experts:
-        reason = f"does not divide the {choices} choices of a micro-batch, as quantile_balancing needs"
+        reason = f"does not divide the {choices} (token, expert) pairs of a micro-batch (quantile_balancing)"
         yield problem(cfg, "num_moe_experts", reason, "another --micro-batch-size")
 
 
@@ -117,7 +119,7 @@ def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
     if chosen > groups:
         yield problem(cfg, "moe_router_group_topk", f"is more than --moe-router-num-groups {groups}")
     elif (by_default and cfg.moe_router_topk % chosen) or cfg.moe_router_topk > chosen * size:
-        reason = f"does not share --moe-router-topk {cfg.moe_router_topk} among groups of {size} experts"
+        reason = f"does not divide --moe-router-topk {cfg.moe_router_topk} evenly among groups of {size} experts"
         yield problem(cfg, "moe_router_group_topk", reason)
 
 
@@ -128,7 +130,7 @@ def group_scores_have_groups(cfg: PretrainConfig) -> Problems:
     if groups is None:
         yield problem(cfg, "moe_router_group_score_topk", "requires --moe-router-num-groups", "remove it")
     elif scored > experts // groups:
-        reason = f"must be at most {experts // groups}, the experts of a group"
+        reason = f"must be at most {experts // groups}, the number of experts per group"
         yield problem(cfg, "moe_router_group_score_topk", reason)
 
 
@@ -141,12 +143,13 @@ def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is None:
         return
     if len(kinds) != len(coefficients):
-        reason = f"has {len(coefficients)} numbers for {len(kinds)} kinds (--moe-router-load-balancing-type)"
-        yield problem(cfg, "moe_aux_loss_coeff", reason, "give one for each")
+        types = counted(len(kinds), "balancing type")
+        reason = f"has {len(coefficients)} values for {types} (--moe-router-load-balancing-type)"
+        yield problem(cfg, "moe_aux_loss_coeff", reason, "give one value per type")
     elif any(kind in NO_LOSS and value for kind, value in zip(kinds, coefficients)):
-        yield problem(cfg, "moe_aux_loss_coeff", "applies to auxiliary losses", f"0 for {', '.join(NO_LOSS)}")
+        yield problem(cfg, "moe_aux_loss_coeff", "applies only to auxiliary losses", f"0 for {', '.join(NO_LOSS)}")
     if len(kinds) > 1 and (set(NO_LOSS) & set(kinds) or len(set(kinds)) < len(kinds)):
-        reason = f"lists losses that add up: each once, without {', '.join(NO_LOSS)}"
+        reason = f"may list several auxiliary losses, each once, but not together with {', '.join(NO_LOSS)}"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
@@ -157,12 +160,12 @@ def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
         reason = "needs --moe-expert-capacity-factor: without it no token is dropped or padded"
         yield problem(cfg, "moe_pad_expert_input_to_capacity", reason, "give it, for example 1.0")
     if cfg.moe_expert_capacity_factor is not None and _uses(cfg, "sinkhorn"):
-        yield problem(cfg, "moe_expert_capacity_factor", "excludes sinkhorn, which balances without a capacity")
+        yield problem(cfg, "moe_expert_capacity_factor", "contradicts sinkhorn, which has no capacity")
 
 
 def static_rows_are_gathered(cfg: PretrainConfig) -> Problems:
     if cfg.moe_static_rows and cfg.moe_token_dispatcher_type != "allgather":
-        reason = "is not for tokens that are exchanged, whose number the host must know"
+        reason = "requires the allgather dispatcher: others need token counts on the host"
         yield problem(cfg, "moe_static_rows", reason, "--moe-token-dispatcher-type allgather")
 
 

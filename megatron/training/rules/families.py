@@ -10,18 +10,18 @@ from megatron.training.rules.common import Problems, problem
 
 NOT_FOR_ENCODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "num_moe_experts": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "remove it"),
-        "moe_use_upcycling": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "remove it"),
-        "mtp_num_layers": ("further tokens are predicted by pretrain_gpt.py", "remove it"),
-        "multi_latent_attention": ("latent attention is causal, encoders are not", "remove it"),
-        "reset_position_ids": ("samples hold one document each", "remove it"),
-        "reset_attention_mask": ("samples hold one document each", "remove it"),
-        "eod_mask_loss": ("the loss is of masked words", "remove it"),
-        "embedding_multiplier": ("is a factor of pretrain_gpt.py", "remove it"),
-        "residual_multiplier": ("is a factor of pretrain_gpt.py", "remove it"),
-        "logits_scaling": ("is a divisor of pretrain_gpt.py", "remove it"),
-        "spec": ("layers of your own train in pretrain_gpt.py", "remove it, or --spec local"),
-        "use_rope_scaling": ("is of pretrain_gpt.py", "--position-embedding-type yarn stretches rotary positions too"),
+        "num_moe_experts": ("is supported only by pretrain_gpt.py and pretrain_moe.py", "remove it"),
+        "moe_use_upcycling": ("is supported only by pretrain_gpt.py and pretrain_moe.py", "remove it"),
+        "mtp_num_layers": ("is supported only by pretrain_gpt.py", "remove it"),
+        "multi_latent_attention": ("is supported only by pretrain_gpt.py, as causal attention", "remove it"),
+        "reset_position_ids": ("has no effect: each sample holds one document", "remove it"),
+        "reset_attention_mask": ("has no effect: each sample holds one document", "remove it"),
+        "eod_mask_loss": ("has no effect: only masked tokens have a loss", "remove it"),
+        "embedding_multiplier": ("is supported only by pretrain_gpt.py", "remove it"),
+        "residual_multiplier": ("is supported only by pretrain_gpt.py", "remove it"),
+        "logits_scaling": ("is supported only by pretrain_gpt.py", "remove it"),
+        "spec": ("is supported only by pretrain_gpt.py", "remove it, or --spec local"),
+        "use_rope_scaling": ("is supported only by pretrain_gpt.py", "use --position-embedding-type yarn"),
     }
 )
 """Fields that only GPT has, why, and what to do."""
@@ -45,11 +45,11 @@ def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
     if not cfg.use_packed_sequence:
         return
     if cfg.model_family != "bert":
-        fix = "--reset-attention-mask keeps documents apart" if cfg.model_family == "gpt" else "remove it"
-        yield problem(cfg, field, "lays samples of pretrain_bert.py end to end", fix)
+        fix = "use --reset-attention-mask to separate documents" if cfg.model_family == "gpt" else "remove it"
+        yield problem(cfg, field, "is supported only by pretrain_bert.py", fix)
         return
     if cfg.attention_dropout:
-        reason = "is for attention kernels that take documents of any length, and these drop no weights"
+        reason = "requires attention kernels for variable lengths, which have no dropout"
         yield problem(cfg, field, reason, "--attention-dropout 0")
 
 
@@ -58,7 +58,8 @@ def a_normed_embedding_is_the_first_norm(cfg: PretrainConfig) -> Problems:
         return
     fix = "choose one of the two"
     if cfg.norm_placement == "post":
-        yield problem(cfg, "embed_layernorm", "contradicts --norm-placement post, which has no first norm", fix)
+        reason = "contradicts --norm-placement post, which has no norm before the first layer"
+        yield problem(cfg, "embed_layernorm", reason, fix)
     for field in ("use_parallel_residual", "apply_residual_connection_post_layernorm"):
         if getattr(cfg, field):
             yield problem(cfg, field, "contradicts --embed-layernorm", fix)

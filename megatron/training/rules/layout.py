@@ -77,7 +77,7 @@ def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
     for field, length in sequence_lengths(cfg):
         if cfg.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
             ranks = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
-            reason = f"is not a multiple of {ranks}, as --sequence-parallel needs"
+            reason = f"is not a multiple of {ranks}, which --sequence-parallel requires"
             yield problem(cfg, field, reason, nearest_multiples(length, tp * cp))
 
 
@@ -89,7 +89,7 @@ def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:
 def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
     path = cfg.nccl_communicator_config_path
     if path is not None and not cfg.dry_run and not os.path.isfile(path):
-        yield problem(cfg, "nccl_communicator_config_path", "is no file")
+        yield problem(cfg, "nccl_communicator_config_path", "is not a file")
 
 
 def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
@@ -105,7 +105,7 @@ def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
     known = ", ".join(RECOMPUTED_MODULES)
     if cfg.recompute_modules is not None and cfg.recompute_granularity != "selective":
         reason = "requires --recompute-granularity selective"
-        yield problem(cfg, "recompute_modules", reason, "add it, or leave both out")
+        yield problem(cfg, "recompute_modules", reason, "add it, or remove both")
     if unknown := [name for name in cfg.recompute_modules or () if name not in RECOMPUTED_MODULES]:
         yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
 
@@ -116,5 +116,5 @@ def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
     if cfg.recompute_granularity != "full":
         yield problem(cfg, "distribute_saved_activations", "requires --recompute-granularity full")
     if cfg.sequence_parallel:
-        reason = "contradicts --sequence-parallel, under which every rank keeps its own positions anyway"
+        reason = "contradicts --sequence-parallel, which already stores a part of the positions per rank"
         yield problem(cfg, "distribute_saved_activations", reason, "remove it")

@@ -25,13 +25,13 @@ OWN_SENTINELS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentenceP
 
 def berts_tokenizer_has_a_mask(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "bert" and not cfg.mock_data and cfg.tokenizer_type in WITHOUT_MASK:
-        reason = "has no tokens for cls, sep and mask, with which samples are made"
-        yield problem(cfg, "tokenizer_type", reason, "BertWordPieceLowerCase with --vocab-file, for example")
+        reason = "has no cls, sep and mask tokens, which BERT samples need"
+        yield problem(cfg, "tokenizer_type", reason, "for example BertWordPieceLowerCase with --vocab-file")
 
 
 def sentinels_have_a_tokenizer(cfg: PretrainConfig) -> Problems:
     if cfg.vocab_extra_ids and cfg.tokenizer_type in WITHOUT_SENTINELS:
-        reason = f"--tokenizer-type {cfg.tokenizer_type} takes no sentinels"
+        reason = f"--tokenizer-type {cfg.tokenizer_type} does not support sentinels"
         yield problem(cfg, "vocab_extra_ids", reason, "remove it")
 
 
@@ -39,12 +39,12 @@ def t5s_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:
     if cfg.model_family != "t5" or cfg.mock_data or cfg.tokenizer_type is None:
         return
     if cfg.tokenizer_type in WITHOUT_SENTINELS:
-        reason = "takes no sentinels, which stand for masked spans"
-        yield problem(cfg, "tokenizer_type", reason, "BertWordPieceCase with --vocab-file, for example")
+        reason = "does not support sentinels, which replace masked spans"
+        yield problem(cfg, "tokenizer_type", reason, "for example BertWordPieceCase with --vocab-file")
         return
     has_some = cfg.tokenizer_type == "BertWordPieceCase" and cfg.vocab_extra_ids is None
     if not (has_some or cfg.vocab_extra_ids or cfg.tokenizer_special_tokens or cfg.tokenizer_type in OWN_SENTINELS):
-        reason = f"--tokenizer-type {cfg.tokenizer_type} has no sentinels, which stand for masked spans"
+        reason = f"--tokenizer-type {cfg.tokenizer_type} has no sentinels, which replace masked spans"
         yield problem(cfg, "vocab_extra_ids", reason, "--vocab-extra-ids 100")
 
 
@@ -58,11 +58,11 @@ def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
         return
     words = cfg.seq_length - places
     if words < 2:
-        reason = f"leaves {counted(max(words, 0), 'token')} for text, {places} are special"
+        reason = f"leaves {counted(max(words, 0), 'token')} for text, because {places} tokens are special"
         yield problem(cfg, "seq_length", reason, f"at least {places + 2}")
     elif cfg.mask_prob * words < 1:
         fix = f"at least {math.ceil(1000 / words) / 1000:g}"
-        yield problem(cfg, "mask_prob", f"masks not one of the {words} tokens of a sample", fix)
+        yield problem(cfg, "mask_prob", f"masks none of the {words} tokens of a sample", fix)
 
 
 def the_decoder_takes_the_spans(cfg: PretrainConfig) -> Problems:

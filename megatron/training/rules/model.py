@@ -27,7 +27,7 @@ def custom_layers_are_found(cfg: PretrainConfig) -> Problems:
 
 def predictions_are_there_to_be_repeated(cfg: PretrainConfig) -> Problems:
     if cfg.mtp_use_repeated_layer and cfg.mtp_num_layers is None:
-        yield problem(cfg, "mtp_use_repeated_layer", "repeats a layer that is not there", "--mtp-num-layers N")
+        yield problem(cfg, "mtp_use_repeated_layer", "requires --mtp-num-layers", "add --mtp-num-layers N")
 
 
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
@@ -74,7 +74,7 @@ def rotary_channels_form_pairs(cfg: PretrainConfig) -> Problems:
     if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels and not cfg.multi_latent_attention:
         channels = int(cfg.kv_channels * cfg.rotary_percent)
         if channels % 2 or not channels:
-            reason = f"rotates {channels} of {cfg.kv_channels} channels per head, which is not a number of pairs"
+            reason = f"rotates {channels} of {cfg.kv_channels} channels per head; the number must be even and not 0"
             yield problem(cfg, "rotary_percent", reason)
 
 
@@ -87,15 +87,16 @@ def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
     if not cfg.multi_latent_attention:
         return
     if "kv_lora_rank" not in cfg.explicit and not cfg.use_checkpoint_args:
-        fix = "for example --kv-lora-rank 512 (Megatron-LM takes 32 where it is left out)"
+        fix = "for example --kv-lora-rank 512 (Megatron-LM's default is 32)"
         yield missing("kv_lora_rank", "is required by --multi-latent-attention", fix)
     if cfg.mla_down_proj_fusion and cfg.q_lora_rank is None:
-        yield problem(cfg, "mla_down_proj_fusion", "joins two latents, but queries have none", "give --q-lora-rank")
+        reason = "fuses the projections of the query and key/value latents, but there is no query latent"
+        yield problem(cfg, "mla_down_proj_fusion", reason, "add --q-lora-rank")
     turned = cfg.qk_pos_emb_head_dim
     width = int(turned * cfg.rotary_percent) if cfg.rope_type == "rope" else turned
     if width % 2 or not width:
         field = "rotary_percent" if turned % 2 == 0 else "qk_pos_emb_head_dim"
-        yield problem(cfg, field, f"rotates {width} of {turned} channels, which is not a number of pairs")
+        yield problem(cfg, field, f"rotates {width} of {turned} channels; the number must be even and not 0")
 
 
 def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
@@ -103,24 +104,24 @@ def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
     if not cfg.multi_latent_attention:
         return
     reasons = {
-        "group_query_attention": "shares keys and values among queries, which latents do for all heads",
-        "qk_l2_norm": "scales whole heads; norms of latents are --qk-layernorm",
-        "qk_layernorm_across_heads": "is of whole heads; norms of latents are --qk-layernorm",
-        "rotary_base_local": "does not reach multi-latent attention, which has one rotation",
-        "no_rope_freq": "does not reach multi-latent attention, which rotates in every layer",
-        "softmax_scale": "does not reach multi-latent attention, which has its own",
-        "add_qkv_bias": "is of a projection that multi-latent attention does not have",
-        "rotary_interleaved": "is what multi-latent attention does in any case",
-        "use_rope_scaling": "does not reach multi-latent attention, which stretches by --rotary-scaling-factor",
+        "group_query_attention": "contradicts --multi-latent-attention, where all heads share one key/value latent",
+        "qk_l2_norm": "contradicts --multi-latent-attention, whose norms are --qk-layernorm",
+        "qk_layernorm_across_heads": "contradicts --multi-latent-attention, whose norms are --qk-layernorm",
+        "rotary_base_local": "contradicts --multi-latent-attention, which has one rotary base",
+        "no_rope_freq": "contradicts --multi-latent-attention, which uses rotary positions in every layer",
+        "softmax_scale": "contradicts --multi-latent-attention, which computes its softmax scale",
+        "add_qkv_bias": "contradicts --multi-latent-attention, which has no fused query/key/value projection",
+        "rotary_interleaved": "has no effect with --multi-latent-attention, which always interleaves",
+        "use_rope_scaling": "contradicts --multi-latent-attention, which scales positions by --rotary-scaling-factor",
         "rotary_seq_len_interpolation_factor":
-            "does not reach multi-latent attention, which stretches by --rotary-scaling-factor",
+            "contradicts --multi-latent-attention, which scales positions by --rotary-scaling-factor",
     }  # fmt: skip
     for field, reason in reasons.items():
         if getattr(cfg, field):
             yield problem(cfg, field, reason, "remove it")
     if cfg.position_embedding_type == "yarn":
         fix = "--position-embedding-type rope --rope-type yarn"
-        yield problem(cfg, "position_embedding_type", "is not for --multi-latent-attention", fix)
+        yield problem(cfg, "position_embedding_type", "is not supported with --multi-latent-attention", fix)
 
 
 def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
@@ -130,15 +131,15 @@ def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "recompute_modules", "mla_up_proj needs --multi-latent-attention", "remove it")
     if cfg.rope_type is not None and cfg.rope_type != cfg.position_embedding_type:
         fix = f"--position-embedding-type {cfg.rope_type}"
-        yield problem(cfg, "rope_type", "is the rotation of --multi-latent-attention", fix)
+        yield problem(cfg, "rope_type", "requires --multi-latent-attention, or an equal --position-embedding-type", fix)
 
 
 def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
     chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]
     if len(chosen) > 1:
-        yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "choose one activation")
+        yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "give one activation")
     if cfg.exact_gelu and chosen not in ([], ["geglu"]):
-        yield problem(cfg, "exact_gelu", f"contradicts --{chosen[0].replace('_', '-')}", "is for GELU and --geglu")
+        yield problem(cfg, "exact_gelu", f"contradicts --{chosen[0].replace('_', '-')}", "use it with GELU or --geglu")
     for field in ("activation_func_clamp_value", "glu_linear_offset"):
         if getattr(cfg, field) and not cfg.gated_linear_unit:
             yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")
@@ -164,10 +165,11 @@ def norms_across_heads_need_separate_heads(cfg: PretrainConfig) -> Problems:
     if not cfg.qk_layernorm:
         yield problem(cfg, field, "requires --qk-layernorm", "add that flag")
     if cfg.normalization != "RMSNorm":
-        yield problem(cfg, field, f"is not for --normalization {cfg.normalization}", "--normalization RMSNorm")
+        reason = f"is not supported with --normalization {cfg.normalization}"
+        yield problem(cfg, field, reason, "--normalization RMSNorm")
     if groups and groups % tp:
-        reason = f"needs key and value heads ({groups}) for each of --tensor-model-parallel-size {tp}"
-        yield problem(cfg, field, reason, "take fewer tensor-parallel ranks")
+        reason = f"requires that --tensor-model-parallel-size {tp} divides the {groups} key/value heads"
+        yield problem(cfg, field, reason, "use fewer tensor-parallel ranks")
 
 
 def residual_streams_have_one_form(cfg: PretrainConfig) -> Problems:
@@ -181,7 +183,7 @@ def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
     if cfg.rotary_base_local is None or cfg.multi_latent_attention:
         return
     if cfg.window_size is None:
-        yield problem(cfg, "rotary_base_local", "is for layers with a window", "add --window-size LEFT,0")
+        yield problem(cfg, "rotary_base_local", "requires --window-size", "add --window-size LEFT,0")
     if cfg.position_embedding_type not in ("rope", "yarn"):
         yield problem(cfg, "rotary_base_local", "needs rotary positions", "--position-embedding-type rope")
 

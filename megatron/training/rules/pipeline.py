@@ -68,7 +68,8 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     if cfg.num_layers and layers != cfg.num_layers + (cfg.decoder_num_layers or 0):
         yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
     if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
-        yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "remove it")
+        reason = f"contradicts the half layers (a, f) in {text!r}"
+        yield problem(cfg, "whole_layers_in_pipeline_split", reason, "remove it")
     if ranks > 0 and len(stages) % ranks:
         reason = f"has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {ranks}"
         fix = f"nearest: {max(len(stages) // ranks, 1) * ranks} or {(len(stages) // ranks + 1) * ranks} stages"
@@ -77,7 +78,8 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     for rank in range(ranks if ranks > 0 else 0):
         own = stages[rank::ranks]
         if own and not any(stage.branches or stage.embedding or stage.loss for stage in own):
-            yield problem(cfg, "pipeline_model_parallel_layout", f"leaves pipeline rank {rank} without anything")
+            reason = f"leaves pipeline rank {rank} without layers, embedding or loss"
+            yield problem(cfg, "pipeline_model_parallel_layout", reason)
 
 
 def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageContents]) -> Problems:
@@ -87,7 +89,7 @@ def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageCo
         reason = f"has {found} m for --mtp-num-layers {wanted}"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, f"give {wanted} m before the L")
     elif stages[-1].num_mtp != wanted:
-        reason = "has an m in a stage without the loss: the m layers need the output layer, which is where L is"
+        reason = "has an m in a stage without the loss; m layers need the output layer, which is in the stage of L"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, "write all m in the last stage, before the L")
 
 
@@ -123,10 +125,10 @@ def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
         return  # layout_string_is_well_formed says what is wrong
     if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
         fix = "interleaved or zero-bubble instead, or remove it"
-        yield problem(cfg, "pipeline_schedule", f"takes one chunk per rank, not {chunks}", fix)
+        yield problem(cfg, "pipeline_schedule", f"requires one model chunk per rank, not {chunks}", fix)
     if cfg.pipeline_schedule == "interleaved" and chunks == 1:
         fix = "--num-virtual-stages-per-pipeline-rank 2"
-        yield problem(cfg, "pipeline_schedule", "needs several chunks per rank", fix)
+        yield problem(cfg, "pipeline_schedule", "requires several model chunks per rank", fix)
     if cfg.delay_wgrad_compute and cfg.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
         yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {cfg.pipeline_schedule}")
     yield from _group_size_fits(cfg, chunks)
@@ -138,10 +140,10 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
     if size is None:
         return
     if chunks == 1:
-        yield problem(cfg, field, "requires several chunks per rank", "remove it")
+        yield problem(cfg, field, "requires several model chunks per rank", "remove it")
         return
     if size < ranks:
-        reason = f"is smaller than --pipeline-model-parallel-size {ranks}: every chunk would wait for the last stage"
+        reason = f"is smaller than --pipeline-model-parallel-size {ranks}: each chunk would wait for the last stage"
         yield problem(cfg, field, reason, f"at least {ranks}")
     most = _most_microbatches(cfg)
     if most is not None and size > max(most, ranks):

@@ -155,20 +155,21 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
                 yield problem(cfg, field, "requires --use-precision-aware-optimizer", "add that flag")
         return
     if cfg.optimizer != "adam":
-        yield problem(cfg, "use_precision_aware_optimizer", f"is about Adam, not --optimizer {cfg.optimizer}")
+        yield problem(cfg, "use_precision_aware_optimizer", f"requires --optimizer adam, not {cfg.optimizer}")
     for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
         kind, decay = getattr(cfg, field), 1.0 - getattr(cfg, beta)
         if kind in ("fp16", "fp8"):
-            yield problem(cfg, field, "is not available: moments are smaller than it can hold without scales", "bf16")
+            reason = "is not available: it would need scales, because moments are below its smallest number"
+            yield problem(cfg, field, reason, "bf16")
         elif kind == "bf16" and decay < 2**-7:
             flag = "--" + beta.replace("_", "-")
-            reason = f"has 8 bits, and {flag} {getattr(cfg, beta)} takes off less per step: moments would never shrink"
+            reason = f"has 8 significant bits, too few for {flag} {getattr(cfg, beta)}: moments would never decay"
             yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
     if cfg.main_params_dtype == "fp16":
-        reason = "is not available: with --bf16, fp32 takes no more memory: 16 bits in addition to each weight"
+        reason = "is not available; with --bf16, fp32 needs no more memory: 16 bits in addition to each weight"
         yield problem(cfg, "main_params_dtype", reason, "remove it")
     if cfg.main_grads_dtype == "bf16" and not cfg.grad_reduce_in_bf16:
-        reason = "gradients are read in the format in which they are added up"
+        reason = "must equal the dtype in which gradients are accumulated, fp32"
         yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
 
 

@@ -32,7 +32,7 @@ def test_a_picture_is_written(tmp_path, suffix):
 
 def test_what_cannot_be_drawn_is_said(capsys):
     assert main([flag.replace("zero-bubble", "interleaved") for flag in FLAGS]) == 2
-    assert "needs several chunks per rank" in capsys.readouterr().err
+    assert "requires several model chunks per rank" in capsys.readouterr().err
     alone = FLAGS[: FLAGS.index("--pipeline-model-parallel-size")]
     assert main(alone) == 2
     assert "there is no pipeline to draw" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
     assert capsys.readouterr().out.split("-" * 40 + "\n") == texts
     assert all(text.startswith(prompt) for text, prompt in zip(texts, ("1 2", "7 8", "9 10 11")))
     assert tool("fill-mask", "--load", tmp_path / "run", "--text", "1") == 2
-    assert "family 'gpt', for which tools/generate.py is" in capsys.readouterr().err
+    assert "contains a 'gpt' model; use tools/generate.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [
@@ -110,7 +110,7 @@ def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool
         tool("fill-mask", "--load", run, "--text", "a", "--text", "b", "--text-pair", "c")
     assert "--text-pair: 1 for 2 of --text" in capsys.readouterr().err
     assert tool("generate", "--load", run, "--prompt", "the") == 2
-    assert "family 'bert', for which tools/fill_mask.py is" in capsys.readouterr().err
+    assert "contains a 'bert' model; use tools/fill_mask.py" in capsys.readouterr().err
 
 
 def test_a_t5_of_two_depths_is_sampled_and_encodes_a_text_once(tool, gloo_pool, tmp_path, capsys, monkeypatch):
@@ -171,7 +171,7 @@ def test_masks_and_orders_of_pairs_are_those_of_transformers(tool, tmp_path, cap
     assert tool("fill-mask", "--load", tmp_path / "theirs", *asked) == 0
     assert capsys.readouterr().out.splitlines() == lines
     assert tool("generate", "--load", tmp_path / "theirs") == 2
-    assert "family 'bert', for which tools/fill_mask.py is" in capsys.readouterr().err
+    assert "contains a 'bert' model; use tools/fill_mask.py" in capsys.readouterr().err
     order = theirs.seq_relationship_logits[0].softmax(-1).tolist()
     assert lines[5:] == [f"  in order  {order[0]:.4f}", f"  swapped   {order[1]:.4f}"]
 

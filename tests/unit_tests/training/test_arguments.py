@@ -161,7 +161,7 @@ def test_published_mixture_command_is_told_all_that_is_missing_at_once():
         "--use-mcore-models --transformer-impl transformer_engine --data-path x --vocab-file v --merge-file m"
     )
     problems = problems_of(command, world_size=8, base="", args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    starts = ("--micro-batch-size: is required", "--num-experts 8: with --tensor-model-parallel-size > 1 needs split")
+    starts = ("--micro-batch-size: is required", "--num-experts 8: with --tensor-model-parallel-size > 1 requires")
     assert all(any(problem.startswith(start) for problem in problems) for start in starts)
 
 

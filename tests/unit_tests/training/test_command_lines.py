@@ -23,7 +23,7 @@ SIDE_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
 LATENTS = "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 
-OUR_ATTENTION = "--attention-dropout 0.1: attention is built-in, not Transformer Engine's"
+OUR_ATTENTION = "--attention-dropout 0.1: built-in attention is used, because Transformer Engine's"
 LINES = [
     ("", OUR_ATTENTION),
     ("--async-save --use-persistent-ckpt-worker --no-ckpt-fully-parallel-save", OUR_ATTENTION),
@@ -39,9 +39,9 @@ LINES = [
     (f"--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel {NO_DROPOUT} --attention-backend"
      " flash --use-tp-pp-dp-mapping --expert-tensor-parallel-size 4", "expert_tensor_parallel_size: no effect"),
     ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-cfg /data/overlap.yaml"
-     " --disable-tp-comm-bulk-dgrad", "built-in layers take its place, which --tp-comm-overlap needs"),
+     " --disable-tp-comm-bulk-dgrad", "built-in layers are used instead, because --tp-comm-overlap requires them"),
     (f"--tensor-model-parallel-size 2 {LATENTS} --v-head-dim 16 --untie-embeddings-and-output-weights",
-     "built-in layers take its place, which --multi-latent-attention needs"),
+     "built-in layers are used instead, because --multi-latent-attention requires them"),
     (f"--use-torch-fsdp2 {SHARDED} --no-async-tensor-model-parallel-allreduce",
      "--use-distributed-optimizer: no effect with --use-torch-fsdp2"),
     ("--use-megatron-fsdp --data-parallel-sharding-strategy optim --ckpt-format fsdp_dtensor --fsdp-double-buffer",
@@ -60,7 +60,7 @@ LINES = [
     (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute --pipeline-model-parallel-size 2"
      " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn, quantiles"),
     (f"{EXPERTS} {SIDE_LOSS} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20",
-     "--moe-token-dispatcher-type flex: tokens are exchanged as with alltoall"),
+     "--moe-token-dispatcher-type flex: uses the alltoall dispatcher"),
 ]  # fmt: skip
 
 

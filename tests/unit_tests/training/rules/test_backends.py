@@ -50,13 +50,13 @@ BUILT_IN = [
 
 @pytest.mark.parametrize(("text", "world_size"), BUILT_IN)
 def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
-    """The package need not be there then; one notice says what takes its place, and why."""
+    """The package need not be there then; one notice names the replacement and the reason."""
     assert problems(f"{ENGINE} {text}", world_size) == []
     given = parse_args((TINY + ENGINE + text).split())
     resolved = validate_args(given, world_size)
     assert resolved.transformer_impl == "local"
     flag = next(word for word in text.split() if word in " ".join(needs_built_in_layers(resolved)))
-    (sentence,) = [each for each in notices(given, resolved) if "take its place" in each]
+    (sentence,) = [each for each in notices(given, resolved) if "are used instead" in each]
     assert sentence.startswith("--transformer-impl transformer_engine: built-in layers") and flag in sentence
 
 
@@ -64,12 +64,12 @@ def test_attention_with_dropout_is_built_in(everything_installed):
     given = parse_args((TINY + ENGINE).split())
     resolved = validate_args(given, 1)
     assert resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout == 0.1
-    assert [each for each in notices(given, resolved) if each.startswith("--attention-dropout 0.1: attention is built")]
+    assert [each for each in notices(given, resolved) if each.startswith("--attention-dropout 0.1: built-in attention")]
 
 
 def test_flash_attention_of_a_version_is_not_for_transformer_engine(everything_installed):
     (found,) = problems(f"{ENGINE} --attention-dropout 0 --flash-attention-version 2 --bf16")
-    assert found.startswith("--flash-attention-version 2: is not for --transformer-impl")
+    assert found.startswith("--flash-attention-version 2: has no effect on --transformer-impl")
 
 
 def test_settings_that_transformer_engine_can_do_pass(everything_installed):
@@ -90,14 +90,14 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("--tensor-model-parallel-size 2", "has sums over other ranks inside"),
-        ("--pipeline-model-parallel-size 2 --global-batch-size 8", "waits for other stages"),
-        ("--reset-attention-mask", "is cut by the documents' boundaries"),
-        ("--recompute-activations", "asks for the random state"),
-        ("--overlap-grad-reduce", "starts sums of gradients"),
-        (f"{ENGINE} --attention-dropout 0", "was not seen recorded"),
-        ("--mtp-num-layers 1", "asks for the loss scale of the moment"),
-        ("--apex-parts norm adam", "was not seen recorded with --apex-parts"),
+        ("--tensor-model-parallel-size 2", "contains collectives (--tensor"),
+        ("--pipeline-model-parallel-size 2 --global-batch-size 8", "waits for other pipeline stages"),
+        ("--reset-attention-mask", "depends on document boundaries"),
+        ("--recompute-activations", "saves and restores random states"),
+        ("--overlap-grad-reduce", "starts gradient reductions"),
+        (f"{ENGINE} --attention-dropout 0", "is untested with"),
+        ("--mtp-num-layers 1", "reads the current loss scale"),
+        ("--apex-parts norm adam", "is untested with --apex-parts"),
     ],
 )
 def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_installed):
@@ -109,9 +109,9 @@ def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_inst
 @pytest.mark.parametrize(
     ("family", "text", "problem"),
     [
-        ("bert", "--use-packed-sequence --attention-dropout 0", "has a length of its own"),
-        ("bert", "--softmax-type learnable", "is cut by the padding"),
-        ("t5", "--softmax-type off-by-one --decoder-seq-length 16", "is cut by the padding"),
+        ("bert", "--use-packed-sequence --attention-dropout 0", "has a varying length"),
+        ("bert", "--softmax-type learnable", "depends on padding lengths"),
+        ("t5", "--softmax-type off-by-one --decoder-seq-length 16", "depends on padding lengths"),
     ],
 )
 def test_a_cuda_graph_of_padded_rows_holds_no_lengths(family, text, problem, everything_installed):
@@ -143,8 +143,8 @@ def test_a_cuda_graph_needs_a_gpu(monkeypatch):
     ("text", "problem"),
     [
         ("--attention-backend fused", "contradicts --attention-backend fused"),
-        ("--attention-dropout 0.1", "excludes --attention-dropout 0.1"),
-        ("--context-parallel-size 2", "does not serve context parallelism"),
+        ("--attention-dropout 0.1", "contradicts --attention-dropout 0.1"),
+        ("--context-parallel-size 2", "does not support context parallelism"),
     ],
 )
 def test_flash_attention_version_excludes(text, problem, everything_installed):
@@ -166,16 +166,16 @@ def test_flash_attention_version_excludes(text, problem, everything_installed):
 def test_cudnn_by_name_needs_lengths_that_it_takes(text, world_size, refused, everything_installed):
     """A rule about whole sequences, which all-to-all attends over too; odd blocks of rings go to the flash kernel."""
     found = problems(f"--attention-backend fused {text}", world_size)
-    assert len(found) == refused and all("takes multiples of 128 tokens, not --seq-length 32" in each for each in found)
+    assert len(found) == refused and all("a multiple of 128 tokens, but --seq-length is 32" in each for each in found)
 
 
 @pytest.mark.parametrize(
     ("text", "world_size", "problem"),
     [
-        ("wgrad --no-gradient-accumulation-fusion", 1, "--apex-parts wgrad: wgrad adds into the main gradient, which"),
-        ("wgrad --use-torch-fsdp2 --ckpt-format torch_dist", 2, "wgrad adds into the main gradient, which weights do"),
-        (f"norm {ENGINE} --attention-dropout 0", 1, "norm is for built-in layers, not for --transformer-impl"),
-        ("adam --optimizer sgd", 1, "adam is not what --optimizer sgd asks for"),
+        ("wgrad --no-gradient-accumulation-fusion", 1, "wgrad contradicts --no-gradient-accumulation-fusion"),
+        ("wgrad --use-torch-fsdp2 --ckpt-format torch_dist", 2, "wgrad contradicts --use-torch-fsdp2"),
+        (f"norm {ENGINE} --attention-dropout 0", 1, "norm contradicts --transformer-impl"),
+        ("adam --optimizer sgd", 1, "adam contradicts --optimizer sgd"),
     ],
 )
 def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, everything_installed):
@@ -184,7 +184,7 @@ def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, ev
 
 
 def test_norms_without_biases_are_built_in_ones(everything_installed):
-    said = "--disable-norm-bias: is not for the norms of"
+    said = "--disable-norm-bias: is not supported by"
     for text in ("--apex-parts norm", ENGINE + "--attention-dropout 0"):
         (found,) = problems(f"--disable-norm-bias {text}")
         assert found.startswith(said), found
@@ -200,7 +200,7 @@ def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
     assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
     settings = dataclasses.replace(parse_args((TINY + "--apex-parts adam").split()), fp64=True)
     (found,) = rules_backends.apex_parts_have_their_place(settings)
-    assert "not for float64" in str(found)
+    assert "does not support float64" in str(found)
 
 
 def test_a_missing_apex_is_one_error_that_says_how_to_install_it(monkeypatch):

@@ -54,21 +54,21 @@ def test_possible_experts_are_accepted(text):
         (MOE + "--expert-model-parallel-size 2 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
          "--num-distributed-optimizer-instances 4: do not divide the 2 data-parallel ranks of experts"),
         (MOE + "--tensor-model-parallel-size 2",
-         "--num-experts 8: with --tensor-model-parallel-size > 1 needs split sequences; add --sequence-parallel"),
+         "--num-experts 8: with --tensor-model-parallel-size > 1 requires --sequence-parallel; add"),
         (MOE + "--moe-router-topk 9", "--moe-router-topk 9: is more than --num-experts 8"),
         (MOE + "--moe-router-topk 1",
-         "--moe-router-topk 1: softmax over one chosen expert is always 1, which trains no router; add --moe"),
+         "--moe-router-topk 1: gives the router no gradient: the softmax over one selected expert is always 1; add"),
         (MOE + "--moe-router-enable-expert-bias",
-         "--moe-router-enable-expert-bias: is for scores that do not depend on each other; --moe-router"),
+         "--moe-router-enable-expert-bias: requires scores that are independent per expert; --moe-router"),
         (MOE + "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
-         "--moe-router-load-balancing-type sinkhorn: sinkhorn makes its own choice, without groups, bias or other"),
-        (GROUPS + QUANTILES, QUANTILES.strip() + ": quantile_balancing has a separate bias, and chooses without"),
+         "--moe-router-load-balancing-type sinkhorn: sinkhorn does not support expert groups"),
+        (GROUPS + QUANTILES, QUANTILES.strip() + ": quantile_balancing does not support"),
         (MOE + QUANTILES + "--moe-expert-capacity-factor 1",
-         QUANTILES.strip() + ": quantile_balancing has a separate bias"),
+         QUANTILES.strip() + ": quantile_balancing does not support"),
         (MOE + QUANTILES + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-         QUANTILES.strip() + ": quantile_balancing has a separate bias"),
+         QUANTILES.strip() + ": quantile_balancing does not support"),
         (MOE + QUANTILES + "--moe-router-topk 8",
-         "--moe-router-topk 8: leaves quantile_balancing nothing to choose; at most 7"),
+         "--moe-router-topk 8: selects all experts, so that quantile_balancing has no choice; at most 7"),
         ("--num-experts 5 " + QUANTILES, "--num-experts 5: does not divide the"),
         (MOE + "--moe-router-num-groups 2",
          "--moe-router-num-groups 2: needs --moe-router-group-topk; give both or none"),
@@ -79,29 +79,29 @@ def test_possible_experts_are_accepted(text):
         (MOE + "--moe-router-num-groups 2 --moe-router-group-topk 4",
          "--moe-router-group-topk 4: is more than --moe-router-num-groups 2"),
         (GROUPS + "--moe-router-topk 3",
-         "--moe-router-group-topk 2: does not share --moe-router-topk 3 among groups of 2 experts"),
+         "--moe-router-group-topk 2: does not divide --moe-router-topk 3 evenly among groups of 2"),
         (GROUPS + "--moe-router-topk 6",
-         "--moe-router-group-topk 2: does not share --moe-router-topk 6 among groups of 2 experts"),
+         "--moe-router-group-topk 2: does not divide --moe-router-topk 6 evenly among groups of 2"),
         (GROUPS + "--moe-router-topk 5 --moe-router-group-score-topk 2",
-         "--moe-router-group-topk 2: does not share --moe-router-topk 5 among groups of 2 experts"),
+         "--moe-router-group-topk 2: does not divide --moe-router-topk 5 evenly among groups of 2"),
         (MOE + "--moe-router-group-score-topk 2",
          "--moe-router-group-score-topk 2: requires --moe-router-num-groups; remove it"),
         (GROUPS + "--moe-router-group-score-topk 3",
-         "--moe-router-group-score-topk 3: must be at most 2, the experts of a group"),
+         "--moe-router-group-score-topk 3: must be at most 2, the number of experts per group"),
         (MOE + "--moe-aux-loss-coeff 0.1 0.2",
-         "--moe-aux-loss-coeff 0.1 0.2: has 2 numbers for 1 kinds (--moe-router-load-balancing-type); give one for"),
+         "--moe-aux-loss-coeff 0.1 0.2: has 2 values for 1 balancing type (--moe-router-load-balancing-type); give"),
         (MOE + "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-         "--moe-aux-loss-coeff 0.1: applies to auxiliary losses; 0 for sinkhorn, quantile_balancing, none"),
+         "--moe-aux-loss-coeff 0.1: applies only to auxiliary losses; 0 for sinkhorn, quantile_balancing, none"),
         (MOE + "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
-         "--moe-router-load-balancing-type aux_loss none: lists losses that add up: each once, without"),
+         "--moe-router-load-balancing-type aux_loss none: may list several auxiliary losses, each once, but not"),
         (MOE + "--moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1",
-         "--moe-router-load-balancing-type aux_loss aux_loss: lists losses that add up: each once"),
+         "--moe-router-load-balancing-type aux_loss aux_loss: may list several auxiliary losses, each once"),
         (MOE + "--moe-pad-expert-input-to-capacity",
          "--moe-pad-expert-input-to-capacity: needs --moe-expert-capacity-factor: without it no token is dropped"),
         (MOE + "--moe-expert-capacity-factor 1 --moe-router-load-balancing-type sinkhorn",
-         "--moe-expert-capacity-factor 1.0: excludes sinkhorn, which balances without a capacity"),
+         "--moe-expert-capacity-factor 1.0: contradicts sinkhorn, which has no capacity"),
         (MOE + "--moe-static-rows --moe-token-dispatcher-type alltoall",
-         "--moe-static-rows: is not for tokens that are exchanged, whose number the host must know; --moe-token-disp"),
+         "--moe-static-rows: requires the allgather dispatcher: others need token counts on the host; --moe"),
         (MOE + "--moe-shared-expert-overlap",
          "--moe-shared-expert-overlap: needs a shared expert; --moe-shared-expert-intermediate-size N, or remove it"),
         (MOE + "--moe-shared-expert-gate", "--moe-shared-expert-gate: needs a shared expert; --moe-shared-expert-inte"),
@@ -157,11 +157,11 @@ def test_slices_without_upcycling_get_a_notice():
 def test_latent_attention_with_learned_positions_gets_a_notice():
     given = parse_args(f"{TINY} --multi-latent-attention --kv-lora-rank 16".split())
     told = [each for each in notices(given, validate_args(given, 1)) if "learned_absolute" in each]
-    assert len(told) == 1 and "--position-embedding-type rope trains without" in told[0]
+    assert len(told) == 1 and "--position-embedding-type rope removes them" in told[0]
 
 
 def test_the_flex_dispatcher_is_all_to_all_with_one_notice():
     flex = "--num-experts 4 --moe-token-dispatcher-type flex"
-    told = "--moe-token-dispatcher-type flex: tokens are exchanged as with alltoall, with the same results"
+    told = "--moe-token-dispatcher-type flex: uses the alltoall dispatcher, with the same results"
     assert said(flex) == [told]
     assert not problems(f"{flex} --moe-enable-deepep --moe-flex-dispatcher-backend hybridep --moe-deepep-num-sms 8", 1)

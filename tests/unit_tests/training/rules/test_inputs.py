@@ -49,7 +49,7 @@ def refusal(family, text):
     ("bert", "--mask-prob 0.01 --full-validation --data-path 1 sentences 2 sentences",
      ["--mask-prob", "a full pass of"]),
     ("bert", "--vocab-file none.txt --data-path none", ["--vocab-file none.txt", NO_FILES]),
-    ("bert", "--tokenizer-type GPT2BPETokenizer --merge-file vocab.txt", ["no tokens for cls", NO_PAIRS]),
+    ("bert", "--tokenizer-type GPT2BPETokenizer --merge-file vocab.txt", ["no cls, sep and mask tokens", NO_PAIRS]),
     ("t5", "--decoder-seq-length 2 --vocab-file nomask.txt --data-path none",
      ["--decoder-seq-length 2", "lacks [MASK]", NO_FILES]),
     ("t5", "--num-attention-heads 3 --vocab-extra-ids 5 --tokenizer-special-tokens <a> --seq-length 512 "

@@ -45,7 +45,7 @@ def test_everything_that_latent_attention_excludes_is_named_at_once():
         (f"{LATENT} --qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7: rotates 7 of 7 channels"),
         (f"{LATENT} --rope-type rope --rotary-percent 0.1 --qk-pos-emb-head-dim 4", "--rotary-percent 0.1: rotates 0"),
         (f"{LATENT} --v-head-dim 0", "--v-head-dim 0: must be at least 1"),
-        ("--rope-type yarn", "--rope-type yarn: is the rotation of --multi-latent-attention; --position-embedding"),
+        ("--rope-type yarn", "--rope-type yarn: requires --multi-latent-attention, or an equal"),
         ("--recompute-granularity selective --recompute-modules mla_up_proj", "--recompute-modules mla_up_proj: mla"),
     ],
 )

@@ -20,11 +20,11 @@ def problems(family, text, world_size=1):
 
 
 @pytest.mark.parametrize("family, text, flag, reason", [
-    ("bert", "GPT2BPETokenizer --merge-file m", "--tokenizer-type GPT2BPETokenizer", "no tokens for cls, sep and mask"),
-    ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no tokens for cls, sep and mask"),
+    ("bert", "GPT2BPETokenizer --merge-file m", "--tokenizer-type GPT2BPETokenizer", "no cls, sep and mask tokens"),
+    ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no cls, sep and mask tokens"),
     ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4", "--seq-length 4", "at least 5"),
     ("bert", "BertWordPieceCase --seq-length 4 --mask-prob 0.4", "--seq-length 4", "leaves 1 token for text"),
-    ("bert", "BertWordPieceCase --mask-prob 0.03", "--mask-prob 0.03", "not one of the 29 tokens of a sample; at least "
+    ("bert", "BertWordPieceCase --mask-prob 0.03", "--mask-prob 0.03", "none of the 29 tokens of a sample; at least "
      "0.035"),
     ("t5", "BertWordPieceCase --seq-length 3", "--seq-length 3", "at least 4"),
     ("t5", "BertWordPieceCase --mask-prob 0.033", "--mask-prob 0.033", "at least 0.034"),
@@ -33,8 +33,8 @@ def problems(family, text, world_size=1):
     ("t5", "BertWordPieceCase --vocab-extra-ids 1 --mask-prob 0.3", "--vocab-extra-ids 1", "about 3 spans"),
     ("t5", "BertWordPieceLowerCase", "--vocab-extra-ids", "LowerCase has no sentinels"),
     ("t5", "BertWordPieceCase --vocab-extra-ids 0", "--vocab-extra-ids 0", "--vocab-extra-ids 100"),
-    ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "takes no sentinels"),
-    ("gpt", "TikTokenizer --tokenizer-model m --vocab-extra-ids 9", "--vocab-extra-ids 9", "takes no sentinels"),
+    ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "does not support sentinels"),
+    ("gpt", "TikTokenizer --tokenizer-model m --vocab-extra-ids 9", "--vocab-extra-ids 9", "does not support sent"),
 ])  # fmt: skip
 def test_what_no_sample_can_be_made_with_is_refused(family, text, flag, reason):
     (problem,) = problems(family, WORDS + text)
@@ -55,9 +55,9 @@ def test_a_length_is_named_as_it_was_given():
 
 
 @pytest.mark.parametrize("family, text, reason", [
-    ("bert", "--attention-dropout 0.1", "drop no weights; --attention-dropout 0"),
-    ("t5", "", "lays samples of pretrain_bert.py end to end"),
-    ("gpt", "", "--reset-attention-mask keeps documents apart"),
+    ("bert", "--attention-dropout 0.1", "which have no dropout; --attention-dropout 0"),
+    ("t5", "", "is supported only by pretrain_bert.py"),
+    ("gpt", "", "use --reset-attention-mask to separate documents"),
 ])  # fmt: skip
 def test_rows_of_several_samples_are_for_some_runs(family, text, reason):
     flags = f"NullTokenizer --vocab-size 99 --mock-data --attention-dropout 0 --use-packed-sequence {text}"

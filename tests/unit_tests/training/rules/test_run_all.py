@@ -72,22 +72,22 @@ def test_consistent_settings_pass(text):
         ("--num-layers 0", "--num-layers 0: must be at least 1"),
         # formats of optimizer state
         ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: requires --use-precision-aware-optimizer"),
-        ("--use-precision-aware-optimizer --exp-avg-dtype fp8", "--exp-avg-dtype fp8: is not available: moments are"),
-        ("--use-precision-aware-optimizer --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: has 8 bits"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp8", "--exp-avg-dtype fp8: is not available: it would"),
+        ("--use-precision-aware-optimizer --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: has 8 significant bits"),
         ("--use-precision-aware-optimizer --main-params-dtype fp16", "--main-params-dtype fp16: is not available"),
-        ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: gradients are read in"),
-        ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: is about Adam"),
+        ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: must equal the dtype in"),
+        ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: requires --optimizer adam"),
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: requires --group-query-attention; add that flag"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: does not divide"),
-        ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer: repeats a layer that is not there; --mtp-num-layers N"),
+        ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer: requires --mtp-num-layers; add --mtp-num-layers N"),
         ("--seq-length 64", "--max-position-embeddings 32: is smaller than --seq-length 64; give at least 64"),
         ("--no-position-embedding", "--no-position-embedding: contradicts learned positions"),
         ("--use-rope-scaling", "--use-rope-scaling: needs rotary positions; --position-embedding-type rope"),
         ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0: must be more than 0"),
         ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2: rotates 3 of 16 channels"),
         ("--position-embedding-type yarn", "--yarn-original-max-position-embeddings: is required"),
-        ("--swiglu --squared-relu", "--squared-relu: contradicts --swiglu; choose one activation"),
+        ("--swiglu --squared-relu", "--squared-relu: contradicts --swiglu; give one activation"),
         ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0: needs a gated activation"),
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2: requires --window-size"),
         ("--window-size 7,0 --window-attn-skip-freq [1,0,1]", "--window-attn-skip-freq 1 0 1: has 3 entries for 2"),
@@ -97,11 +97,11 @@ def test_consistent_settings_pass(text):
         ("--relu --swiglu", "--relu: contradicts --swiglu"),
         ("--exact-gelu --swiglu", "--exact-gelu: contradicts --swiglu"),
         ("--qk-layernorm-across-heads --normalization RMSNorm", "--qk-layernorm-across-heads: requires"),
-        ("--qk-layernorm --qk-layernorm-across-heads", "--qk-layernorm-across-heads: is not for --normalization Layer"),
+        ("--qk-layernorm --qk-layernorm-across-heads", "--qk-layernorm-across-heads: is not supported with --norm"),
         ("--use-parallel-residual --apply-residual-connection-post-layernorm", "--use-parallel-residual: contradicts"),
         ("--norm-placement post --apply-residual-connection-post-layernorm", "--norm-placement post: contradicts"),
         ("--rotary-base-local 100 --window-size 7,0", "--rotary-base-local 100.0: needs rotary positions"),
-        ("--rotary-base-local 100", "--rotary-base-local 100.0: is for layers with a window; add --window-size"),
+        ("--rotary-base-local 100", "--rotary-base-local 100.0: requires --window-size; add --window-size"),
         ("--no-rope-freq 2", "--no-rope-freq 2: needs rotary positions; add --position-embedding-type rope"),
         ("--no-rope-freq [1] --position-embedding-type rope", "--no-rope-freq 1: has 1 entries for 2 layers"),
         ("--softmax-scale 0", "--softmax-scale 0: must be"),
@@ -150,11 +150,11 @@ def test_consistent_settings_pass(text):
         # data
         ("--data-path x", "--mock-data: contradicts --data-path; give one source of data"),
         ("--encoder-seq-length 16", "--encoder-seq-length 16: contradicts --seq-length 32"),
-        ("--eval-iters 99999999999", "--eval-iters 99999999999: takes 199,999,999,998 samples, whose order"),
-        ("--train-iters 99999999999", "--train-iters 99999999999: takes 199,999,999,998 samples"),
+        ("--eval-iters 99999999999", "--eval-iters 99999999999: is 199,999,999,998 samples; their order"),
+        ("--train-iters 99999999999", "--train-iters 99999999999: is 199,999,999,998 samples"),
         ("--num-workers -1", "--num-workers -1: must be at least 0"),
         ("--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: there is no such file"),
-        ("--vocab-file /tmp", "--vocab-file /tmp: is no file; give a file"),
+        ("--vocab-file /tmp", "--vocab-file /tmp: is not a file; give a file"),
         (f"--load {__file__}/x", f"--load {__file__}/x: cannot be opened (Not a directory)"),
         (f"--non-persistent-global-ckpt-dir {__file__}/x", f"--non-persistent-global-ckpt-dir {__file__}/x: cannot be"),
         ("--tokenizer-type GPT2BPETokenizer", "--vocab-file: is required by --tokenizer-type GPT2BPETokenizer"),
@@ -293,7 +293,7 @@ def test_an_empty_path_is_refused():
             given = ["a", value] if spec.nargs else value
             cfg = SimpleNamespace(**{**dict.fromkeys(rules_checkpoints.PATHS), field: given})
             [found] = rules_checkpoints.paths_are_not_empty(cfg)
-            assert found.flag == spec.names[0] and "is a variable unset?" in str(found)
+            assert found.flag == spec.names[0] and "check whether a shell variable is unset" in str(found)
 
 
 def test_every_flag_that_names_a_place_is_checked_for_emptiness():
