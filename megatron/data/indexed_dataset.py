@@ -254,7 +254,7 @@ def resolve_prefix(path_prefix: str) -> str:
     )
     hint = f" Near by: {', '.join(near)}." if near else ""
     raise MissingDatasetError(
-        f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor these with {' or '.join(DEFAULT_SUFFIXES)} "
+        f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor with {' or '.join(DEFAULT_SUFFIXES)} "
         f"behind the name exist as a pair.{hint} "
         "A data path is what tools/preprocess_data.py printed, without .bin or .idx."
     )

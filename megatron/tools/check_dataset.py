@@ -137,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         "--vocab-size",
         "--vocab_size",
         type=int,
-        help="ids must be below this; default: what the data set's sidecar says",
+        help="upper limit of the ids; default: the vocabulary size in the data set's sidecar",
     )
     args = parser.parse_args(argv)
     status = 0

@@ -26,7 +26,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--text", required=True, action="append", help="text with masks; may be given several times")
-    parser.add_argument("--text-pair", action="append", default=[], metavar="TEXT", help="a second part of each text")
+    parser.add_argument("--text-pair", action="append", default=[], metavar="TEXT", help="second part of each text")
     parser.add_argument("--top-k", type=int, default=5, metavar="K", help="tokens to show for each mask")
     args = parser.parse_args(argv)
     if args.text_pair and len(args.text_pair) != len(args.text):

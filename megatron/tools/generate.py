@@ -32,11 +32,14 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue (GPT; default: a new document), or to fill (T5)")  # fmt: skip
-    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="further prompts, one a line")
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with more prompts, one per line")
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens; 0: from all")
-    parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens of this mass; 0: all")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all tokens")
+    parser.add_argument(
+        "--top-p", type=float, default=0.9,
+        help="sample from the most likely tokens of this total probability; 0: all tokens",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     return parser.parse_args(argv)
 

@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
-    parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this much text")
+    parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this many bytes")
     kinds = ("files", "functions", "docs")
-    parser.add_argument("--documents", choices=kinds, default="files", help="what a line holds")
+    parser.add_argument("--documents", choices=kinds, default="files", help="content of a line")
     parser.add_argument("--seed", type=int, default=1234, help="of the document order")
     args = parser.parse_args(argv)
     root = Path(sysconfig.get_path("stdlib"))

@@ -174,7 +174,7 @@ def choose_panels(runs: list[Run], keys: list[str] | None) -> list[str]:
         missing = [key for key in keys if key not in known]
         if missing:
             names = ", ".join(sorted(known, key=lambda key: ("/" in key, key)))
-            raise UserError(f"--keys {missing[0]!r}: no run has it; there are {names}")
+            raise UserError(f"--keys {missing[0]!r}: not in any run; available: {names}")
         return keys
     losses = list(dict.fromkeys(name for run in runs for name in run.losses()))
     speed = "tflops_per_device" if any("tflops_per_device" in run.timing for run in runs) else "tokens_per_second"
@@ -349,7 +349,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
-    parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is its format")
+    parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")
     parser.add_argument("--text", action="store_true", help="draw on the terminal")
     parser.add_argument(
         "--keys", nargs="+", help="values to draw; default: losses, learning rate, gradient norm, experts, speed"
@@ -357,7 +357,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--labels", nargs="+", help="a name for each run; default: the part of the path that differs")
     parser.add_argument(
         "--smooth", nargs="?", type=float, const=0.0, metavar="HALF_LIFE",
-        help="lay a moving average over training values; half-life in iterations, default a 100th of the run",
+        help="add a moving average of training values; half-life in iterations, default a 100th of the run",
     )  # fmt: skip
     parser.add_argument("--x", choices=sorted(X_LABELS), default="iteration", help="what the x axis counts")
     options = parser.parse_args(arguments)

@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
                         help="separator of documents in .txt files [blank-line]")  # fmt: skip
     parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
     parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257 (bpe) or 64")
-    parser.add_argument("--output", required=True, help="folder for the files, made if need be")
-    parser.add_argument("--kind", choices=["bpe", "wordpiece"], default="bpe", help="GPT's kind or BERT's [bpe]")
+    parser.add_argument("--output", required=True, help="output folder, created if missing")
+    parser.add_argument("--kind", choices=["bpe", "wordpiece"], default="bpe", help="bpe for GPT, wordpiece for BERT")
     parser.add_argument("--cased", action="store_true", help="with --kind wordpiece: keep upper case and accents")
     parser.add_argument("--max-bytes", "--max_bytes", type=int, help="train on about the first MAX_BYTES bytes")
     args = parser.parse_args(argv)

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: --metrics contains no validation loss.
     """
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="whose the flags are")
+    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="program of these flags")
     own.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
     options, flags = own.parse_known_args(argv)
     family = PROGRAMS[options.program]

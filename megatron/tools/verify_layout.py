@@ -301,8 +301,8 @@ def table(verdict: Any) -> str:
 def main(argv: Sequence[str]) -> int:
     """Verify the layout of the flags ``argv`` and print the verdict; return the exit code (1: different)."""
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--world-size", type=int, help="ranks; default: the fewest that the layout needs")
-    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="whose the flags are")
+    own.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
+    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="program of these flags")
     own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")
     options, flags = own.parse_known_args(argv)
     cfg = parse_args(flags, needs_data=False, model_family=PROGRAMS[options.program])

@@ -139,7 +139,7 @@ class BlendedMegatronDatasetBuilder:
             return None
         if bounds is None or (blend is None and not config.mock):
             flag = "--split" if bounds is None else f"--{split.name}-data-path"
-            logger.warning("no %s data: %s gives that split nothing, so there will be none of it", split.name, flag)
+            logger.warning("no %s data: %s assigns nothing to this split", split.name, flag)
             return None
         if config.mock:
             return self._build_source(None, split, bounds, size)

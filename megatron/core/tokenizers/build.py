@@ -42,7 +42,7 @@ def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
         return build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include, extra_ids)
     if extra_ids:
         raise UserError(
-            f"--vocab-extra-ids {extra_ids}: --tokenizer-type {kind} takes no sentinels; remove it, or use one of "
+            f"--vocab-extra-ids {extra_ids}: --tokenizer-type {kind} does not support sentinels; remove it, or use "
             "BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer, HuggingFaceTokenizer"
         )
     if kind == "TikTokenizer":

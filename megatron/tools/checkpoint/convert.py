@@ -57,19 +57,19 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--saver", required=True, choices=(*formats.SAVERS, *formats.SAVER_ALIASES), metavar="FORMAT",
                       help=f"format of the result: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
-    made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to make")
+    made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to create")
     made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT", "T5"),
-                      help="kind of model of a folder that does not say it")  # fmt: skip
-    made.add_argument("--dtype", choices=DTYPES, help="convert weights to this kind of number; default: as they are")
-    made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="bound on a file's size")
+                      help="model type, if the folder does not contain it")  # fmt: skip
+    made.add_argument("--dtype", choices=DTYPES, help="dtype of the converted weights; default: unchanged")
+    made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="maximum size of a file")
     made.add_argument("--keep-vocab-padding", action="store_true",
-                      help="keep the rows that pad a vocabulary of Megatron-LM's: its softmax has them")  # fmt: skip
-    made.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+                      help="keep the padding rows of a Megatron-LM vocabulary, part of its softmax")  # fmt: skip
+    made.add_argument("--no-optimizer", action="store_true", help="omit the optimizer state")
     made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
-    made.add_argument("--check-logits", action="store_true", help="compare them however large the model is")
-    made.add_argument("--true-vocab-size", type=int, metavar="N", help="the same as --vocab-size")
+    made.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
+    made.add_argument("--true-vocab-size", type=int, metavar="N", help="alias of --vocab-size")
     for name in LAYOUT:
-        made.add_argument(name, help="accepted for scripts, without effect: any layout loads the result")
+        made.add_argument(name, help="accepted for scripts, no effect: any layout loads the result")
     return made
 
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         flags += ["--vocab-size", str(args.true_vocab_size)]
     for name in LAYOUT:
         if getattr(args, name[2:].replace("-", "_")) is not None:
-            say(f"{name}: without effect, any layout loads the result")
+            say(f"{name}: no effect, any layout loads the result")
     saver = formats.SAVER_ALIASES.get(args.saver, args.saver)
     loader, source = formats.open_checkpoint(
         args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
@@ -226,6 +226,7 @@ def how_to_load(folder: str, source: Interchange) -> str:
     """Return a line with the flags that load the result."""
     if "train_state" in source.objects:
         fresh = "" if "optimizer" in source.objects else " --no-load-optim"
-        return f"go on with: --load {folder} --use-checkpoint-args --no-load-rng{fresh}, and the run's own flags"
+        flags = f"--load {folder} --use-checkpoint-args --no-load-rng{fresh}"
+        return f"continue training with: {flags}, and the run's other flags"
     own = "--decoder-seq-length N and a --save" if source.settings.get("model_family") == "t5" else "a --save"
     return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {own} of your own"

@@ -35,7 +35,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
-    said = f"format of what is read: {', '.join(LOADERS)}; default: what the folder looks like"
+    said = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"
     made.add_argument("--loader", default="auto", choices=choices, metavar="FORMAT", help=said)
     made.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read; default: the latest")
     return made
@@ -68,7 +68,7 @@ def detect_format(folder: Path) -> str:
         return "safetensors"
     if len(inner) > 1:  # a --save folder without a complete checkpoint: the native loader reports the reason
         return "native"
-    raise CheckpointError(f"{folder}: looks like none of {', '.join(LOADERS)}; --loader says which it is")
+    raise CheckpointError(f"{folder}: matches none of the formats {', '.join(LOADERS)}; give --loader FORMAT")
 
 
 def open_checkpoint(

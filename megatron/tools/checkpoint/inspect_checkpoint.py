@@ -30,10 +30,12 @@ def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool."""
     made = formats.parser(__doc__)
     made.add_argument("folder", help="a checkpoint of any format")
-    made.add_argument("other", nargs="?", help="another one to compare it with")
-    made.add_argument("--other-loader", default="auto", choices=(*formats.LOADERS, "auto"), help="format of the other")
+    made.add_argument("other", nargs="?", help="second checkpoint to compare with")
+    made.add_argument(
+        "--other-loader", default="auto", choices=(*formats.LOADERS, "auto"), help="format of the second checkpoint"
+    )
     made.add_argument("--norms", action="store_true", help="read all values: 2-norm and largest absolute value")
-    made.add_argument("--tolerance", type=float, default=0.0, help="differences up to this count as none")
+    made.add_argument("--tolerance", type=float, default=0.0, help="ignore differences up to this size")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     made = formats.parser(__doc__)
     made.add_argument("folder", help="a checkpoint of any format")
     made.add_argument("--all", action="store_true", help="every iteration of a --save folder")
-    made.add_argument("--no-names", action="store_true", help="do not compare names and shapes with a model's")
+    made.add_argument("--no-names", action="store_true", help="do not compare names and shapes with the model")
     return made
 
 

@@ -122,7 +122,7 @@ class Checkpointer:
         if self.fast is not None:
             if self.cfg.non_persistent_ckpt_type == "local" and not _one_host(self.groups.world.size):
                 flags = "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir"
-                raise CheckpointError(f"{flags} {self.fast}: ranks run on several hosts, which do not share it; give"
+                raise CheckpointError(f"{flags} {self.fast}: ranks run on several hosts that do not share it; give"
                                       " --non-persistent-ckpt-type global with a folder that they share")  # fmt: skip
             self._locks.append(SaveLock(self.fast, "the folder of --non-persistent-save-interval"))
             self._identity = identity(self.cfg.save, make=True)

@@ -167,7 +167,7 @@ def set_aside(folder: str, newer_than: int | None) -> None:
         raise CheckpointError(f"{folder}: older checkpoints cannot be moved aside ({error.strerror})") from error
     start = "it starts over" if newer_than is None else f"it continued from iteration {newer_than}"
     logger.warning(
-        "WARNING: %s: moved to %s, as this run does not continue from them: %s. Delete them when they are not wanted.",
+        "WARNING: %s: moved to %s, as this run does not continue from them: %s. Delete them if you do not need them.",
         ", ".join(names), target, start,
     )  # fmt: skip
 

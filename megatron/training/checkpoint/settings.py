@@ -174,13 +174,13 @@ def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing
             f"{flags[name]} {stored[name]} is not given any more and would become {current[name]}" for name in forgotten
         )
         raise CheckpointError(
-            f"{where}: {listed}: other samples would follow than in the run that saved it. Give the same flags again,"
+            f"{where}: {listed}: the next samples would differ from the run that saved it. Give the same flags again,"
             f" or the new values explicitly if they are meant (such as {flags[forgotten[0]]} {current[forgotten[0]]})"
         )
 
 
 def in_a_box(lines: list[str]) -> str:
     """Return ``lines`` as a warning framed by asterisks."""
-    title = "WARNING: this run does not go on as the run that saved the checkpoint would have"
+    title = "WARNING: this run differs from a continuation of the run that saved the checkpoint"
     width = max(map(len, (title, *lines))) + 2
     return "\n".join(["", "*" * width, title, *(f"  {line}" for line in lines), "*" * width])

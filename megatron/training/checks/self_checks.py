@@ -140,7 +140,7 @@ def find_problems(
         if problem := coverage_problem(own[0].shape, rectangles):
             yield f"{name}: the ranks {problem}"
     for stages, names in doubled.items():
-        yield f"{listed(names, most=3)} on stages {' and '.join(map(str, stages))}, though nothing ties them"
+        yield f"{listed(names, most=3)} on stages {' and '.join(map(str, stages))}, without being tied"
     if num_parameters is not None and total != num_parameters:
         yield (
             f"the ranks hold {total:,} parameters, {task}.num_parameters() makes {num_parameters:,} of the settings; "

@@ -94,7 +94,7 @@ def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any
     silent = sources_without_record(config, tokenizer)
     if silent:
         logger.warning(
-            "%d data set(s) do not say which tokenizer made them (the first: %s); token ids are checked against the"
+            "%d data set(s) do not record their tokenizer (the first: %s); token ids are checked against the"
             " vocabulary of %d as samples are drawn", len(silent), silent[0], tokenizer.vocab_size,
         )
 

@@ -96,7 +96,7 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
     return ExitReason(
         "unsaved",
         f"stopping: the last {failures} saves to --save {folder} failed, the latest: {why}. Checkpoints before them are"
-        " intact: make room there, or mend the file system, and start the same command with --load on that folder."
+        " intact: free space there, or repair the file system, and start the same command with --load on that folder."
         " --max-failed-saves sets how many failures are allowed",
     )
 
@@ -108,7 +108,7 @@ def as_signal(value: signal.Signals | str | int) -> signal.Signals:
             return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
         return signal.Signals(value)
     except (KeyError, ValueError):
-        raise UserError(f"--exit-signal: {value!r} is no signal of this system; use e.g. SIGTERM or SIGUSR1") from None
+        raise UserError(f"--exit-signal: {value!r} is not a signal of this system; use e.g. SIGTERM, SIGUSR1") from None
 
 
 class ExitConditions:

@@ -35,7 +35,7 @@ class ProfilerHook(Hook):
 
     def __init__(self, start: int, end: int, directory: Path | None):
         if not 0 <= start < end:
-            raise UserError(f"--profile-step-end {end} must lie after --profile-step-start {start} (from 0 on)")
+            raise UserError(f"--profile-step-end {end} must be larger than --profile-step-start {start} (from 0 on)")
         self.start, self.end, self.directory = start, end, directory
         self.rank = 0
         self.running: Any = None

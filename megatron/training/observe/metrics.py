@@ -133,7 +133,7 @@ def check_finite(
         error = NonFiniteError(
             f"rank {rank}, iteration {iteration}{samples}: {name}{where} is {bad}. The weights have not been updated. "
             "Look at the data of that batch, lower --lr or raise the warm-up; --no-check-for-nan-in-loss-and-grad "
-            "trains on regardless"
+            "ignores it and continues"
         )
         error.elsewhere = name.endswith(OF_ANOTHER_RANK)
         raise error

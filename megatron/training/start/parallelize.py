@@ -87,7 +87,7 @@ def parallelize(
             for chunk in model_chunks
         ]
     if cfg.use_torch_fsdp2:
-        logger.info("--use-torch-fsdp2: one data-parallel rank, whose shards are the whole weights")
+        logger.info("--use-torch-fsdp2: only one data-parallel rank: weights are not sharded")
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 
 

@@ -205,7 +205,7 @@ class Monitor(threading.Thread):
             return rank in answers, last.iteration, not last.waits_for_data, waits, last.ticks, -last.silence
 
         rank = min(heartbeats, key=order)
-        silent = "" if rank in answers else "; it answers nothing"
+        silent = "" if rank in answers else "; it does not answer"
         stack = answers[rank].stack if rank in answers else ""
         last = heartbeats[rank]
         return Failure(rank, f"{last.where}: no progress for {last.silence:.0f} s{silent}", stack)

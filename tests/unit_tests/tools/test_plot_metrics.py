@@ -72,7 +72,7 @@ def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_pa
     assert main([str(folder), "--output", str(tmp_path / "p.svg"), "--keys", "num_tokens"]) == 0
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
     assert main([str(folder), "--output", str(tmp_path / "q.png"), "--keys", "los"]) == 2
-    assert "--keys 'los': no run has it; there are " in capsys.readouterr().err
+    assert "--keys 'los': not in any run; available: " in capsys.readouterr().err
     assert not (tmp_path / "q.png").exists()
 
 

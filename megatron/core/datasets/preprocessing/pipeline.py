@@ -251,7 +251,7 @@ class _Run:
         except BrokenProcessPool as error:
             raise UserError(
                 f"a worker process died (out of memory, or killed); finished parts are kept in {self.folder}: run the "
-                "same command again, with fewer --workers if memory ran out"
+                "same command again, with fewer --workers if memory was exhausted"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -96,7 +96,7 @@ class PreprocessConfig:
         if self.max_bad_lines is not None and self.max_bad_lines < 0:
             found.append(f"--max-bad-lines {self.max_bad_lines}: must be at least 0")
         if self.sentence_special_tokens and not self.split_sentences:
-            found.append("--sentence-special-tokens has no meaning without --split-sentences; add that flag")
+            found.append("--sentence-special-tokens has no effect without --split-sentences; add that flag")
         if len(set(self.json_keys)) != len(self.json_keys):
             found.append(f"--json-keys {' '.join(self.json_keys)}: names a key twice")
         found += [

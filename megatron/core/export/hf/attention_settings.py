@@ -68,7 +68,7 @@ def one_group(key: str, heads: str) -> Computed:
 
     def load(config: Table) -> dict[str, Any]:
         if not get(config, (key,), True):
-            raise refuse(key, False, "which cannot be converted: only one head of keys and values can")
+            raise refuse(key, False, "which cannot be converted: only 1 key/value head can")
         return {"num_query_groups": 1, "group_query_attention": get(config, (heads,)) > 1}
 
     def save(settings: Table) -> dict[str, Any]:
@@ -114,14 +114,14 @@ class Rope(Rule):
     def load(self, config: Table) -> dict[str, Any]:
         given = get(config, ("rope_parameters", "rope_scaling"), {})
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            raise refuse("rope_parameters", given, "which cannot be represented: all layers rotate in one way")
+            raise refuse("rope_parameters", given, "which cannot be represented: layers must rotate equally")
         stretch = {name: value for name, value in given.items() if value is not None}
         base = stretch.pop("rope_theta", get(config, (self.base_key,), self.base))
         share = stretch.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
         kind = stretch.pop("rope_type", None) or stretch.get("type") or "default"
         stretch.pop("type", None)
         if share != 1.0 and self.share is None:
-            raise refuse(self.share_key, share, "but the family rotates all channels")
+            raise refuse(self.share_key, share, "but the family applies rotary positions to all channels")
         if kind not in self.kinds:
             raise refuse("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
         settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rotary_base(self.base_key, base)}
@@ -143,7 +143,7 @@ class Rope(Rule):
         if self.share is not None:
             config[self.share_key] = share
         elif share != 1.0:
-            raise refuse("rotary_percent", share, "the family rotates all channels")
+            raise refuse("rotary_percent", share, "the family applies rotary positions to all channels")
         stretch: dict[str, Any] | None = None
         if factor := settings["rotary_seq_len_interpolation_factor"]:
             stretch = {"rope_type": "linear", "factor": float(factor)}
@@ -155,7 +155,7 @@ class Rope(Rule):
             stretch = _save_yarn(settings)
         kind = stretch["rope_type"] if stretch else "default"
         if kind not in self.kinds:
-            raise refuse("rope_type", kind, f"the family knows {', '.join(self.kinds)}")
+            raise refuse("rope_type", kind, f"the family supports {', '.join(self.kinds)}")
         return {**config, "rope_scaling": stretch}
 
 
@@ -188,7 +188,7 @@ def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
 def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
-        raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which only count together")
+        raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which must be given together")
     factor, given = _factor(stretch), stretch.pop("attention_factor", None)
     usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
     if given is not None and (weights[0] or not math.isclose(given, usual, rel_tol=1e-6)):
@@ -238,7 +238,7 @@ def unstretched_base(kind: str, tables: Table, key: str, base: float) -> float:
     given = {**(tables.get(kind) or {})}
     base = given.pop("rope_theta", base)
     if given.pop("rope_type", "default") != "default" or given:
-        raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: it is not stretched")
+        raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: its positions are not scaled")
     return rotary_base(key, base)
 
 
@@ -300,7 +300,7 @@ class Window(Rule):
         size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)
         on = any(has)
         if on and (size[0] < 0 or size[1] > 0):
-            raise refuse("window_size", size, "only a left side can be said")
+            raise refuse("window_size", size, "only left windows can be exported")
         if on and not all(has) and not self.by_layer:
             raise refuse("window_attn_skip_freq", skip, "the family has a window in every layer or none")
         # transformers builds the masks of both layer types and needs a width even if no layer has a window

@@ -115,7 +115,7 @@ class Family:
         for name, value in config.items():
             if name not in known and value not in (None, False, [], {}):
                 raise refuse(
-                    name, value, f"which {self.model_type} has no place for; remove it if the model is the same without"
+                    name, value, f"which {self.model_type} does not have; remove it if the model is equal without it"
                 )
         return {**settings, "model_family": self.model_family}
 
@@ -143,12 +143,12 @@ class Family:
             except UserError as error:
                 yield str(error)
             except (TypeError, ArithmeticError):  # a rule computes with a setting that is None for this model
-                yield str(refuse(rule.ours[0], settings[rule.ours[0]], "which no model of the family has"))
+                yield str(refuse(rule.ours[0], settings[rule.ours[0]], "which the family does not support"))
 
     def _without_rule(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """Yield the problems of settings that no rule reads and that are not off."""
         if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
-            yield "moe_router_load_balancing_type is 'quantile_balancing', whose bias no family has"
+            yield "moe_router_load_balancing_type is 'quantile_balancing', whose bias no family supports"
         said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
         if "num_moe_experts" in said and settings["num_moe_experts"] is None:
             yield "num_moe_experts is None, the family has experts"

@@ -68,7 +68,7 @@ def _build(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> Tokenizer
     try:
         return build_tokenizer(TokenizerConfig(**values))
     except (UserError, OSError) as error:
-        logger.warning("no tokenizer goes along: %s", error)
+        logger.warning("no tokenizer is exported: %s", error)
         return None
 
 

@@ -116,7 +116,7 @@ def unflatten_distributed(
     return {STATES[kind]: join_ranks(ranks, tp, gated, where) for kind, ranks in result.items()}
 
 
-_ADVICE = "save once more there with --dist-ckpt-optim-fully-reshardable, and convert that"
+_ADVICE = "save it again in Megatron-LM with --dist-ckpt-optim-fully-reshardable, and convert that"
 
 
 def _equal(weight: LazyTensor, main: LazyTensor) -> bool:

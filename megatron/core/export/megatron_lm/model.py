@@ -62,12 +62,12 @@ def build_interchange(
     """
     args = state.get("args")
     if not isinstance(args, Record) or not args.attributes:
-        raise CheckpointError(f"{where}: lacks the arguments of its run (args), which say what its weights mean")
+        raise CheckpointError(f"{where}: lacks the arguments of its run (args), needed to interpret its weights")
     if unknown := table.arguments_without_counterpart(args.attributes):
-        raise CheckpointError(f"{where}: no setting represents these arguments of its run: {'; '.join(unknown)}")
+        raise CheckpointError(f"{where}: these arguments of its run are not supported: {'; '.join(unknown)}")
     settings = table.convert_arguments(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
     padded = next((t.shape[0] for name, t in weights.items() if table.find_place(name).name == table.VOCABULARY[0]), 0)
-    notes = ["random states of its run do not come over: dropout masks differ from those that it would have drawn"]
+    notes = ["random states are not converted: dropout masks will differ from a continuation in Megatron-LM"]
     if padded_vocabulary:
         settings["vocab_size"] = padded
     elif padded > settings["vocab_size"]:

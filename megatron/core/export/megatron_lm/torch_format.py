@@ -39,7 +39,7 @@ def load_megatron_torch(
     first = _rank_file(directory, sorted(path.name for path in directory.glob("mp_rank_*"))[0])
     args = first.get("args")
     if not isinstance(args, Record):
-        raise CheckpointError(f"{directory}: lacks the arguments of its run (args), which say what its weights mean")
+        raise CheckpointError(f"{directory}: lacks the arguments of its run (args), needed to interpret its weights")
     if not isinstance(version := first.get("checkpoint_version", 0), int | float) or version < 2:
         raise CheckpointError(
             f"{directory}: checkpoint_version {version!r:.20}: before 2.0 queries, keys and values were in another"
@@ -208,7 +208,7 @@ def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named
     """Split the flat buffers of ``distrib_optim.pt``, one per virtual stage, into parameters; rejects experts."""
     kinds: dict[str, Named] = {}
     if not isinstance(saved, dict) or any(".experts." in name for named in chunks for name in named):
-        raise CheckpointError(f"{path}: flat optimizer state of experts: save there as torch_dist, and convert that")
+        raise CheckpointError(f"{path}: flat optimizer state of experts: save it as torch_dist, and convert that")
     for index, named in enumerate(chunks):
         order = [(name, each.shape) for name, each in named.items()]
         for buffer in (saved.get(index) or {}).values():

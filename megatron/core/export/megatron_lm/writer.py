@@ -142,7 +142,7 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
         elif prefix == "optimizer":
             kind, _, inner = inner.partition(".")
             if kind not in _THEIR_KINDS:
-                raise CheckpointError(f"{name}: optimizer state of a kind that Megatron-LM does not have")
+                raise CheckpointError(f"{name}: optimizer state that Megatron-LM does not support")
             named |= _their_piece(f"optimizer.state.{_THEIR_KINDS[kind]}.", inner, tensor, interchange)
     matches = {name: _LAYER_NUMBER.fullmatch(name) for name in named}
     kinds: dict[str, dict[int, set[str]]] = {}

@@ -291,7 +291,7 @@ def test_settings_that_no_family_has_are_refused_with_the_reasons_of_the_nearest
         assert bool(named) == (family.model_family == "gpt"), name
     del model.settings["qk_l2_norm"]
     model.settings |= {"moe_router_load_balancing_type": ["quantile_balancing"], "num_moe_experts": 4}
-    with pytest.raises(UserError, match="whose bias no family has"):
+    with pytest.raises(UserError, match="whose bias no family supports"):
         save_hf(model, tmp_path / "b", family="llama")
     del model.settings["moe_router_load_balancing_type"], model.settings["num_moe_experts"]
     with pytest.raises(UserError, match="qk_layernorm is False"):

@@ -118,7 +118,7 @@ def test_what_the_settings_of_gemma_say():
         ({**GEMMA_2_2B, "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ({**GEMMA_3_1B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ({**GEMMA_3_1B, "rope_local_base_freq": 0.5}, "rope_local_base_freq is 0.5"),
-        ({**GEMMA_3_1B, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "stretched"),
+        ({**GEMMA_3_1B, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "scaled"),
         ({**OLMO_2_7B, "attention_bias": True}, "attention_bias is True"),
     ],
 )

@@ -339,7 +339,7 @@ BROKEN = {
     ),
     "sentinels": (
         lambda t: flags("TikTokenizer", tokenizer_model=tiktoken_json(t / "v"), vocab_extra_ids=3),
-        "--vocab-extra-ids 3: --tokenizer-type TikTokenizer takes no sentinels",
+        "--vocab-extra-ids 3: --tokenizer-type TikTokenizer does not support sentinels",
     ),
     "null size": (lambda t: flags("NullTokenizer"), "needs --vocab-size"),
     "not yet": (lambda t: flags("SFTTokenizer"), "not available yet"),

@@ -154,7 +154,7 @@ def test_spellings_of_megatron_lms_tool_are_taken(folders, tmp_path, capsys):
     flags = ["--loader", "mcore", "--model-type", "GPT", "--target-tensor-parallel-size", "2"]
     converted(folders / "native", tmp_path / "out", "core", *flags, "--true-vocab-size", "64")
     errors = capsys.readouterr().err
-    assert "--target-tensor-parallel-size: without effect" in errors
+    assert "--target-tensor-parallel-size: no effect" in errors
     assert f"{folders / 'native'}: format native, 15 tensors, 0.000 GB" in errors
     CheckpointReader(tmp_path / "out" / "release").verify()
 
@@ -306,7 +306,7 @@ def test_a_folder_that_is_being_written_is_refused_on_both_sides(warm_python, fo
 
 def test_a_folder_of_no_known_format_is_named(tmp_path):
     (tmp_path / "in").mkdir()
-    assert "looks like none of" in refused(tmp_path / "in", tmp_path / "out")
+    assert "matches none of the formats" in refused(tmp_path / "in", tmp_path / "out")
     assert "there is no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
 
 

@@ -29,7 +29,7 @@ def test_whole_models_have_no_problems():
     [
         ([layer(0)], "layer 2 is on no rank"),
         ([layer(0), layer(1), layer(2)], "layer 3 is beyond --num-layers 2"),
-        ([layer(0), layer(1), layer(1, 1)], "decoder.layers.1.weight on stages 0 and 1, though nothing ties them"),
+        ([layer(0), layer(1), layer(1, 1)], "decoder.layers.1.weight on stages 0 and 1, without being tied"),
         ([layer(0, lengths=(2, 4)), layer(1)], "decoder.layers.0.weight: the ranks hold 8 of its 16 elements"),
         ([layer(0), layer(1)._replace(shape=(5, 4))], "20 elements"),
     ],
@@ -60,7 +60,7 @@ def test_every_branch_of_a_layer_is_wanted_once():
     assert "the feed-forward branch of layer 2 is on no rank" in list(found)
     assert "the attention branch of layer 2 is on no rank" in list(find_problems([*first, last[1]], 2, 64, TWO_LAYERS))
     doubled = "; ".join(find_problems([*first, *last, held(1, "self_attention", 1)], 2, 64, TWO_LAYERS))
-    assert doubled == "decoder.layers.1.self_attention.weight on stages 0 and 1, though nothing ties them"
+    assert doubled == "decoder.layers.1.self_attention.weight on stages 0 and 1, without being tied"
     grid = RankGrid(pp=2)
     assert list(describe_layout(grid, [*first, *last], TWO_LAYERS))[-2:] == [
         "  stage 0 (ranks 0): layer 1 + attention of layer 2; 48 parameters",
@@ -141,7 +141,7 @@ def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
     [
         ("dropped_half", "the feed-forward branch of layer 4 is on no rank"),
         ("doubled_half", "decoder.layers.1.input_layernorm.weight, decoder.layers.1.input_layernorm.bias, "
-                         "decoder.layers.1.self_attention.linear_qkv.weight, … on stages 0 and 1, though nothing ties"),
+                         "decoder.layers.1.self_attention.linear_qkv.weight, … on stages 0 and 1, without being tied"),
     ],
 )  # fmt: skip
 def test_a_half_that_is_missing_or_doubled_stops_every_rank(gloo_pool, fault, words):

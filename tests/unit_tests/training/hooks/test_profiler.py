@@ -53,5 +53,5 @@ def test_traces_lie_beside_the_tensorboard_directory(tmp_path):
 
 
 def test_an_empty_range_is_refused():
-    with pytest.raises(ValueError, match="--profile-step-end 4 must lie after --profile-step-start 4"):
+    with pytest.raises(ValueError, match="--profile-step-end 4 must be larger than --profile-step-start 4"):
         ProfilerHook(4, 4, None)

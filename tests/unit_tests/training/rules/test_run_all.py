@@ -76,7 +76,7 @@ def test_consistent_settings_pass(text):
         ("--use-precision-aware-optimizer --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: has 8 significant bits"),
         ("--use-precision-aware-optimizer --main-params-dtype fp16", "--main-params-dtype fp16: is not available"),
         ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: must equal the dtype in"),
-        ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: requires --optimizer adam"),
+        ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: requires --opt"),
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: requires --group-query-attention; add that flag"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: does not divide"),

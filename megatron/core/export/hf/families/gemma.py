@@ -49,7 +49,7 @@ def _save_scale(settings: Table) -> dict[str, Any]:
     scale = settings["softmax_scale"]
     scalar = settings["kv_channels"] if scale is None else round(scale**-2, 6)
     if scalar != int(scalar):
-        raise refuse("softmax_scale", scale, "only 1 / the square root of a whole number can be said")
+        raise refuse("softmax_scale", scale, "only 1 / the square root of a whole number can be exported")
     return {"query_pre_attn_scalar": int(scalar)}
 
 
@@ -95,7 +95,7 @@ class TwoRopes(Rope):
         local, stretch = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
         if local is None and settings["window_size"] is not None:
             if stretch:
-                raise refuse("rotary_base_local", local, "the family does not stretch it")
+                raise refuse("rotary_base_local", local, "rotary scaling is not supported by the family")
             local = settings["rotary_base"]
         return {**super().save(settings), "rope_local_base_freq": float(local or 10000)}
 

@@ -30,7 +30,7 @@ def _load_layers(config: Table) -> dict[str, Any]:
 def _save_layers(settings: Table) -> dict[str, Any]:
     size, local = settings["window_size"], settings["rotary_base_local"] or settings["rotary_base"]
     if size and (size[0] != size[1] or size[0] < 0):
-        raise refuse("window_size", size, "the family has windows with as many tokens on either side")
+        raise refuse("window_size", size, "the family requires windows of equal size on both sides")
     has = attention.layers_with_windows(settings)
     bases = {FULL: float(settings["rotary_base"]), SLIDING: float(local)}
     return {

@@ -20,7 +20,7 @@ def _load_head(config: Table) -> dict[str, Any]:
 def _save_head(settings: Table) -> dict[str, Any]:
     scaled = settings["scale_decoder_outputs"]
     if scaled == settings["untie_embeddings_and_output_weights"]:
-        raise refuse("scale_decoder_outputs", scaled, "a shared output layer is scaled and without bias there")
+        raise refuse("scale_decoder_outputs", scaled, "a shared output layer is scaled and has no bias in transformers")
     return {"tie_word_embeddings": scaled, "scale_decoder_outputs": scaled}
 
 
@@ -54,7 +54,7 @@ def _stack(stack: str, mlp: int) -> Weights:
 CROSS = "decoder.block.*.layer.1"
 T5 = Family(
     "t5", "T5ForConditionalGeneration", models="T5 1.0, 1.1, Flan-T5",
-    limits=("an output layer that is shared and has a bias (Megatron-LM's default)",),
+    limits=("a shared output layer with a bias (Megatron-LM's default)",),
     config=(
         *same(hidden_size="d_model", num_attention_heads="num_heads", vocab_size="vocab_size", kv_channels="d_kv",
               ffn_hidden_size="d_ff", num_layers="num_layers"),

@@ -93,7 +93,7 @@ def test_sentences_have_special_tokens_around_them_on_request(tmp_path):
         assert found[1] == [[2, *ids, 3] for ids in found[0]]
     with pytest.raises(ValueError, match="--sentence-special-tokens: ByteLevelTokenizer adds no tokens"):
         run(tmp_path, jsonl(), "none", split_sentences=True, sentence_special_tokens=True)
-    with pytest.raises(ValueError, match="--sentence-special-tokens has no meaning without --split-sentences"):
+    with pytest.raises(ValueError, match="--sentence-special-tokens has no effect without --split-sentences"):
         run(tmp_path, jsonl(), "none", tokenizer, sentence_special_tokens=True)
 
 

@@ -129,7 +129,7 @@ def test_flat_buckets_of_the_distributed_optimizer_are_the_whole_states(written,
 
 
 @pytest.mark.parametrize(("harm", "message"), [
-    (lambda pieces, common: setattr(common["args"], "tensor_model_parallel_size", 1), "of 4 ranks: save once more"),
+    (lambda pieces, common: setattr(common["args"], "tensor_model_parallel_size", 1), "of 4 ranks: save it again"),
     (lambda pieces, common: [piece[(0,)].neg_() for name, piece in pieces.items() if "idx_1." in name
                              and name.endswith(".param")], "the flat state of rank 1 is in no known order"),
     (lambda pieces, common: pieces.update({
