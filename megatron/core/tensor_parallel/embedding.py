@@ -49,6 +49,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Add ``grad`` to rows ``ids`` of ``main_grad`` in place, skipping absent ids, and return a placeholder
+        gradient for the token ``ready``. The weight gets no gradient from autograd."""
         (ids,) = ctx.saved_tensors  # -1 where another rank has the row: skipped
         main_grad = linear.fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)

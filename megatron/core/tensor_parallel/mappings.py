@@ -47,7 +47,8 @@ def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None,
     output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False,
 ) -> Tensor:  # fmt: skip
-    """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...].
+    """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...]. Raises ValueError for
+    ``output_split_sizes`` without ``tensor_parallel_output_grad``.
 
     Args:
         input_: this rank's shard.
