@@ -70,8 +70,10 @@ class _LossFunctions:
         return output, partial(self._loss, loss_func)
 
     def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
-        """Call the program's ``loss_func``, record its last value, and return the scaled loss for the runtime. Raises
-        ValueError if there is no loss function but a backward, or it returned neither 2 nor 3 values."""
+        """Call the program's ``loss_func``, append its last value to ``results``, and return (loss scaled as in the
+        module docstring, [num_tokens,] {}). Without a loss function, or for non-loss data, records the output or what
+        ``loss_func`` returns, and returns a zero loss. Raises ValueError if there is no loss function but a backward,
+        or it returned neither 2 nor 3 values."""
         if loss_func is None and self.has_backward:
             raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
         if loss_func is None or non_loss:

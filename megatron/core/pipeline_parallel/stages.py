@@ -44,7 +44,8 @@ class LayerPart(NamedTuple):
 
 
 def layer_parts(branches: range, names: BranchNames) -> Iterator[LayerPart]:
-    """Yield the layers, or parts of layers, in a range of branches (indices from 0 over the full model)."""
+    """Yield a ``LayerPart`` for each layer with branches in the range ``branches`` (indices from 0 over the full
+    model), in order. The first and last may be parts of layers; their branch indices count within the layer."""
     first = 0
     for layer, own in enumerate(names):
         held = range(max(branches.start - first, 0), min(branches.stop - first, len(own)))
@@ -92,6 +93,8 @@ class StageContents:
         return not all(part.is_whole for part in self.parts)
 
     def __str__(self) -> str:
+        """Return text such as ``embedding + attention of layer 1 + layers 2-3 + loss + multi-token prediction``, with
+        layers from 1 and ranges of full layers joined; "nothing" for an empty stage."""
         labels = ["embedding"] if self.embedding else []
         whole: list[int] = []
         for part in [*self.parts, None]:
@@ -157,6 +160,8 @@ class _LayoutParser:
         return result
 
     def repetitions(self) -> int:
+        """Parse an optional ``*`` and number (blanks and commas between are ignored) and return the number, which may
+        be 0; 1 without ``*``. Raises LayoutError if no digit follows, or more than nine."""
         if self.peek() != "*":
             return 1
         self.at += 1
@@ -183,7 +188,9 @@ class _Order:
         """Number of branches that are missing to complete the last layer."""
 
     def take(self, symbol: str, at: int) -> None:
-        """Process the next symbol, at position ``at``. Raises LayoutError if it is not allowed here."""
+        """Process the next symbol (not ``|``), at position ``at``. Raises LayoutError for anything after L, a second E,
+        E that is not first, a layer after m, or another symbol than the next a or f inside an incomplete layer. Updates
+        layers and branches."""
         fail, seen = self.parser.fail, self.seen
         if "L" in seen:
             raise fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
@@ -198,6 +205,9 @@ class _Order:
             self._take_layer(symbol, at)
 
     def _take_layer(self, symbol: str, at: int) -> None:
+        """Add the branches of a layer symbol: t completes a layer, a and f take one branch. Raises LayoutError if f is
+        not the last branch of a layer that an a began, or a would cut a layer with a single branch. Layers beyond
+        ``names`` are decoder layers."""
         if symbol == "f" and self.left != 1:
             reason = f"is not the last branch of layer {len(self.layers)}" if self.left else "does not follow an a"
             raise self.parser.fail(f"'f' (the last branch of a layer) {reason}", at)
