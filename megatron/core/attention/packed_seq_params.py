@@ -135,7 +135,8 @@ class PackedSeqParams:
         return cls(cu_seqlens_q=queries, cu_seqlens_kv=keys, max_seqlen_q=num_queries, max_seqlen_kv=num_keys)
 
     def on(self, device: torch.device) -> PackedSeqParams:
-        """Return a copy with bounds on ``device`` (non-blocking) and on the host, or ``self`` if nothing moves."""
+        """Return a copy with bounds on ``device`` (non-blocking copy) and also on the host; ``self`` if there are no
+        bounds or they are on ``device`` already. Reads the bounds first, which waits if they are on another GPU."""
         queries, keys = self.cu_seqlens_q, self.cu_seqlens_kv
         if queries is None or queries.device == device:
             return self
@@ -155,7 +156,9 @@ class PackedSeqParams:
         return self.bounds is not None or self.cu_seqlens_q is None or host_may_read(self.cu_seqlens_q)
 
     def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return (query bounds, key bounds) as integers, None without documents. The first call waits for a GPU."""
+        """Return (query bounds, key bounds) as tuples of integers, equal without separate key bounds; None without
+        documents. The first call copies from the device and waits for a GPU; the result is stored in ``bounds`` and
+        ``key_bounds``."""
         queries = self.document_bounds()
         if queries is None or self.cu_seqlens_kv is None or self.cu_seqlens_kv is self.cu_seqlens_q:
             return None if queries is None else (queries, queries)
@@ -180,6 +183,8 @@ class PackedSeqParams:
         return self._split
 
     def _split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
+        """Compute :meth:`split_full_rows` without its cache, from the host bounds; a row counts as full if it is one
+        document for queries and for keys. The second result has bounds that start at 0, also on the host."""
         bounds = self.all_bounds()
         assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         lengths = [each[-1] // batch for each in bounds]

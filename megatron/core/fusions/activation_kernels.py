@@ -101,6 +101,9 @@ if triton is not None:
 
 
 def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tensor, traits: GateTraits) -> None:
+    """Launch ``kernel`` on ``tensors``, with one program per row and block of columns; nothing for an empty input.
+    ``packed`` [..., 2 f] gives the sizes. The last but one of ``tensors`` is the weights (forward) or their gradient
+    buffer (backward); None: unweighted."""
     width, weighted = packed.shape[-1] // 2, tensors[-2] is not None
     tiles = triton.cdiv(width, _BLOCK)
     if packed.numel():
@@ -113,6 +116,8 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, traits: GateTraits, weights: Tensor | None) -> Tensor:
+        """Return the gated activation of ``x`` [..., 2 f], times ``weights`` [...] if given: [..., f] in the dtype of
+        ``x``. Saves contiguous ``x`` and the weights."""
         packed, weights = x.contiguous(), None if weights is None else weights.contiguous()
         ctx.save_for_backward(packed, weights)
         ctx.traits = traits
@@ -122,6 +127,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x (in its dtype), None, and the weights (in their dtype, from fp32 sums; None without
+        weights)."""
         packed, weights = ctx.saved_tensors
         grad_packed, shares = torch.empty_like(packed), None
         if weights is not None:  # each program sums its columns; torch sums the few programs of a row
@@ -135,6 +142,7 @@ class _Gated(torch.autograd.Function):
 class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return max(x, 0)^2, contiguous, in the dtype and shape of ``x``; saves ``x``."""
         kept = x.contiguous()
         ctx.save_for_backward(kept)
         out = torch.empty_like(kept)

@@ -57,7 +57,8 @@ class CrossEntropyPasses(NamedTuple):
 
 
 def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows, logits, scratch memory of their shape in ``dtype``) for blocks of rows that fit in a cache."""
+    """Yield (row slice, these rows of ``logits_tv`` as a view, scratch memory of their shape in ``dtype``) for blocks
+    of rows that fit in a cache. All blocks reuse the same scratch memory, uninitialized."""
     rows = max(1, (_GPU_BLOCK if logits_tv.is_cuda else _CPU_BLOCK) // max(1, logits_tv.shape[1]))
     memory = torch.empty((min(rows, len(logits_tv)), logits_tv.shape[1]), dtype=dtype, device=logits_tv.device)
     for first in range(0, len(logits_tv), rows):
@@ -72,7 +73,9 @@ def _label_column(label_t: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
-    """Implement :class:`Statistics` in torch operations, one block of rows at a time."""
+    """Return maxima, sums of exponentials and label logits [3, t] of ``logits_tv`` [t, v] in fp32 (fp64 for fp64), over
+    the first ``num_true`` entries; see :class:`Statistics`. A slice of padding only gives (-inf, 0, 0). Torch
+    operations, one block of rows at a time."""
     dtype = torch.float64 if logits_tv.dtype == torch.float64 else torch.float32
     maximum, total, label_logit = result = torch.zeros((3, len(logits_tv), 1), dtype=dtype, device=logits_tv.device)
     if num_true == 0:
@@ -89,7 +92,9 @@ def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> T
 
 
 def gradient_reference(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
-    """Implement :class:`Gradient` in torch operations, one block of rows at a time."""
+    """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, zero for padding; see
+    :class:`Gradient`. ``label_t`` and ``softmax.num_true`` are relative to this slice. Torch operations, one block of
+    rows at a time."""
     num_true = softmax.num_true
     out_tv[:, num_true:] = 0
     if num_true == 0:

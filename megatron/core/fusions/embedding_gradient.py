@@ -30,7 +30,9 @@ class AddRows(Protocol):
 
 
 def add_rows_plain(grad: Tensor, ids: Tensor, total: Tensor) -> None:
-    """Implement :class:`AddRows` in torch operations; densely on GPUs, where ``index_add_`` adds in random order."""
+    """Add ``grad`` [t, h] to rows ``ids`` [t] of ``total`` [v, h] in place, ignoring negative ids. Torch operations: by
+    a dense gradient of the table on GPUs, where ``index_add_`` adds in random order; on CPUs row by row in the dtype of
+    ``total``."""
     absent = ids < 0
     grad, ids = grad.masked_fill(absent.unsqueeze(-1), 0), ids.clamp(min=0)
     if grad.is_cuda:
@@ -68,7 +70,8 @@ if triton is not None:
 
 
 def add_rows_triton(grad: Tensor, ids: Tensor, total: Tensor) -> None:
-    """Implement :class:`AddRows` with a sort of the ids and one kernel; no host sync."""
+    """Add ``grad`` [t, h] to rows ``ids`` [t] of the contiguous ``total`` [v, h] in place, ignoring negative ids, with
+    a sort of the ids and one kernel. Equal ids are summed in fp32 in token order and added once. No host sync."""
     assert total.is_contiguous(), "rows of the sum lie one after the other"
     width = grad.shape[-1]
     if not grad.numel():

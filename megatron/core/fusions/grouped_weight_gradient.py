@@ -64,7 +64,9 @@ if triton is not None:
 
 
 def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Accumulate with one launch; no host sync."""
+    """Add ``grad`` [r, o]^T ``x`` [r, i] of each group of rows, by ``ends`` int32 [g], to the contiguous ``total`` [g,
+    o, i] in place: fp32 sums, rounded once to the dtype of ``total``. One launch, no host sync. Groups without rows are
+    not touched."""
     assert total.is_contiguous(), "the sum's elements lie one after the other"
     width_o, width_i = grad.shape[1], x.shape[1]
     tiles_o, tiles_i = triton.cdiv(width_o, _OUT), triton.cdiv(width_i, _IN)

@@ -58,6 +58,8 @@ if triton is not None:
 
 
 def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge as :func:`merge_attention_` with one kernel: ``out`` [b, a, q, d] and ``lse`` [b, a, q] are fp32 and
+    written in place, ``block_out`` of any dtype; last dims are contiguous."""
     batch, heads, queries, channels = out.shape
     grid = (triton.cdiv(queries, _ROWS), batch * heads)
     _merge_kernel[grid](

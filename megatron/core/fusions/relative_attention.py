@@ -217,7 +217,9 @@ def _launch(
     kernel: Any, tiling: Tiling, grid: tuple[int, ...], strided: Sequence[Tensor], plain: Sequence[Tensor],
     about: tuple[Tensor, float, Pairs],
 ) -> None:  # fmt: skip
-    """Launch ``kernel``. ``strided``: query, key, value, others with their strides; ``about``: bias, scale, pairs."""
+    """Launch ``kernel`` on ``grid`` with ``tiling``. ``strided``: query and key [b, heads, tokens, d], value and
+    further tensors, passed with their strides; ``plain``: tensors without strides; ``about``: (bias, scale, pairs).
+    Bias and scale are converted to units of log 2."""
     (batch, heads, num_queries, channels), (_, groups, num_keys, _) = strided[0].shape, strided[1].shape
     bias, scale, (middle, left, right, ranges) = about
     to_log2, (m, n, num_warps, num_stages) = math.log2(math.e), tiling

@@ -200,8 +200,8 @@ def _tile(num_experts: int) -> dict[str, int]:
 
 
 def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Tensor:
-    """Return the k experts with the highest scores, int64 [s, b, k], of ``logits`` [s, b, e]; ties: lower index
-    first."""
+    """Return the k experts with the highest scores of ``logits`` [s, b, e], int64 [s, b, k], highest first; ties: lower
+    index first. Scores are of ``kind`` (see :func:`weigh_triton`), plus ``bias`` [e] if given. Not differentiable."""
     logits = logits.detach().contiguous()
     *tokens, num_experts = logits.shape
     experts = torch.empty(*tokens, k, dtype=torch.int64, device=logits.device)
@@ -217,6 +217,9 @@ def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Ten
 class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, experts: Tensor, kind: str, scale: float, summing: bool) -> Any:
+        """Return (weights [s, b, k] in the dtype of ``logits``, sums of scores [b, e], choices [b, e], squared
+        logsumexp [b], number of non-finite logits [b]), the sums in fp32 and None unless ``summing``. Saves logits and
+        experts. Choices and non-finite counts are not differentiable."""
         length, batch, num_experts = logits.shape
         k, tile = experts.shape[-1], _tile(num_experts)
         ctx.save_for_backward(logits, experts)
@@ -240,6 +243,8 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient of the logits in their dtype from the gradients of weights, score sums and squared
+        logsumexp, in one kernel; None for the other inputs."""
         logits, experts = ctx.saved_tensors
         length, batch, num_experts = logits.shape
         summing = ctx.constants["SUMS"]

@@ -141,8 +141,9 @@ if triton is not None:
 def _launch(
     packed: Tensor, heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], interleaved: bool, packs: bool
 ) -> None:
-    """Run the kernel. ``tables`` [s, r] and ``packed`` are contiguous, ``heads`` in their last dim. A 4-dim ``packed``
-    [s, b, a, d] has query heads only; then only the first of ``heads`` is used."""
+    """Run the kernel: write ``heads`` (query, key, value) from ``packed``, rotated; with ``packs`` write ``packed``
+    from ``heads``, rotated backwards. ``tables`` [s, r] and ``packed`` are contiguous, ``heads`` in their last dim. A
+    4-dim ``packed`` [s, b, a, d] has query heads only; then only the first of ``heads`` is used."""
     length, batch = packed.shape[:2]
     groups, per_group, channels = packed.shape[2:] if packed.dim() == 5 else (1, *packed.shape[2:])
     queries = per_group - 2 if packed.dim() == 5 else per_group
@@ -173,6 +174,8 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient [s, b, g, p + 2, d] of the projection, contiguous, packed by one kernel from gradients of
+        query, key and value with any strides."""
         query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
         packed = query.new_empty(ctx.shape)
         no_table = packed.new_empty(ctx.shape[0], 0)
@@ -183,6 +186,8 @@ class _SplitHeads(torch.autograd.Function):
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """Return a rotated copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], in the dtype of ``x``; saves only the
+        tables."""
         tables = _rows(cos), _rows(sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _launch(x.contiguous(), (out, out, out), tables, interleaved, False)
@@ -201,6 +206,8 @@ class _Rotary(torch.autograd.Function):
 class _SplitRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return contiguous query [s, b, g p, d] and key [s, b, g, d], both rotated, and value [s, b, g, d], in the
+        dtype of ``packed`` [s, b, g, p + 2, d]. Saves only the tables."""
         length, batch, groups, per_group, channels = packed.shape
         tables = _rows(cos), _rows(sin)
         made = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]

@@ -58,6 +58,9 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
+        """Return the output [s, b, a, d] in the dtype of ``query``. Each step attends to the held K/V block while the
+        next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over ``plan.group``. Saves query,
+        local K/V, output and log-sum-exp."""
         own = held = torch.stack((key, value))  # one message per step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
@@ -73,6 +76,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
+        sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
+        later, so that they end at their rank."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
@@ -103,6 +109,8 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
+        """All-gather keys and values over ``plan.group`` and attend to all of them; return the output [s, b, a, d] in
+        the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
         own = torch.stack((key, value))
         everything = _all_gather_sequence(own, plan.group)
         softmax = OnlineSoftmax(query, plan.kernel)
@@ -114,6 +122,9 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
+        sums over local queries only. All-gathers keys and values again; reduce-scatters their gradients in fp32 and
+        casts them to the dtype of ``query``."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         everything = _all_gather_sequence(own, plan.group)
@@ -126,7 +137,8 @@ class _AllGather(torch.autograd.Function):
 
 
 def _all_gather_sequence(own: Tensor, group: Group) -> Tensor:
-    """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order."""
+    """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order. For one
+    rank returns ``own`` itself."""
     if group.size == 1:
         return own
     parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
@@ -135,7 +147,8 @@ def _all_gather_sequence(own: Tensor, group: Group) -> Tensor:
 
 
 def _sum_local(total: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter [2, n * s, b, g, d] over ``group``: the sum over ranks for this rank's zig-zag tokens."""
+    """Reduce-scatter [2, n * s, b, g, d] over ``group``, in its dtype: return the sum over ranks for this rank's
+    zig-zag tokens, [2, s, b, g, d], a new tensor. For one rank returns ``total`` itself."""
     if group.size == 1:
         return total
     parts = torch.cat([zigzag.local_part(total, rank, group.size) for rank in range(group.size)])
@@ -173,7 +186,9 @@ class EqualHeads:
     """Whether ``inner`` requires equal head dims only for packed documents."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]. Pads copies of the narrower
+        tensors with zeros to max(d, e), calls ``inner``, and returns a view of the first e channels. With
+        ``only_documents`` and no documents calls ``inner`` directly."""
         if self.only_documents and mask.documents is None:
             return self.inner(query, key, value, mask, sink)
         width = max(key.shape[-1], value.shape[-1])
@@ -210,6 +225,9 @@ class RingAttention(_BlockAttention):
     """Ring attention: K/V blocks circulate in ``group``; each transfer overlaps the attention to the current block."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+        """Map query [s, b, a, d], key and value [t, b, g, d] in zig-zag order to [s, b, a, d]; ``sink`` [a]. Collective
+        over ``group`` in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot
+        split."""
         size, rank = self.group.size, self.group.rank
         spans = [zigzag.spans(len(key) * size, (rank - step) % size, size) for step in range(size)]
         return _Ring.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, spans))
@@ -219,6 +237,9 @@ class AllGatherAttention(_BlockAttention):
     """All-gather attention: every rank holds all keys and values during one layer's attention, forward and backward."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+        """Map query [s, b, a, d], key and value [t, b, g, d] in zig-zag order to [s, b, a, d]; ``sink`` [a]. Collective
+        over ``group`` in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot
+        split."""
         everything = ((0, len(key) * self.group.size),)
         return _AllGather.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, [everything]))
 
@@ -304,6 +325,8 @@ def comm_type_of_layer(kinds: Sequence[str] | str, layer_number: int) -> str:
 
 
 def _check_heads(config: TransformerConfig, tp: Group, group: Group) -> None:
+    """Raise UserError unless ``num_attention_heads`` and ``num_query_groups`` are both divisible by the tensor-parallel
+    size times the size of ``group`` (all-to-all)."""
     for name in ("num_attention_heads", "num_query_groups"):
         count = getattr(config, name)
         if count % (tp.size * group.size):

@@ -53,7 +53,9 @@ on the GPU only. cuDNN is excluded: its backward is reported to return NaN for r
 
 
 def cudnn_supports(request: Request) -> str | None:
-    """Return why cuDNN does not support training with ``request``; None if it does."""
+    """Return why cuDNN does not support training with ``request``; None if it does. Rejects soft cap, bias,
+    deterministic mode, GPUs below sm_80, and head dims that are not multiples of 8 up to 128 (192 on sm_90 from cuDNN
+    9.13). Lengths are checked per call."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.deterministic:
@@ -120,7 +122,9 @@ class TorchAttention(FlashKernel):
         return self._rows(query, key, value, mask)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Use cuDNN if at least half of the rows, at the front, are one document each; else packed flash calls."""
+        """Attend within documents. If cuDNN can compute the rows and at least half of them, at the front, are one
+        document each, use it for these (and compute the others again as packed documents); with full rows only, it runs
+        unpacked. Otherwise make packed flash calls. Differentiable; no host sync."""
         assert mask.documents is not None
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
@@ -133,7 +137,9 @@ class TorchAttention(FlashKernel):
         return attend_padded_rows(self, query, key, value, mask, whole, rest)
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend with one SDPA call per document, reading the bounds on the host."""
+        """Attend with one SDPA call per document with at least one query, with the mask's causality and window but no
+        other masks. Reads the document bounds on the host, which the caller ensures needs no wait. Returns [s, b, a,
+        d]."""
         bounds = mask.bounds
         assert bounds is not None
         length, batch = query.shape[:2]
@@ -197,7 +203,8 @@ class TorchAttention(FlashKernel):
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
+        """Attend to the pairs of ``tile`` by cuDNN if :meth:`takes_cudnn`, else by torch's flash operator: (out in the
+        inputs' dtype, lse fp32 [b, a, q]). Not differentiable. See :meth:`Kernel.forward`."""
         if not self.takes_cudnn(tile):
             return super().forward(query, key, value, tile)
         out, lse = aten._scaled_dot_product_cudnn_attention(
@@ -208,7 +215,8 @@ class TorchAttention(FlashKernel):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`Kernel.backward`; gradients in the inputs' dtype."""
+        """Return the gradients of query, key and value for ``tile`` in the inputs' dtype, by the same operator as
+        :meth:`forward`. ``out`` and ``lse`` must be merged over all blocks. See :meth:`Kernel.backward`."""
         if not self.takes_cudnn(tile):
             return super().backward(grad, query, key, value, out, lse, tile)
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -224,6 +232,8 @@ class TorchAttention(FlashKernel):
         )[:2]  # fmt: skip
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
+        """Return dQ, dK and dV of torch's flash operator, without dropout; ``tensors`` are grad, query, key, value and
+        out. Copies grad and out if they are not contiguous. See :meth:`FlashKernel._flash_backward`."""
         grad, query, key, value, out = tensors
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: no dropout
         return aten._flash_attention_backward(
@@ -243,7 +253,8 @@ def _repeated(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _refusal(name: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> UserError:
-    """Return a UserError with torch's reasons why kernel ``name`` does not support these tensors [b, a, s, d]."""
+    """Return, not raise, a UserError: kernel ``name`` does not support these tensors [b, heads, s, d]. Its message has
+    torch's reasons, collected from the warnings of a debug call, and the shapes."""
     ask = {
         "cudnn": torch.backends.cuda.can_use_cudnn_attention,
         "flash": torch.backends.cuda.can_use_flash_attention,
