@@ -99,7 +99,8 @@ class StatisticsSum:
 
 
 def total_losses(totals: Totals) -> dict[str, Tensor]:
-    """Return ``name -> [sum, count]`` of all losses in ``totals``, summed over modules."""
+    """Return ``name -> [sum, count]`` of all losses in ``totals`` (names that end with ``_loss`` or `` loss``), summed
+    over modules. The values may share memory with ``totals``."""
     losses: dict[str, Tensor] = {}
     for sums in totals.values():
         for name, pair in sums.items():
@@ -109,7 +110,8 @@ def total_losses(totals: Totals) -> dict[str, Tensor]:
 
 
 def invalid_values(totals: Totals) -> dict[str, Tensor]:
-    """Return ``description -> [NaN or 0, 1]``: NaN if a module has counted non-finite values (``nonfinite_*``)."""
+    """Return ``description -> [NaN or 0, 1]`` for each ``nonfinite_*`` statistic: NaN if the module has counted any
+    non-finite value in the global batch, else 0; fp64 on the device. Empty without such statistics. No host sync."""
     counts = {f"a {name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
               for label, sums in totals.items() for name in sums if name.startswith("nonfinite_")}
     if not counts:

@@ -201,7 +201,8 @@ def _tile(num_experts: int) -> dict[str, int]:
 
 def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Tensor:
     """Return the k experts with the highest scores of ``logits`` [s, b, e], int64 [s, b, k], highest first; ties: lower
-    index first. Scores are of ``kind`` (see :func:`weigh_triton`), plus ``bias`` [e] if given. Not differentiable."""
+    index first. ``kind`` selects the scores (see :func:`weigh_triton`; logits for ``softmax``); ``bias`` [e] is added
+    if given. Not differentiable."""
     logits = logits.detach().contiguous()
     *tokens, num_experts = logits.shape
     experts = torch.empty(*tokens, k, dtype=torch.int64, device=logits.device)

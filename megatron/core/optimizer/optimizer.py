@@ -112,9 +112,9 @@ class MegatronOptimizer(MegatronNames):
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
-        """Register the parameters of ``group`` in ``model_params``, and their shards and masters if this rank updates a
-        part of them. ``shards`` None: full parameters. Return ``names`` and ``params`` with a local shard. Raises
-        ValueError for two parameters with one name."""
+        """Register the parameters of ``group`` in ``model_params``, and a shard and master of each that this rank
+        updates at least partly. ``shards`` None: full parameters. Return ``names`` and ``params`` with a local shard.
+        Raises ValueError for two parameters with one name."""
         names = []
         for name, parameter in zip(group["names"], group["params"]):
             if name in self.model_params:

@@ -44,7 +44,8 @@ def run_without_pipeline(
     **options: Any,
 ) -> list[MicroBatchResult]:
     """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate in
-    the parameters. All but the last backward run inside ``model.no_sync()``; no data-parallel reduction is waited for.
+    the parameters. Backward passes before the last run inside ``model.no_sync()``; no data-parallel reduction is waited
+    for.
 
     Args:
         forward_step_func: forward step (see the module docstring).

@@ -97,8 +97,8 @@ class PipelineRun:
         return self.results
 
     def _run(self) -> None:
-        """Run this rank's actions in order. Before each action post the receives of it and of the next ``lookahead``
-        actions. At the end wait until all messages have been sent."""
+        """Run this rank's actions in order. Before each action post its receive and the receives of the next
+        ``lookahead`` actions. At the end wait until all messages have been sent."""
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for index, action in enumerate(self.actions):
             # post before computing: an NCCL transfer starts only with its receive, and so overlaps with this action

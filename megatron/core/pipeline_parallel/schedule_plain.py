@@ -22,8 +22,8 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, ahead: int =
 
 
 def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the actions of a rank with ``ahead`` warm-up forwards (at most all): then a forward and a backward in
-    turn, then the remaining backwards. Chunk 0, micro-batches in order."""
+    """Return the actions of a rank with ``ahead`` warm-up forwards (at most all): then forward and backward alternate,
+    then the remaining backwards follow. Chunk 0, micro-batches in order."""
     ahead = min(ahead, num_microbatches)
     actions = [Action("F", 0, m) for m in range(ahead)]
     for m in range(num_microbatches - ahead):

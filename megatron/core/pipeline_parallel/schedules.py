@@ -71,9 +71,9 @@ class _LossFunctions:
 
     def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
         """Call the program's ``loss_func``, append its last value to ``results``, and return (loss scaled as in the
-        module docstring, [num_tokens,] {}). Without a loss function, or for non-loss data, records the output or what
-        ``loss_func`` returns, and returns a zero loss. Raises ValueError if there is no loss function but a backward,
-        or it returned neither 2 nor 3 values."""
+        module docstring, [num_tokens,] {}). Without a loss function record the output, for non-loss data the result of
+        ``loss_func``, and return a zero loss. Raises ValueError if there is no loss function but a backward, or it
+        returned neither 2 nor 3 values."""
         if loss_func is None and self.has_backward:
             raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
         if loss_func is None or non_loss:

@@ -83,6 +83,10 @@ class SchedulePlan:
     lr_wsd_decay_style: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise UserError, with the flag and its value, unless: both styles are known; 0 <= min_lr <= max_lr; init_lr
+        <= max_lr; the decay is positive and longer than the warm-up (>= 0); 0 <= start_wd <= end_wd, equal if constant;
+        for WSD an annealing length is given that does not exceed the decay, and its style is known."""
+
         def refuse(flag: str, value: object, reason: str) -> None:
             raise UserError(f"{flag} {value}: {reason}")
 
@@ -176,7 +180,8 @@ def learning_rate(
 
 
 def _annealing(style: str | None, share: float) -> float:
-    """Return the annealing factor, from 1 at ``share`` = 0 to 0 at ``share`` = 1."""
+    """Return the annealing factor f(share) of ``style`` (formulas in the module docstring), from 1 at ``share`` = 0 to
+    0 at ``share`` = 1. Any other style is minus_sqrt."""
     if style == "linear":
         return 1.0 - share
     if style == "cosine":
@@ -189,8 +194,9 @@ def _annealing(style: str | None, share: float) -> float:
 def decay_weight(
     plan: SchedulePlan, samples: float, *, start_wd: float | None = None, end_wd: float | None = None
 ) -> float:
-    """Return the weight decay after ``samples`` consumed samples. ``start_wd`` and ``end_wd`` of a parameter group
-    override the plan's values."""
+    """Return the weight decay coefficient after ``samples`` consumed samples: from start to end over ``wd_incr_steps``,
+    then the end value; constant style: the end value. ``start_wd`` and ``end_wd`` of a parameter group override the
+    plan's values."""
     start = plan.start_wd if start_wd is None else start_wd
     end = plan.end_wd if end_wd is None else end_wd
     if samples > plan.wd_incr_steps or plan.wd_incr_style == "constant":
@@ -287,7 +293,8 @@ class OptimizerParamScheduler:
 
 
 def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> str:
-    """Return the error message for a changed decay length: how to continue after ``num_steps`` samples."""
+    """Return (not raise) the error message for a changed decay length: both lengths in samples, and the learning rates
+    that each of the two flags gives after ``num_steps`` samples and at the end."""
     old, new = learning_rate(stored, num_steps), learning_rate(now, num_steps)
     kept = learning_rate(stored, max(now.lr_decay_steps, num_steps))
     return (

@@ -101,8 +101,7 @@ def parallel_linear(
 ) -> Tensor:
     """Return ``x`` [..., i] times ``weight`` [o, i] transposed, plus ``bias`` [o]. With ``traits.gather_input``
     all-gathers ``x`` along the first dim before, and again in backward. Backward reduces dX and adds dW and db to
-    ``main_grad`` as in the module docstring; with ``store`` the gradient of the weight, not of the bias, is
-    deferred."""
+    ``main_grad`` as in the module docstring; with ``store`` it defers the weight's gradient, but not the bias's."""
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
     if is_deferred(x, weight, traits, store):
         return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready)

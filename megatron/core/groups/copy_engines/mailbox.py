@@ -41,7 +41,9 @@ class Mailbox:
         window.keep(x)  # the caller's stream does not wait for the copy: without this the allocator could reuse x early
 
     def receive(self, source: int, out: Tensor) -> None:
-        """Copy the next message from a neighbor into contiguous ``out``; the current stream waits, not the host."""
+        """Copy the next message from the neighbor ``source`` into contiguous ``out`` and free its slot; messages arrive
+        in the order of sending. The current stream waits for the message, not the host. Raises ValueError if ``out`` is
+        larger than the mailbox; the size must equal the sender's."""
         lane = self._lane(source, self._rank)
         window = self._lanes[lane]
         self._received[lane] = number = self._received[lane] + 1
