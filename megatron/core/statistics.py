@@ -77,8 +77,9 @@ class StatisticsSum:
             self.sizes = {label: sizes for each in everyones for label, sizes in each.items()}
 
     def __call__(self, device: torch.device) -> Totals:
-        """Return the sums over all ranks since the last call, and pass each local module its sums (``end_step``). One
-        all-reduce of a flat fp64 tensor; resets the local accumulators. No host sync."""
+        """Return the sums over all ranks since the last call by module label, of the modules of all pipeline stages,
+        and pass each local module its sums (``end_step``). One all-reduce of a flat fp64 tensor over the world; resets
+        the local accumulators. No host sync. Returns {} without a collective if no stage has statistics."""
         if not self.sizes:
             return {}
         own = {each.statistics.label: each.statistics for each in self.own}

@@ -91,8 +91,10 @@ def _version_4_is_usable(config: TransformerConfig) -> bool:
 
 
 def choose_kernel(request: Request) -> Choice:
-    """Return the best supported kernel for ``request``; the reason lists rejected better ones. No device access. Raises
-    UserError if the backend or version requested by flag does not support the request, with every reason."""
+    """Return the best supported kernel for ``request``; the reason lists rejected better ones. Unfused if requested or
+    with dropout; without a GPU torch's SDPA, or unfused for key blocks, soft cap or bias. No device access. Raises
+    UserError for a flash version with ``fused``, a 32- or 64-bit dtype with ``fused`` or ``flash``, or a flag without a
+    supported kernel, with every reason."""
     if request.backend in ("unfused", "local"):
         return Choice("unfused", f"--attention-backend {request.backend}")
     if request.dropout:

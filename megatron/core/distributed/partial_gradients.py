@@ -69,9 +69,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _all_reduce(sums: list[_PartialSum], group: Group) -> None:
-    """All-reduce in place: one collective for all small gradients, one for each large one. Gradients with several
-    different shards along the axis use a buffer of ``num_shards`` slots; each rank fills its slot and leaves zeros in
-    the others, so that the sum mixes no shards."""
+    """All-reduce ``sums``, gradients of one dtype, over ``group`` in place: one collective for each large one and one
+    for all others, packed. A gradient with several different shards along the axis uses a buffer of ``num_shards``
+    slots; each rank fills its slot and leaves zeros in the others, so that the sum mixes no shards."""
     packed = []
     for item in sums:
         if item.num_shards == 1 and item.gradient.numel() >= _LARGE and item.gradient.is_contiguous():

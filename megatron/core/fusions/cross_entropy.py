@@ -119,7 +119,8 @@ if triton is not None:
     def _cross_entropy_statistics_kernel(
         logits, label, out, tokens, num_true, row_stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """Compute one row's online maximum and sum of exponentials, and the label's logit."""
+        """Write maximum, sum of exponentials (online, fp32) and label logit of one row's first ``num_true`` logits to
+        ``out`` [3, tokens]; one program per row. The label logit is 0 if the label is outside of [0, num_true)."""
         row = tl.program_id(0).to(tl.int64)
         row_at = logits + row * row_stride
         maximum = -3.0e38  # finite: a block of -inf must not make inf - inf
@@ -140,7 +141,8 @@ if triton is not None:
     def _cross_entropy_gradient_kernel(
         logits, label, maximum, total, grad, out, num_true, width, blocks, row_stride, out_stride, BLOCK: tl.constexpr
     ):
-        """Compute BLOCK entries of one row."""
+        """Write BLOCK entries of one row of the logits' gradient, (softmax - [v = label]) times the row's ``grad``, to
+        ``out``, which may be ``logits``; zero from ``num_true`` on. One program per row and block."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         grad_row = tl.load(grad + row)
@@ -152,6 +154,8 @@ if triton is not None:
         tl.store(out + row * out_stride + entry, value.to(out.dtype.element_ty), mask=entry < width)
 
     def _statistics_triton(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
+        """Return maxima, sums of exponentials and label logits, fp32 [3, t], of ``logits_tv`` [t, v] with a contiguous
+        last dim, one program per token; see :class:`Statistics`."""
         tokens = len(logits_tv)
         out = torch.empty((3, tokens), dtype=torch.float32, device=logits_tv.device)
         if tokens:
@@ -164,6 +168,8 @@ if triton is not None:
     def _gradient_triton(
         logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor
     ) -> None:
+        """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, in its dtype, zero for
+        padding; last dims are contiguous. See :class:`Gradient`. Nothing for no tokens."""
         tokens, width = logits_tv.shape
         blocks = triton.cdiv(width, _BLOCK)
         if tokens:

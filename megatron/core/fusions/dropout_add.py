@@ -40,7 +40,8 @@ if triton is not None:
 
     @triton.jit
     def _philox(c0, c1, c2, c3, k0, k1):
-        """Run ten Philox rounds; all arguments are uint32, counters of one shape."""
+        """Return the four output words of ten Philox4x32 rounds on the counters (c0, c1, c2, c3) with the key (k0, k1);
+        all are uint32, counters of one shape."""
         m0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
         m1 = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
         w0 = tl.full(c0.shape, 0x9E3779B9, tl.uint32)
@@ -57,7 +58,9 @@ if triton is not None:
         x, residual, out, samples, positions, key_low, key_high, threshold, scale, num_samples, batch, width, tiles,
         ADDS: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
-        """Compute 8 * BLOCKS features of one token."""
+        """Write 8 * BLOCKS features of one token of dropout(x), plus ``residual`` if ADDS, to ``out``. Eight features
+        share one Philox counter of (block, position, sample); a feature is kept if its signed 16-bit lane is at least
+        ``threshold`` - 2^15, and multiplied by ``scale``. fp32, rounded once."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
         zero = tl.zeros((BLOCKS,), dtype=tl.uint32)

@@ -47,7 +47,9 @@ if triton is not None:
     def _add_runs(
         grad, sorted_ids, order, ends, total, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """Add COLUMNS columns of the run of equal ids that starts at this index of the sorted ids, if one does."""
+        """If a run of equal ids starts at this index of ``sorted_ids``, sum COLUMNS columns of the run's rows of
+        ``grad`` in token order in fp32, and add the sum to that row of ``total`` in place, rounded once. Other
+        programs, and negative ids, do nothing."""
         first = tl.program_id(0)
         row = tl.load(sorted_ids + first).to(tl.int64)
         before = tl.load(sorted_ids + tl.maximum(first - 1, 0)).to(tl.int64)

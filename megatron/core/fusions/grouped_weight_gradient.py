@@ -38,7 +38,9 @@ if triton is not None:
         grad, x, ends, total, width_o, width_i, tiles_o, tiles_i, OUT: tl.constexpr, IN: tl.constexpr,
         ROWS: tl.constexpr, BAND: tl.constexpr,
     ):  # fmt: skip
-        """Accumulate OUT x IN elements of one group's gradient."""
+        """Add OUT x IN elements of one group's dY^T X, summed over its rows in fp32, to ``total`` in place, rounded
+        once; one program per group and tile. A group without rows is not touched; rows after its end are not read as
+        values."""
         # concurrent tiles belong to one group and one band of BAND output tiles: their rows stay in the L2 cache
         group, tile = tl.program_id(0) // (tiles_o * tiles_i), tl.program_id(0) % (tiles_o * tiles_i)
         band = tile // (BAND * tiles_i) * BAND

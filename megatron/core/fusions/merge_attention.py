@@ -33,7 +33,9 @@ if triton is not None:
         out_b, out_a, out_q, lse_b, lse_a, lse_q, block_b, block_a, block_q, block_lse_b, block_lse_a, block_lse_q,
         CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """Merge ROWS queries of one head and batch row."""
+        """Merge ROWS queries of one head and batch row: write the weighted mean of ``out`` and ``block_out`` to
+        ``out``, and the logarithm of the summed exponentials to ``lse``, in place, in fp32. The lists of strides are of
+        batch, head and query dims."""
         head = (tl.program_id(1) % heads).to(tl.int64)
         row = (tl.program_id(1) // heads).to(tl.int64)
         query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -100,7 +100,8 @@ if triton is not None:
 
     @triton.jit
     def _gather_kernel(x, source, out, width, tiles, BLOCK: tl.constexpr):
-        """Copy BLOCK columns of one row."""
+        """Copy BLOCK columns of row ``source[row]`` of ``x`` to row ``row`` of ``out``, one program per row and block;
+        zeros if the source is -1."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -110,7 +111,8 @@ if triton is not None:
 
     @triton.jit
     def _combine_kernel(x, place, out, width, tiles, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-        """Sum BLOCK columns of one token."""
+        """Write BLOCK columns of one token of ``out``: the sum of rows ``place[token, :]`` of ``x`` in choice order in
+        fp32, rounded once; -1 adds nothing. One program per token and block."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width

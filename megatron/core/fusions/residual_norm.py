@@ -74,7 +74,9 @@ if triton is not None:
         x, branch, weight, bias, stream, out, means, rstds, rows, width, eps, offset,
         ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute ROWS rows."""
+        """Compute ROWS rows: with ADDS write x + branch, rounded, to ``stream``; write the normalized, weighted rows to
+        ``out``, and the inverse deviation (with CENTRED also the mean) per row in fp32. Normalizes the rounded sum,
+        which backward reads. BIASED adds ``bias``."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -103,7 +105,9 @@ if triton is not None:
         SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
         ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute STEPS times ROWS rows, and their partial sums of the weight gradients."""
+        """Write ``grad_x`` of STEPS times ROWS rows, with ``skip`` added if SKIPS, and this program's partial sums of
+        the weight gradient (BIASED: also the bias gradient) over these rows, fp32, to its row of ``weight_sums`` and
+        ``bias_sums``."""
         program = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         within = column < width

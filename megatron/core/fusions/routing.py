@@ -41,7 +41,8 @@ if triton is not None:
 
     @triton.jit
     def _scores(z, KIND: tl.constexpr):
-        """Return sigmoid(z), or the square root of softplus(z)."""
+        """Return the scores of logits ``z`` elementwise: sigmoid(z) for KIND 2, else the square root of softplus(z),
+        accurate for small values and bounded from below."""
         if KIND == 2:
             return 1.0 / (1.0 + tl.exp(-z))
         x = tl.exp(-tl.abs(z))
@@ -62,7 +63,9 @@ if triton is not None:
         logits, bias, experts, tokens, num_experts,
         KIND: tl.constexpr, BIASED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Select the top-k experts of ROWS tokens."""
+        """Write the K experts with the highest scores of ROWS tokens to ``experts`` [tokens, K], int64, highest first;
+        ties: lower index first. KIND selects logits, softmax weights, sigmoid or sqrt-softplus; BIASED adds ``bias``.
+        NaN scores rank last."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, WIDTH)
         within = row < tokens
@@ -85,7 +88,8 @@ if triton is not None:
 
     @triton.jit
     def _softmax_of_rows(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-        """Return (token, validity, validity by expert, logits, softmax, logsumexp) of ROWS tokens of a sequence."""
+        """Return (token index, validity [rows], validity by expert, logits, softmax over experts, logsumexp), the
+        latter in fp32, of ROWS tokens of the sequence ``program_id(1)``. Tokens are ordered [s, b]."""
         place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
         row, within = place.to(tl.int64) * batch + tl.program_id(1), place < length
         inside = within[:, None] & (column < num_experts)[None, :]
@@ -106,7 +110,8 @@ if triton is not None:
 
     @triton.jit
     def _chosen_weights(chosen, valid, lse, scale, KIND: tl.constexpr, K: tl.constexpr):
-        """Return (weights, weights before the scale, divisor) from the logits of the selected experts."""
+        """Return (weights times ``scale``, weights, divisor per token) from the logits of the selected experts: softmax
+        over them (KIND 0), full softmax by ``lse`` (1), or scores divided by their sum if K > 1."""
         if KIND == 0:
             chosen = tl.where(valid, chosen, -float("inf"))
             score = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
@@ -126,7 +131,9 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Compute weights of ROWS tokens of a sequence; write sums to row (block, b) of ``sums`` [blocks, b, 3, w]."""
+        """Write the weights of ROWS tokens of a sequence; with SUMS also this block's sums of normalized scores,
+        choices per expert, squared logsumexp and non-finite logits, in fp32, to row (block, b) of ``sums`` [blocks, b,
+        3, w]."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
@@ -158,7 +165,9 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Compute the gradient of the logits of ROWS tokens of one sequence."""
+        """Write the gradient of the logits of ROWS tokens of one sequence to ``grad_logits``: from ``grad_weights``,
+        and with SUMS from the gradients of the score sums and of the squared logsumexp. Recomputes weights and softmax;
+        fp32, rounded once."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)

@@ -61,7 +61,8 @@ if triton is not None:
         query, key, value, token, head, batch, per_group, query_s, query_b, query_a, key_s, key_b, key_a,
         value_s, value_b, value_a,
     ):  # fmt: skip
-        """Return pointers to each head's first channel in query, key and value, and its slot in the group."""
+        """Return pointers to the first channel of each packed head in query, key and value, and its slot in the group:
+        0 to ``per_group`` - 1 are query heads, then key, then value. Only the pointer of the slot's kind is valid."""
         position, row = token // batch, token % batch
         group, slot = head // (per_group + 2), head % (per_group + 2)
         in_query = position * query_s + row * query_b + (group * per_group + slot) * query_a
@@ -89,7 +90,9 @@ if triton is not None:
         PADDED_PAIRS: tl.constexpr, REST: tl.constexpr, PADDED_REST: tl.constexpr, HEADS: tl.constexpr,
         INTERLEAVED: tl.constexpr, PACKS: tl.constexpr,
     ):  # fmt: skip
-        """Move HEADS heads of one token from ``packed`` to query, key and value; with PACKS in reverse."""
+        """Move HEADS heads of one token from ``packed`` to query, key and value, rotating queries and keys by the
+        tables times ``direction`` in fp32; with PACKS from query, key and value to ``packed``. Values and the REST
+        channels after the pairs are copied."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         head = (tl.program_id(0) % tiles) * HEADS + tl.arange(0, HEADS)
         query, key, value, slot = _head_pointers(
@@ -186,8 +189,8 @@ class _SplitHeads(torch.autograd.Function):
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        """Return a rotated copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], in the dtype of ``x``; saves only the
-        tables."""
+        """Return a rotated copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], in the dtype of ``x``, in one kernel with
+        fp32 arithmetic; saves only the tables."""
         tables = _rows(cos), _rows(sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _launch(x.contiguous(), (out, out, out), tables, interleaved, False)

@@ -66,6 +66,8 @@ if triton is not None:
 
     @triton.jit
     def _sum_all_kernel(parts, out, numel, ELEMENTS: tl.constexpr):
+        """Write ELEMENTS elements of the sum of the tensors ``parts``, in list order in fp32, to ``out``, rounded
+        once."""
         at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         inside = at < numel
         total = tl.load(parts[0] + at, mask=inside, other=0.0).to(tl.float32)

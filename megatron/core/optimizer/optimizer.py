@@ -383,9 +383,10 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors.
-        Also writes the model's weights from ``main_param`` and starts their all-gather if the state is sharded. Raises
-        UserError for missing or unknown names (all are listed); nothing has changed then."""
+        """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors, and
+        sets step and loss scale. Also writes the model's weights from ``main_param`` and starts their all-gather if the
+        state is sharded. Waits for the device. Raises UserError for missing or unknown names (all are listed); nothing
+        has changed then."""
         state_dict = self.plain_state(state_dict)
         check_names(self.state_dict(), state_dict)
         for kind, tensors in self.moments.items():

@@ -78,8 +78,9 @@ def run_pipeline(
     forward_only: bool = False,
     **options: Any,
 ) -> list[MicroBatchResult]:
-    """Run all micro-batches through the pipeline with the schedule of the model's configuration. Every rank of the
-    pipeline must call it with the same settings. Gradients accumulate in the parameters.
+    """Run all micro-batches through the pipeline with the schedule of the model's configuration; forward-only with
+    ``forward_only`` or ``collect_non_loss_data``. Every rank of the pipeline must call it with the same settings.
+    Gradients accumulate in the parameters; backward passes before a chunk's last run in its ``no_sync()``.
 
     Args:
         forward_step_func: forward step (see the module docstring).

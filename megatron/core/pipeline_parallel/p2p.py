@@ -243,8 +243,9 @@ class Messages:
         return self._posted.pop(place)()
 
     def send(self, action: Action, message: Message) -> None:
-        """Start to send the output of ``action`` to the rank that needs it, detached. No-op at the pipeline's ends.
-        Raises ValueError if shapes (except with ``sends_shapes``) or dtype differ from what the receiver expects."""
+        """Start to send the output of ``action``, detached and contiguous, to the rank that needs it, and return at
+        once; no-op at the pipeline's ends. For a chunk of this rank keeps the detached tensors by reference. Raises
+        ValueError if shapes (except with ``sends_shapes``) or dtype differ from those the receiver expects."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return

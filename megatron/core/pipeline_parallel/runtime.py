@@ -41,8 +41,9 @@ class Work:
 
 
 def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
-    """Return one iterator per chunk. A single iterator is teed, so that all chunks see the same micro-batches. Raises
-    ValueError for a list of iterators of another length than ``num_chunks``."""
+    """Return one iterator per chunk. A list or tuple of ``num_chunks`` iterators is returned as it is; ValueError for
+    another length. A single iterator is teed, so that all chunks see the same micro-batches; None gives None for every
+    chunk."""
     if isinstance(data_iterator, list | tuple):
         if len(data_iterator) == num_chunks:
             return data_iterator
@@ -108,8 +109,10 @@ class PipelineRun:
         self.messages.finish()
 
     def _forward(self, action: Action) -> None:
-        """Run the forward pass of a chunk: receive its input, compute, and send the output or (last stage) compute the
-        loss. Saves the input and the graph's roots for backward; the output's memory is freed after the send."""
+        """Run the forward pass of a chunk: receive its input, pass it to the model, compute, and send the output or
+        (last stage) compute the loss and append the result. Saves the input and the graph's roots for backward; in
+        forward-only schedules nothing, without gradients. The output's memory is freed after the send; the model's
+        input tensor is cleared."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
@@ -224,9 +227,9 @@ def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
 
 
 def set_loss_scale(chunk: nn.Module, work: Work, has_backward: bool = True) -> None:
-    """Pass the factor of the main loss (weight, then ``loss_transform``) to models that have auxiliary losses. With
-    ``mean_loss_weight`` the main loss is declared a mean, independent of the model's loss mask. Does nothing for models
-    without ``set_loss_scale``, without a backward, or if neither factor is set."""
+    """Call the model's ``set_loss_scale`` with the factor of the main loss, an fp64 scalar on its device:
+    ``mean_loss_weight``, then ``loss_transform``. With ``mean_loss_weight`` it also passes ``is_mean=True``. Does
+    nothing for models without this method, without a backward, or if neither factor is set."""
     model: Any = unwrapped(chunk)
     weight, transform = work.mean_loss_weight, work.loss_transform
     if not has_backward or (weight is None and transform is None) or not hasattr(model, "set_loss_scale"):

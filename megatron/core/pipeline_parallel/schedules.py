@@ -99,7 +99,9 @@ def _forward_backward(
     model: nn.Module | Sequence[nn.Module], num_microbatches: int, forward_only: bool = False,
     collect_non_loss_data: bool = False, **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Run all micro-batches and finalize gradients; see the module docstring. Raises TypeError for an unknown argument.
+    """Run all micro-batches and, after a backward, call ``config.finalize_model_grads_func`` if it is set. Return the
+    last value that ``loss_func`` returned for each micro-batch; an empty list on stages without the loss. See the
+    module docstring. Raises TypeError for an unknown argument.
 
     Args:
         runner: ``run_without_pipeline`` or ``run_pipeline``.

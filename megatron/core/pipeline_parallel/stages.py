@@ -133,8 +133,9 @@ class _LayoutParser:
         return self.text[self.at] if self.at < len(self.text) else ""
 
     def items(self, closing: str) -> list[tuple[str, int]]:
-        """Parse up to and including ``closing``; return (symbol, position) pairs with repetitions expanded. Raises
-        LayoutError for a syntax error, or too many entries or nested parentheses."""
+        """Parse up to and including ``closing`` (")", or "" for the end of the text); return (symbol, position in the
+        text) pairs with repetitions expanded, without commas, blanks and parentheses. Raises LayoutError for an unknown
+        symbol, an open parenthesis, a bad repetition, more than 10,000 entries or 50 nested parentheses."""
         result: list[tuple[str, int]] = []
         while (symbol := self.peek()) != closing:
             begin = self.at
@@ -261,8 +262,9 @@ def parse_layout(text: str, names: BranchNames | None = None) -> list[StageConte
 
 
 def virtual_pipeline_size(config: PipelineShape) -> int:
-    """Return the number of model chunks per pipeline rank (V); 1 without interleaving. Derived from the layout, the
-    stages per rank or the layers per stage, whichever is set first in this order."""
+    """Return the number of model chunks per pipeline rank (V). The first of these that is set determines it: the layout
+    (its stages / ranks, rounded down, at least 1), the stages per rank, or the layers per stage (rounded up, with
+    embedding and loss if these count as layers); else 1. Raises LayoutError for a layout with a syntax error."""
     ranks = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
         return max(1, _num_stages(config.pipeline_model_parallel_layout) // ranks)

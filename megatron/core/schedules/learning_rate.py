@@ -117,8 +117,9 @@ class SchedulePlan:
 
 def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
     """Convert the schedule of ``config`` to samples. Lengths in iterations are multiplied by ``global_batch_size``,
-    also with batch size ramp-up. Raises UserError if a required flag is missing or the lengths contradict each
-    other."""
+    also with batch size ramp-up; a warm-up fraction refers to the decay length and overrides the other warm-up. Raises
+    UserError without ``lr``, without start and end of a weight decay that changes, or if the lengths are missing or
+    contradict each other."""
     if config.lr is None:
         raise UserError("--lr is not set: give the peak learning rate")
     style = config.weight_decay_incr_style
@@ -139,7 +140,8 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
-    """Return the (training, decay, warm-up, WSD annealing) lengths in samples. Raises UserError if neither
+    """Return the (training, decay, warm-up, WSD annealing) lengths in samples; the decay defaults to the training, the
+    annealing to None. --train-samples has precedence and uses the ``_samples`` flags. Raises UserError if neither
     --train-iters nor --train-samples is set, or the former without a global batch size."""
     if config.train_iters and not config.train_samples:  # with --train-samples, train_iters may be derived from it
         size = config.global_batch_size
@@ -157,8 +159,9 @@ def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | 
 def learning_rate(
     plan: SchedulePlan, samples: float, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
-    """Return the learning rate after ``samples`` consumed samples (closed forms in the module docstring). ``max_lr``
-    and ``min_lr`` of a parameter group override the plan's peak and minimum."""
+    """Return the learning rate after ``samples`` consumed samples: linear warm-up from ``init_lr`` to the peak, then
+    the decay style (closed forms in the module docstring), and the minimum after the decay; the style "constant" keeps
+    the peak. ``max_lr`` and ``min_lr`` of a parameter group override the plan's peak and minimum, also in warm-up."""
     peak = plan.max_lr if max_lr is None else max_lr
     low = plan.min_lr if min_lr is None else min_lr
     warmup, end = plan.lr_warmup_steps, plan.lr_decay_steps

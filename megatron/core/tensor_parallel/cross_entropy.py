@@ -178,7 +178,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradient of the logits in their dtype and shape. With ``reuse_logits`` it overwrites the saved
-        logits, and autograd rejects a second backward. No collective."""
+        logits (if they are contiguous), and autograd rejects a second backward. No collective."""
         logits, label_t, maximum_t, total_t = ctx.saved_tensors
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         gradient = logits_tv if ctx.reuse_logits else torch.empty_like(logits_tv)

@@ -203,9 +203,9 @@ def fused_gradient(parameter: Tensor, traits: LinearTraits) -> Tensor | None:
 def autograd_proxy(
     parameter: Tensor, x: Tensor | None, traits: LinearTraits
 ) -> tuple[Tensor | FusedGradParam, Tensor | None]:
-    """Return what autograd sees of a parameter: (parameter, None); or (hidden, its token); or (hidden, None) if another
-    use announces the gradient and the input ``x`` requires a gradient, so that backward runs anyway.
-    """
+    """Return what autograd sees of a parameter: (parameter, None) if its gradient goes through autograd; (hidden, its
+    token ``grad_ready``) if operators add it to ``main_grad``; or (hidden, None) if another use announces that gradient
+    and the input ``x`` requires a gradient, so that backward runs anyway."""
     # hide the parameter: its hooks run even without a gradient, so the bucket would count it as ready before dW is
     # added, or twice; the token gets its gradient only after all uses have added their gradients
     if not parameter.requires_grad or fused_gradient(parameter, traits) is None:

@@ -205,9 +205,10 @@ class _BlockAttention:
     kernel: Kernel
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
-        """Return the tiles of this rank's zig-zag queries against each of ``blocks`` (spans of global key positions).
-        Keys may belong to another sequence than queries. Tiles of different spans are merged unless dropout or a bias
-        depends on positions; these require the unfused kernel. Raises UserError for dense masks."""
+        """Return the plan of a call: the kernel, with the mask's dropout and bias, and for each of ``blocks`` (spans of
+        global key positions) the tiles of this rank's zig-zag queries. Keys may belong to another sequence than
+        queries. Tiles of different spans are merged unless there is dropout or a bias, which require the unfused
+        kernel. Raises UserError for dense masks and lengths that the ranks cannot split. No collective."""
         _refuse_dense(mask)
         length, key_length = (len(x) * self.group.size for x in (query, key))
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
@@ -280,9 +281,10 @@ class Layout(NamedTuple):
 
 
 def layout_of_layer(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
-    """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1); without context
-    parallelism, attention on full sequences. Raises UserError if heads are not divisible by the all-to-all group, or
-    a2a+p2p lacks hierarchical groups."""
+    """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1): ring (p2p), allgather,
+    a2a, or a2a with an inner ring (a2a+p2p); without context parallelism, attention on full sequences. It holds what
+    the kernel must support, the builder of the attention, and this rank's first head. Raises UserError if heads are not
+    divisible by the all-to-all group, or a2a+p2p lacks hierarchical groups."""
     kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads

@@ -104,9 +104,10 @@ class TorchAttention(FlashKernel):
         self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """See :meth:`Kernel.attend`; supports dense masks. Documents run as variable-length flash calls on GPUs, else
-        one call per document, or as a dense mask if only the GPU knows their bounds. Raises ValueError for documents
-        together with a dense mask."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; supports
+        dense masks. Documents run as variable-length flash calls for 16-bit dtypes on GPUs, else one call per document,
+        or as a dense mask if only the GPU knows their bounds. Raises ValueError for documents together with a dense
+        mask. No dropout or bias."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
@@ -154,8 +155,9 @@ class TorchAttention(FlashKernel):
         return torch.cat(parts).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, d]; return [s, b, a, d]. Builds a dense
-        mask unless the tile is full or a causal square. Raises UserError if torch has no kernel for the shapes."""
+        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, d]; return [s, b, a, d]; differentiable.
+        Ignores documents. Builds a dense mask [s, t] unless the tile is full or a causal square. Raises UserError, with
+        torch's reasons, if torch has no kernel for the shapes."""
         query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         tile, visible = full_tile(len(query), len(key), mask.visibility), None
         if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):
@@ -179,8 +181,9 @@ class TorchAttention(FlashKernel):
         return mixed.permute(2, 0, 1, 3)
 
     def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
-        """Return the kernels that may run on a GPU, best first; an empty list means torch's default. Raises UserError
-        for lengths that cuDNN, requested by flag, does not support in training."""
+        """Return the kernels that may run on a GPU, best first; an empty list means torch's default. With a dense mask
+        the memory-efficient and math kernels; for lengths that cuDNN does not support the flash kernel, with a notice
+        once. If cuDNN was requested by flag, these lengths raise UserError in training."""
         if self._only is None:
             return []
         if mask is not None:
