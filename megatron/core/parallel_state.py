@@ -68,8 +68,8 @@ def initialize_model_parallel(
     **without_effect: Any,
 ) -> process_groups.ProcessGroups:
     """Build the process groups of every axis, keep them for the getters of this module, and return this process's
-    groups. Collective: every process of the world calls it with the same arguments. Starts torch.distributed if needed,
-    and on GPUs waits for the device. Raises RuntimeError if groups exist already.
+    groups. Collective: every process of the world calls it with the same arguments. Starts torch.distributed if needed;
+    with copy engines it waits for the device. Raises RuntimeError if groups exist already.
 
     Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); UserError otherwise,
     before any group exists. ``order`` lists the axes from the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline
@@ -425,6 +425,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def _data_parallel(with_context_parallel: bool, partial: bool = False) -> process_groups.Group:
+    """Return this process's data-parallel group; ``partial`` has precedence: the ranks of one optimizer instance."""
     groups = _current().groups
     if partial:
         return groups.dp_cp_shard

@@ -85,6 +85,7 @@ class Timer:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
+        """Stop the timer, with the barrier if set; after an exception reset it instead, without a barrier."""
         if error is None:
             self.stop(self.barrier)
         else:
@@ -101,6 +102,8 @@ class Timer:
             self._range = None
 
     def _wait(self, barrier: bool) -> None:
+        """Wait for all ranks (``barrier``, if torch.distributed is initialized), then for the device if
+        ``synchronize``."""
         if barrier and dist.is_available() and dist.is_initialized():
             dist.barrier()
         if self.synchronize:

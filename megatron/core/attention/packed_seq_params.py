@@ -27,6 +27,7 @@ def lengths_of_mask(mask: Tensor) -> Tensor:
 
 
 def _require_equal(queries: Tensor, keys: Tensor) -> None:
+    """Raise ValueError unless query and key bounds are equal. On GPUs a device assertion, which does not wait."""
     equal = (queries == keys).all() if queries.shape == keys.shape else torch.zeros((), dtype=torch.bool)
     if not host_may_read(equal):
         torch._assert_async(equal)
@@ -80,6 +81,7 @@ class PackedSeqParams:
     """Ignored, like ``cp_group``, ``total_tokens`` and ``seq_idx``; accepted for Megatron-LM's programs."""
 
     def __post_init__(self) -> None:
+        """Raise UserError if ``local_cp_size`` is set."""
         if self.local_cp_size is not None:
             raise UserError(
                 f"local_cp_size {self.local_cp_size}: a context-parallel size per micro-batch is not available; leave "

@@ -182,7 +182,8 @@ LATENT_CONTEXT = 4096
 
 
 def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
-    """Build the rotary embedding of multi-latent attention. As in Megatron-LM, YaRN ignores ``percent``."""
+    """Build the rotary embedding of multi-latent attention for ``qk_pos_emb_head_dim`` channels: plain with rope_type
+    "rope", else with YaRN scaling. As in Megatron-LM, YaRN ignores ``percent``."""
     channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
     if config.rope_type == "rope":
         return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)

@@ -142,7 +142,8 @@ class DistributedDataParallel(DataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last."""
+        """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last. Gradients still
+        accumulate in ``main_grad``."""
         self._last_microbatch = False
         try:
             yield

@@ -195,6 +195,8 @@ class ParamAndGradBuffer:
                     yield self._shard(parameter, start, stop)
 
     def _shard(self, parameter: nn.Parameter, start: int, stop: int) -> ParameterShard:
+        """Return the shard of elements ``start`` to ``stop`` of ``parameter``, with views of weight and gradient
+        buffers."""
         assert self.param_data is not None
         place = slice(self.starts[parameter] + start, self.starts[parameter] + stop)
         grad = self.grad_data[place]
@@ -233,7 +235,8 @@ class ParamAndGradBuffer:
                 bucket.start_sum()
 
     def finish_sync(self) -> None:
-        """Wait for all reductions, including those over optimizer instances."""
+        """Wait for all reductions (on CUDA: in stream order), start the all-reduces over optimizer instances and wait
+        for these. Call it after ``start_sync``."""
         for bucket in self.buckets:  # start all before waiting for the first, so that they overlap
             bucket.sum_replicas()
         for bucket in self.buckets:

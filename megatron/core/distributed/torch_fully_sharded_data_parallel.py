@@ -144,6 +144,7 @@ def _main_grad_getter(parameter: nn.Parameter) -> Any:
 
 
 def _the_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype of all parameters of ``module``; UserError if there are several."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) != 1:
         raise UserError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
@@ -151,6 +152,8 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 
 
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
+    ``grad_reduce_in_fp32``, in fp32; other dtypes keep theirs. Inputs are not cast."""
     if dtype not in _HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype

@@ -24,7 +24,8 @@ _BAND = 8
 
 
 def grouped_weight_gradient_reference(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Accumulate in torch operations, one group at a time; the host waits for ``ends``."""
+    """Add the products of all groups to ``total`` [g, o, i] in place, in its dtype, in torch operations, one group at a
+    time; the host waits for ``ends``."""
     start = 0
     for end, total_oi in zip(ends.tolist(), total):
         total_oi += (grad[start:end].to(total.dtype).t() @ x[start:end].to(total.dtype))

@@ -134,8 +134,9 @@ class Remainder(Master):
 
 
 def build_master(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
-    """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``.
-    ``split`` selects 16-bit remainders for bf16 weights."""
+    """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``: with
+    ``split`` a 16-bit remainder for bf16, else an fp32 copy for half precision, else the values themselves. Keeps a
+    reference to ``values``; extra storage is set later."""
     if values.dtype == torch.bfloat16 and split:
         return Remainder(values)
     if values.dtype in (torch.bfloat16, torch.float16):

@@ -34,7 +34,7 @@ if triton is not None:
         CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """Merge ROWS queries of one head and batch row: write the weighted mean of ``out`` and ``block_out`` to
-        ``out``, and the logarithm of the summed exponentials to ``lse``, in place, in fp32. The lists of strides are of
+        ``out``, and the logarithm of the summed exponentials to ``lse``, in place, in fp32. Each tensor has strides for
         batch, head and query dims."""
         head = (tl.program_id(1) % heads).to(tl.int64)
         row = (tl.program_id(1) // heads).to(tl.int64)

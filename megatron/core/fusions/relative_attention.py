@@ -48,7 +48,7 @@ if triton is not None:
     @triton.jit
     def _rows(base, place, count, stride, D: tl.constexpr, EVEN: tl.constexpr):
         """Load rows ``place`` of D elements, ``stride`` elements apart from ``base``, as [len(place), D]; zeros for
-        rows outside of [0, count). EVEN promises that there are none, so that no mask is needed."""
+        rows outside of [0, count). EVEN promises that all rows are inside, so that no mask is needed."""
         at = base + place[:, None].to(tl.int64) * stride + tl.arange(0, D)[None, :]
         if EVEN:
             rows = tl.load(at)

@@ -165,8 +165,8 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Write the gradient of the logits of ROWS tokens of one sequence to ``grad_logits``: from ``grad_weights``,
-        and with SUMS from the gradients of the score sums and of the squared logsumexp. Recomputes weights and softmax;
+        """Write the gradient of the logits of ROWS tokens of one sequence to ``grad_logits``, from ``grad_weights`` and
+        with SUMS also from the gradients of the sums: scores and squared logsumexp. Recomputes weights and softmax;
         fp32, rounded once."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)

@@ -62,7 +62,8 @@ if triton is not None:
         value_s, value_b, value_a,
     ):  # fmt: skip
         """Return pointers to the first channel of each packed head in query, key and value, and its slot in the group:
-        0 to ``per_group`` - 1 are query heads, then key, then value. Only the pointer of the slot's kind is valid."""
+        0 to ``per_group`` - 1 are query heads, then key, then value. Callers mask accesses by slot: only the pointer of
+        the slot's kind is meant."""
         position, row = token // batch, token % batch
         group, slot = head // (per_group + 2), head % (per_group + 2)
         in_query = position * query_s + row * query_b + (group * per_group + slot) * query_a

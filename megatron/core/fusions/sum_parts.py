@@ -54,7 +54,8 @@ MAX_ADDENDS = 8
 
 
 def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
-    """Sum in torch operations, in at least fp32; any strides and dtypes."""
+    """Return the sum of the tensors in list order, accumulated in at least fp32, in their dtype; any strides. Torch
+    operations."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in parts[1:]:

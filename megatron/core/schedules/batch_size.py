@@ -166,7 +166,8 @@ def train_iters_from_samples(config: BatchConfig, train_samples: int, data_paral
 
 
 def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size: int = 1) -> int:
-    """Return the number of samples that the first ``iterations`` iterations consume, including the ramp-up."""
+    """Return the number of samples that the first ``iterations`` iterations consume, with the batch sizes that run: of
+    the ramp-up or step schedule, rounded down with --decrease-batch-size-if-needed."""
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or iterations <= count:
             return first + iterations * size

@@ -249,7 +249,8 @@ class OptimizerParamScheduler:
         return decay_weight(self.plan, self.num_steps, start_wd=group.get("start_wd"), end_wd=group.get("end_wd"))
 
     def set_samples(self, consumed_samples: int) -> None:
-        """Set the position to ``consumed_samples`` and update all parameter groups."""
+        """Set the position to ``consumed_samples`` and write ``lr`` and ``weight_decay``, each times the group's
+        multiplier, into all parameter groups."""
         self.num_steps = consumed_samples
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)

@@ -23,7 +23,8 @@ def look_up(
     weight: Tensor, ids: Tensor, absent: Tensor | None, traits: linear.LinearTraits, add_rows: AddRows
 ) -> Tensor:  # fmt: skip
     """Return the vectors [..., h] of int64 ``ids`` [...]; zeros, without gradient, where bool ``absent`` [...] is set.
-    """
+    Backward adds the gradient to ``main_grad`` in place with ``add_rows`` if the table has it, else returns a dense
+    gradient. No collective."""
     _, ready = linear.autograd_proxy(weight, None, traits)
     if ready is None:
         return _vectors(weight, ids, absent)

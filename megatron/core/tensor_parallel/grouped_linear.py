@@ -230,6 +230,8 @@ class _GroupedBias(torch.autograd.Function):
         ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: linear.LinearTraits, add_rows: Any,
         ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """Return y [r, o] plus scale [r] times each row's bias, rounded to the dtype of ``y``. Saves bias, scale and
+        ends."""
         ctx.adds_bias, bias = isinstance(bias, linear.FusedGradParam), linear.unwrap(bias)
         ctx.save_for_backward(bias, scale, ends)
         ctx.bias, ctx.traits, ctx.add_rows = bias, traits, add_rows

@@ -418,12 +418,14 @@ class VocabParallelOutput(nn.Module):
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the tokens' losses [...] from all logits at once; their gradient overwrites them."""
         return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
             group=self.group, reuse_logits=True,
         )  # fmt: skip
 
     def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the tokens' losses [...], with the logits of one chunk of tokens in memory at a time."""
         return linear_cross_entropy(
             x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,
             store=self.weight_gradient_store, logits=LogitSteps(self.bias, self.soft_cap),

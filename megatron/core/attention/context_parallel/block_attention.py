@@ -95,8 +95,8 @@ class OnlineSoftmax:
             self._started = True
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the output [s, b, a, d] in the queries' dtype and the lse [s, b, a], including ``sink`` [a] if
-        given."""
+        """Return the output [s, b, a, d] in the queries' dtype and the lse [s, b, a] in fp32 (fp64 for fp64), both
+        including ``sink`` [a] if given. Without any block the output is zero and the lse -inf."""
         self._start()
         if sink is not None:
             return with_sink(self.out, self.lse, sink, self.query.dtype)

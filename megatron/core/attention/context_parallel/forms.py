@@ -158,6 +158,7 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
 
 
 def _refuse_dense(mask: Mask) -> None:
+    """Raise UserError if ``mask`` has a dense mask."""
     if mask.hidden is not None:
         raise UserError(
             "attention_mask: context parallelism and attention sinks take no dense masks; describe documents by "
@@ -311,7 +312,8 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
 
 
 def _ring(group: Group, first_head: int, sink: bool) -> Layout:
-    """Return the layout of a ring over ``group``; for one rank, full sequences or, with a sink, one key block."""
+    """Return the layout of a ring over ``group``. For one rank: full sequences, or with a sink one key block, because
+    the sink needs the log-sum-exp."""
     if group.size == 1 and not sink:
         return Layout("whole", FullSequence, first_head)
     if group.size == 1:

@@ -78,7 +78,8 @@ def supports(request: Request) -> str | None:
 
 
 def _unmeasured(request: Request) -> str | None:
-    """Return why ``request`` is outside the measured cases (sm_90, head dim 128, no window); None if inside."""
+    """Return why ``request`` is outside the measured cases (sm_90, head dim 128, no window, not deterministic); None if
+    inside."""
     if request.capability != (9, 0) or request.channels != MEASURED_CHANNELS:
         return f"it was measured on sm_90 with head dim {MEASURED_CHANNELS}"
     if request.window is not None or request.deterministic:

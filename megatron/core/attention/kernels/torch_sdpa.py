@@ -71,7 +71,8 @@ def cudnn_supports(request: Request) -> str | None:
 
 
 def flash_supports(request: Request) -> str | None:
-    """Return why torch's flash kernel does not support ``request``; None if it does."""
+    """Return why torch's flash kernel does not support ``request``; None if it does. It needs a GPU from sm_80 on, bf16
+    or fp16, head dims that are multiples of 8 up to 256, no soft cap and no bias."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if not request.fits_flash:
@@ -80,7 +81,8 @@ def flash_supports(request: Request) -> str | None:
 
 
 def efficient_supports(request: Request) -> str | None:
-    """Return why the memory-efficient kernel does not support ``request``; None if it does."""
+    """Return why the memory-efficient kernel does not support ``request``; None if it does. It needs heads of whole
+    16-byte pieces, at most fp32, no soft cap and no bias."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.dtype == torch.float64 or request.channels * request.dtype.itemsize % 16:
