@@ -1,9 +1,8 @@
 """The only module with state: the process groups of this process, and its current position in the run.
 
 ``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass
-it down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on
-CPUs; without such an environment the program is one process: a group of one for its own calls of torch.distributed,
-which nothing here needs.
+it on. It starts torch.distributed from torchrun's environment if needed, over NCCL on GPUs and gloo on CPUs. Without
+such an environment the program is one process; torch.distributed is then a group of one, for the program's calls only.
 """
 
 from __future__ import annotations
@@ -258,7 +257,9 @@ def _handle(group: process_groups.Group) -> Any:
 
 
 def resolve_group(given: Any = None, axis: str = "tp") -> process_groups.Group:
-    """Return the group that a public function works on, with this process's rank in it.
+    """Return the group that a public function works on, with this process's rank in it. A ``Group`` is returned as it
+    is; a torch group that belongs to an axis gives the axis's group, any other torch group a new ``Group``. No
+    collective.
 
     Args:
         given: a torch ``ProcessGroup`` or a ``Group``; None takes the running program's group of ``axis``.

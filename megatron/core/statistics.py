@@ -124,8 +124,9 @@ def invalid_values(totals: Totals) -> dict[str, Tensor]:
 
 def summaries(totals: Totals) -> dict[str, Tensor]:
     """Return the logged values of each module (0-d tensors), e.g. ``layer 4/z_loss`` and ``layer 4/dropped``. A
-    ``*_loss`` gives its mean and a plain vector its sum. A distribution gives minimum, maximum, 95th percentile and the
-    entropy relative to the entropy of the uniform distribution."""
+    ``*_loss`` gives its mean and a plain vector its sum; ``* loss``, ``_*`` and ``nonfinite_*`` give nothing. A
+    ``*_per_*`` distribution gives minimum, maximum, 95th percentile and the entropy relative to the entropy of the
+    uniform distribution."""
     values: dict[str, Tensor] = {}
     distributions: dict[tuple[str, int], dict[str, Tensor]] = {}
     for label, sums in totals.items():

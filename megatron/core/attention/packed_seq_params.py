@@ -214,9 +214,9 @@ class PackedSeqParams:
         return self._ranges
 
     def check(self, batch: int, length: int) -> None:
-        """Raise ValueError unless documents cover all tokens of ``batch`` rows of ``length`` and none spans two rows.
-        On GPUs this is a device assertion, which does not wait. Kernels do not write the gradients of uncovered tokens,
-        so that they would contain uninitialized memory."""
+        """Raise ValueError unless the query bounds ascend from 0 to ``batch * length`` and every row of ``length``
+        starts a document; nothing without documents. On GPUs this is a device assertion, which does not wait. Kernels
+        do not write the gradients of uncovered tokens, so that they would contain uninitialized memory."""
         bounds = self.cu_seqlens_q
         if bounds is None:
             return

@@ -49,8 +49,9 @@ class Timeline:
 
 
 def unit_costs(forward: float = 1.0, backward: float = 2.0, weight: float | None = None) -> CostFunction:
-    """Return a cost function that is equal on all stages. With ``weight``, W costs ``weight`` and B the rest of
-    ``backward``, for schedules that split backward. Without it, B costs all of ``backward``."""
+    """Return a cost function, (stage, action) -> seconds, that is equal on all stages. With ``weight``, W costs
+    ``weight`` and B the rest of ``backward``, for schedules that split backward. Without it, B costs all of
+    ``backward``."""
     share = backward / 2 if weight is None else weight
 
     def cost(stage: int, action: Action) -> float:

@@ -281,10 +281,10 @@ def _num_stages(layout: str) -> int:
 
 
 def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> list[StageContents]:
-    """Return the contents of every stage, in the order in which a micro-batch visits them. ``costs`` come from the
-    model description. Without them all layers are decoder layers of equal cost that are not split, and the output layer
-    costs nothing. All callers within a run must pass the same costs. Raises LayoutError if the settings are invalid or
-    impossible for the model; rules check this at startup."""
+    """Return the contents of every stage, in the order in which a micro-batch visits them: from the layout, else from
+    the given layers of the first and last rank, else balanced by ``costs`` of the model description. Without costs all
+    layers are equal decoder layers that are not split, and the output layer costs nothing. All callers within a run
+    must pass the same costs. Raises LayoutError if the settings are invalid or impossible."""
     costs = ModelCosts((DECODER_LAYER,) * config.num_layers, None) if costs is None else costs
     ranks, chunks = config.pipeline_model_parallel_size, virtual_pipeline_size(config)
     if config.pipeline_model_parallel_layout is not None:

@@ -85,9 +85,9 @@ def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
 
 def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
     """Return the plateaus of ``--rampup-batch-size start increment samples``. Plateau j has size start + j * increment
-    and starts when ``consumed >= j * samples / number of increments``; the last has ``final_size``. Raises
-    ScheduleError unless there are three numbers, positive except the samples (>= 0), if ``final_size - start`` is not a
-    nonnegative multiple of the increment, or for more than 10,000 steps."""
+    and starts when ``consumed >= j * samples / number of increments``. Raises ScheduleError unless there are three
+    numbers, positive except the samples (>= 0), if ``final_size - start`` is not a nonnegative multiple of the
+    increment, or for more than 10,000 steps."""
     flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
     if len(rampup) != 3:
         raise ScheduleError(flag, "needs three numbers, START INCREMENT SAMPLES")

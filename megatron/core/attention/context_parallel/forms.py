@@ -206,10 +206,10 @@ class _BlockAttention:
     kernel: Kernel
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
-        """Return the plan of a call: the kernel, with the mask's dropout and bias, and for each of ``blocks`` (spans of
-        global key positions) the tiles of this rank's zig-zag queries. Keys may belong to another sequence than
-        queries. Tiles of different spans are merged unless there is dropout or a bias, which require the unfused
-        kernel. Raises UserError for dense masks and lengths that the ranks cannot split. No collective."""
+        """Return the kernel, with the mask's dropout and bias, and for each of ``blocks`` (spans of global key
+        positions) the tiles of this rank's zig-zag queries. Keys may belong to another sequence. Tiles of different
+        spans are merged unless there is dropout or a bias, which require the unfused kernel. Raises UserError for dense
+        masks and lengths that the ranks cannot split. Reading document bounds may wait for the GPU."""
         _refuse_dense(mask)
         length, key_length = (len(x) * self.group.size for x in (query, key))
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel

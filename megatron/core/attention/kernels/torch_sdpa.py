@@ -106,10 +106,10 @@ class TorchAttention(FlashKernel):
         self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; supports
-        dense masks. Documents run as variable-length flash calls for 16-bit dtypes on GPUs, else one call per document,
-        or as a dense mask if only the GPU knows their bounds. Raises ValueError for documents together with a dense
-        mask. No dropout or bias."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; no dropout
+        or bias. Documents run as variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or
+        as a dense mask if only the GPU knows their bounds. Dense masks are supported, but together with documents raise
+        ValueError."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
