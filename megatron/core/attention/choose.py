@@ -198,7 +198,7 @@ def make_kernel(
 def _build(choice: Choice, request: Request, scale: float, config: TransformerConfig, layer_number: int) -> Kernel:
     """Build the chosen kernel with softmax scale ``scale``; layer number and ``config`` set the options of the unfused
     kernel. If ``auto`` chose flash-attn 4, returns ``WhereFaster`` with a second kernel for the tiles where that one
-    was measured to be faster. Imports the flash-attn packages; UserError if this fails."""
+    was measured to be faster. Imports flash-attn 2 or 3 if chosen; UserError if this fails."""
     name, deterministic = choice.kernel, request.deterministic
     if name == "unfused":
         return UnfusedAttention(

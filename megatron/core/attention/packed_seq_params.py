@@ -185,8 +185,9 @@ class PackedSeqParams:
         return self._split
 
     def _split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
-        """Compute :meth:`split_full_rows` without its cache, from the host bounds; a row counts as full if it is one
-        document for queries and for keys. The second result has bounds that start at 0, also on the host."""
+        """Return (number of leading rows that are one document for queries and for keys, documents of the other rows).
+        The latter have bounds from 0, also on the host; None if all rows are full. Returns (0, ``self``) if the first
+        row is not full. Uses host bounds; not cached."""
         bounds = self.all_bounds()
         assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         lengths = [each[-1] // batch for each in bounds]
