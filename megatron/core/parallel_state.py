@@ -1,9 +1,8 @@
 """The only module with state: the process groups of this process, and its current position in the run.
 
 ``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass
-it down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on
-CPUs; without such an environment the program is one process: a group of one for its own calls of torch.distributed,
-which nothing here needs.
+it on. It starts torch.distributed from torchrun's environment if needed, over NCCL on GPUs and gloo on CPUs. Without
+such an environment the program is one process; torch.distributed is then a group of one, for the program's calls only.
 """
 
 from __future__ import annotations
@@ -67,15 +66,16 @@ def initialize_model_parallel(
     group_of_one: bool = True,
     **without_effect: Any,
 ) -> process_groups.ProcessGroups:
-    """Build the process groups of every axis and keep them for the getters of this module.
+    """Build the process groups of every axis, keep them for the getters of this module, and return this process's
+    groups. Collective: every process of the world calls it with the same arguments. Starts torch.distributed if needed;
+    with copy engines it waits for the device. Raises RuntimeError if groups exist already.
 
-    Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise,
-    before any group exists. Every process of the world calls it with the same arguments. ``order`` lists the axes from
-    the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other.
-    ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). ``copy_engines``: over NCCL, groups whose
-    ranks share a host get copy engines for supported collectives (``copy_engines/``). ``group_of_one``: see
-    :func:`start_group_of_one`. Further keywords that programs pass and that have no effect here are logged with the
-    reason; unknown ones are a TypeError.
+    Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); UserError otherwise,
+    before any group exists. ``order`` lists the axes from the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline
+    stages next to each other. ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``).
+    ``copy_engines``: over NCCL, groups whose ranks share a host get copy engines for supported collectives
+    (``copy_engines/``). ``group_of_one``: see :func:`start_group_of_one`. Megatron-LM's keywords without effect here
+    are logged with the reason; unknown keywords raise TypeError.
     """
     global _state
     _explain_keywords(without_effect)
@@ -119,8 +119,8 @@ def initialize_model_parallel(
 
 
 def start_group_of_one() -> None:
-    """Initialize torch.distributed as a group of one if no launcher started this process: programs call it
-    (``get_rank``, ``barrier``) for any number of ranks."""
+    """Initialize torch.distributed as a group of one if no launcher started this process (no ``RANK`` in the
+    environment) and it is not initialized: programs call it (``get_rank``, ``barrier``) for any number of ranks."""
     if not dist.is_initialized() and "RANK" not in os.environ:
         _start_world_of_one()
 
@@ -130,7 +130,9 @@ def _start_world_of_one() -> None:
 
 
 def _start_distributed(timeout: timedelta) -> None:
-    """Initialise torch.distributed from torchrun's environment, if that is there and it is not up."""
+    """Initialize torch.distributed from torchrun's environment, over NCCL on GPUs (setting the current device from
+    ``LOCAL_RANK``), else gloo. Does nothing if it is initialized or ``WORLD_SIZE`` or ``RANK`` is not set. Collective
+    over the world; logs a notice."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return
     backend = "gloo"
@@ -153,6 +155,8 @@ _WITHOUT_EFFECT = {
 
 
 def _explain_keywords(given: dict[str, Any]) -> None:
+    """Raise TypeError for keywords that ``initialize_model_parallel`` does not know, listing all of them. Log why a
+    known keyword with a true value has no effect."""
     unknown = sorted(set(given) - set(_WITHOUT_EFFECT))
     if unknown:
         raise TypeError(f"initialize_model_parallel() has no arguments {', '.join(unknown)}")
@@ -164,7 +168,9 @@ def _explain_keywords(given: dict[str, Any]) -> None:
 def _new_subgroups(
     name: str, rank_lists: list[list[int]], timeout: timedelta, settings: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Create one torch group per rank list (all ranks take part in each); this rank's (handle, gloo twin)."""
+    """Create one torch group per rank list of axis ``name`` and return this rank's (handle, gloo handle of the same
+    ranks). The second is the handle itself over gloo, and None over NCCL except for axes that move CPU tensors. Uses
+    the world group for "world". Collective over the world: all ranks take part in each group."""
     rank, backend = dist.get_rank(), dist.get_backend()
     handle = host_handle = None
     options = group_options(settings) if backend == "nccl" else None
@@ -183,8 +189,9 @@ def _new_subgroups(
 
 
 def _open_lanes(groups: process_groups.ProcessGroups, wrap: bool) -> None:
-    """One message over every edge of the pipeline, edge by edge: NCCL connects two ranks when they first talk, and
-    holds up the host of the one until the other comes. In the middle of a schedule that could be a circle."""
+    """Send one message in both directions over every edge of the pipeline, edge by edge; ``wrap`` adds the edge between
+    last and first rank. NCCL connects two ranks when they first communicate, and blocks the host of one until the other
+    arrives: in the middle of a schedule that could deadlock. Collective over the pipeline; returns nothing."""
     ranks, me = groups.pp.ranks, dist.get_rank()
     edges = list(zip(ranks, ranks[1:]))
     if wrap and len(ranks) > 2:
@@ -199,7 +206,8 @@ def _open_lanes(groups: process_groups.ProcessGroups, wrap: bool) -> None:
 
 
 def _with_engines(groups: process_groups.ProcessGroups) -> process_groups.ProcessGroups:
-    """Return the same group, with copy engines where they work."""
+    """Return ``groups`` with copy engines in the tensor-parallel, pipeline and expert groups of several ranks that
+    support them. Collective over each of these groups; waits for the device. Other groups are unchanged."""
     changed: dict[str, process_groups.Group] = {}
     for name in _AXES_WITH_ENGINES:
         group: process_groups.Group = getattr(groups, name)
@@ -233,15 +241,14 @@ def get_process_groups() -> process_groups.ProcessGroups:
 
 
 def get_rank_grid() -> process_groups.RankGrid:
-    """Sizes of every axis; a grid of one rank where nothing was initialised."""
+    """Return the grid with the sizes of every axis; a grid of one rank if none was initialized."""
     return process_groups.RankGrid() if _state is None else _state.grid
 
 
 def _handle(group: process_groups.Group) -> Any:
-    """Return the torch.distributed group of ``group``'s ranks, never None.
-
-    A program of one process starts torch.distributed here, at its first call of a getter: training needs no group.
-    """
+    """Return the torch.distributed group of ``group``'s ranks, never None: for one rank a group of this rank only. In a
+    program of one process the first call initializes torch.distributed. Raises RuntimeError before
+    ``initialize_model_parallel`` for a group of one."""
     if group.size > 1:
         return group.handle
     if _current().alone is None and not dist.is_initialized():
@@ -250,7 +257,9 @@ def _handle(group: process_groups.Group) -> Any:
 
 
 def resolve_group(given: Any = None, axis: str = "tp") -> process_groups.Group:
-    """Return the group that a public function works on, with this process's rank in it.
+    """Return the group that a public function works on, with this process's rank in it. A ``Group`` is returned as it
+    is; a torch group that belongs to an axis gives the axis's group, any other torch group a new ``Group``. No
+    collective.
 
     Args:
         given: a torch ``ProcessGroup`` or a ``Group``; None takes the running program's group of ``axis``.
@@ -273,10 +282,9 @@ def resolve_group(given: Any = None, axis: str = "tp") -> process_groups.Group:
 
 
 def _getters(axis: str) -> tuple[Callable[..., Any], Callable[[], int], Callable[[], int]]:
-    """Getters of an axis: its torch.distributed group, its size, this rank's place in it.
-
-    ``check_initialized=False`` gives None where nothing was initialized, instead of an error.
-    """
+    """Return three getters of ``axis`` for this process: its torch.distributed group, its size, this rank's index in
+    it. They raise RuntimeError before initialization; ``group(check_initialized=False)`` returns None instead. The
+    group is never None otherwise, also for one rank."""
 
     def axis_group() -> process_groups.Group:
         return getattr(_current().groups, axis)
@@ -313,17 +321,18 @@ get_expert_tensor_model_pipeline_parallel_group, _, _ = _getters("etp_ep_pp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tensor-parallel group."""
+    """Return the global rank of the first member of this rank's tensor-parallel group."""
     return _current().groups.tp.ranks[0]
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's model-parallel (tensor x pipeline) group."""
+    """Return the global rank of the first member of this rank's model-parallel (tensor x pipeline) group."""
     return _current().groups.tp_pp.ranks[0]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks of this rank's context-parallel group."""
+    """Return the global ranks of this rank's context-parallel group; None before initialization if
+    ``check_initialized`` is False (else RuntimeError)."""
     return None if _state is None and not check_initialized else list(_current().groups.cp.ranks)
 
 
@@ -359,39 +368,43 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Announces the model chunk that is built next, to model providers that do not take ``vp_stage``."""
+    """Set the model chunk that is built next, for model providers that do not take ``vp_stage``; None after building.
+    Raises RuntimeError before initialization."""
     global _state
     _state = replace(_current(), virtual_pipeline_rank=rank)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the first stage; with ``ignore_virtual`` off, in chunk ``vp_stage`` (by default, in the
-    one that is being built)."""
+    """Return whether this pipeline rank is the first. With ``ignore_virtual`` False its chunk ``vp_stage`` (default:
+    the chunk that is being built) must also be the first, or unknown."""
     chunk = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
     return _current().groups.pp.is_first and (ignore_virtual or not chunk)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the last stage; with ``ignore_virtual`` off, in chunk ``vp_stage`` (by default, in the
-    one that is being built)."""
+    """Return whether this pipeline rank is the last. With ``ignore_virtual`` False its chunk ``vp_stage`` (default: the
+    chunk that is being built) must also be the last, or unknown."""
     chunk = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
     chunks = _current().virtual_pipeline_size
     return _current().groups.pp.is_last and (ignore_virtual or chunks is None or chunk in (None, chunks - 1))
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (its chunk ``vp_stage`` unless ``ignore_virtual``) is the first or the last stage."""
+    """Return whether this rank (its chunk ``vp_stage`` unless ``ignore_virtual``) is the first or the last stage."""
     first, last = (of_stage(ignore_virtual, vp_stage) for of_stage in (is_pipeline_first_stage, is_pipeline_last_stage))
     return first or last
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> Any:
-    """The group of this rank only: one stage holds the position embeddings."""
+    """Return the group of this rank only: one stage holds the position embeddings. None before initialization if
+    ``check_initialized`` is False."""
     return None if _state is None and not check_initialized else _handle(process_groups.SINGLE_PROCESS.embedding)
 
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """Ranks with other data; ``partial_data_parallel``: those that share one copy of the optimizer state."""
+    """Return the group of ranks that hold the same parameters with other data. ``with_context_parallel`` adds the
+    context-parallel ranks; ``partial_data_parallel``: the ranks, context-parallel ones included, that share one copy of
+    the optimizer state."""
     return _handle(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -413,6 +426,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def _data_parallel(with_context_parallel: bool, partial: bool = False) -> process_groups.Group:
+    """Return this process's data-parallel group; ``partial`` has precedence: the ranks of one optimizer instance."""
     groups = _current().groups
     if partial:
         return groups.dp_cp_shard
@@ -420,15 +434,18 @@ def _data_parallel(with_context_parallel: bool, partial: bool = False) -> proces
 
 
 def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
-    """Ranks that hold the same expert parameters; ``partial_…``: those that share one copy of their optimizer state."""
+    """Return the group of ranks that hold the same expert parameters; ``partial_expert_data_parallel``: the ranks that
+    share one copy of their optimizer state. None before initialization if ``check_initialized`` is False (else
+    RuntimeError)."""
     if _state is None and not check_initialized:
         return None
     return _handle(_current().groups.edp_shard if partial_expert_data_parallel else _current().groups.edp)
 
 
 def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_context_parallel: bool = False) -> Any:
-    """Ranks of one pipeline stage. The first call creates the group where no other axis has its ranks: all its ranks
-    must make it."""
+    """Return the group of the tensor- and data-parallel ranks of this pipeline stage; ``with_context_parallel`` adds
+    the context-parallel ranks. If no axis has these ranks, the first call creates the group: all its ranks must make
+    it. None before initialization if ``check_initialized`` is False (else RuntimeError)."""
     if _state is None and not check_initialized:
         return None
     state = _current()
@@ -437,14 +454,17 @@ def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_cont
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
-    """Ranks over which fp8 statistics are reduced: tensor parallelism, and data parallelism unless ``tp_only…``."""
+    """Return the group over which fp8 statistics are reduced: tensor-parallel ranks, and data-parallel ranks unless
+    ``tp_only_amax_red``; ``with_context_parallel`` adds context-parallel ranks. The first call may create the group
+    collectively."""
     if tp_only_amax_red:
         return _handle(_current().groups.tp_cp if with_context_parallel else _current().groups.tp)
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
 def _group_of_ranks(ranks: list[int]) -> Any:
-    """The handle of the axis with these ranks, or a new group, made once."""
+    """Return the torch.distributed group with exactly these ``ranks``: the handle of an axis with the same ranks, or a
+    new group, created at the first call and cached. Creating it is collective over ``ranks``."""
     state = _current()
     axes = (getattr(state.groups, each.name) for each in fields(state.groups))
     if (known := next((group for group in axes if group.ranks == tuple(ranks)), None)) is not None:
@@ -455,7 +475,9 @@ def _group_of_ranks(ranks: list[int]) -> Any:
 
 
 def _host_handle(group: process_groups.Group) -> Any:
-    """A group of ``group``'s ranks that moves CPU tensors."""
+    """Return a torch.distributed group of ``group``'s ranks that moves CPU tensors: its gloo handle, its handle if that
+    supports gloo, or a new gloo group, created at the first call and cached. Creating it is collective over these
+    ranks."""
     if group.size > 1 and group.host_handle is not None:
         return group.host_handle
     handle, state = _handle(group), _current()
@@ -468,7 +490,7 @@ def _host_handle(group: process_groups.Group) -> Any:
 
 
 def get_hierarchical_context_parallel_groups() -> list[Any]:
-    """The inner (all-to-all) and the outer (ring) group of two-level context parallelism."""
+    """Return the inner (all-to-all) and the outer (ring) group of two-level context parallelism, in this order."""
     groups = _current().groups
     return [_handle(groups.cp_a2a), _handle(groups.cp_p2p)]
 

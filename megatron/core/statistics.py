@@ -77,8 +77,9 @@ class StatisticsSum:
             self.sizes = {label: sizes for each in everyones for label, sizes in each.items()}
 
     def __call__(self, device: torch.device) -> Totals:
-        """Return the sums over all ranks since the last call, and pass each local module its sums (``end_step``). One
-        all-reduce of a flat fp64 tensor; resets the local accumulators. No host sync."""
+        """Return the sums over all ranks since the last call by module label, of the modules of all pipeline stages,
+        and pass each local module its sums (``end_step``). One all-reduce of a flat fp64 tensor over the world; resets
+        the local accumulators. No host sync. Returns {} without a collective if no stage has statistics."""
         if not self.sizes:
             return {}
         own = {each.statistics.label: each.statistics for each in self.own}
@@ -99,7 +100,8 @@ class StatisticsSum:
 
 
 def total_losses(totals: Totals) -> dict[str, Tensor]:
-    """Return ``name -> [sum, count]`` of all losses in ``totals``, summed over modules."""
+    """Return ``name -> [sum, count]`` of all losses in ``totals`` (names that end with ``_loss`` or `` loss``), summed
+    over modules. The values may share memory with ``totals``."""
     losses: dict[str, Tensor] = {}
     for sums in totals.values():
         for name, pair in sums.items():
@@ -109,7 +111,8 @@ def total_losses(totals: Totals) -> dict[str, Tensor]:
 
 
 def invalid_values(totals: Totals) -> dict[str, Tensor]:
-    """Return ``description -> [NaN or 0, 1]``: NaN if a module has counted non-finite values (``nonfinite_*``)."""
+    """Return ``description -> [NaN or 0, 1]`` for each ``nonfinite_*`` statistic: NaN if the module has counted any
+    non-finite value in the global batch, else 0; fp64 on the device. Empty without such statistics. No host sync."""
     counts = {f"a {name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
               for label, sums in totals.items() for name in sums if name.startswith("nonfinite_")}
     if not counts:
@@ -121,8 +124,9 @@ def invalid_values(totals: Totals) -> dict[str, Tensor]:
 
 def summaries(totals: Totals) -> dict[str, Tensor]:
     """Return the logged values of each module (0-d tensors), e.g. ``layer 4/z_loss`` and ``layer 4/dropped``. A
-    ``*_loss`` gives its mean and a plain vector its sum. A distribution gives minimum, maximum, 95th percentile and the
-    entropy relative to the entropy of the uniform distribution."""
+    ``*_loss`` gives its mean and a plain vector its sum; ``* loss``, ``_*`` and ``nonfinite_*`` give nothing. A
+    ``*_per_*`` distribution gives minimum, maximum, 95th percentile and the entropy relative to the entropy of the
+    uniform distribution."""
     values: dict[str, Tensor] = {}
     distributions: dict[tuple[str, int], dict[str, Tensor]] = {}
     for label, sums in totals.items():

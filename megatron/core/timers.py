@@ -22,10 +22,10 @@ NAME_WIDTH = 48  # column of the values, which parsers of existing logs rely on
 
 
 class Timer:
-    """A stopwatch that sums its running times, in seconds; ``with timer:`` times a block."""
+    """Stopwatch that sums its running times, in seconds; ``with timer:`` times a block."""
 
     def __init__(self, name: str, synchronize: bool = False, barrier: bool = False):
-        """``synchronize``: wait for the device at both ends; ``barrier``: a ``with`` block waits for all ranks too."""
+        """``synchronize``: wait for the device at both ends. ``barrier``: a ``with`` block also waits for all ranks."""
         self.name, self.synchronize, self.barrier = name, synchronize, barrier
         self.active = False
         self._started = 0.0
@@ -34,7 +34,8 @@ class Timer:
         self._range: Any = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin; ``barrier``: after all ranks came here."""
+        """Start the timer and open a profiler range. ``barrier``: first wait for all ranks; with ``synchronize`` also
+        wait for the device. Raises RuntimeError if the timer runs already."""
         if self.active:
             raise RuntimeError(f"timer {self.name!r} has already been started")
         self._wait(barrier)
@@ -43,7 +44,9 @@ class Timer:
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """End; ``barrier``: when all ranks came here."""
+        """Stop the timer and add the seconds since ``start`` to both sums; close the profiler range. ``barrier``: first
+        wait for all ranks; with ``synchronize`` also wait for the device. Raises RuntimeError if the timer does not
+        run."""
         if not self.active:
             raise RuntimeError(f"timer {self.name!r} is not started")
         self._wait(barrier)
@@ -54,13 +57,15 @@ class Timer:
         self.active = False
 
     def reset(self) -> None:
-        """Forget the time so far; a running timer stops."""
+        """Set the time since the last reset to 0. A running timer stops, and its time is not counted;
+        :meth:`active_time` keeps its sum."""
         self._close_range()
         self._elapsed = 0.0
         self.active = False
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds since the last reset; a running timer continues."""
+        """Return the seconds since the last reset; ``reset`` sets them to 0. A running timer is stopped and started
+        again, with ``barrier`` and waits as in :meth:`stop` and :meth:`start`; the time so far counts."""
         running = self.active
         if running:
             self.stop(barrier)
@@ -80,6 +85,7 @@ class Timer:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
+        """Stop the timer, with the barrier if set; after an exception reset it instead, without a barrier."""
         if error is None:
             self.stop(self.barrier)
         else:
@@ -96,6 +102,8 @@ class Timer:
             self._range = None
 
     def _wait(self, barrier: bool) -> None:
+        """Wait for all ranks (``barrier``, if torch.distributed is initialized), then for the device if
+        ``synchronize``."""
         if barrier and dist.is_available() and dist.is_initialized():
             dist.barrier()
         if self.synchronize:
@@ -103,7 +111,7 @@ class Timer:
 
 
 class NullTimer(Timer):
-    """A timer above the log level: a range in traces and nothing else."""
+    """Timer above the log level: a range in traces, without time measurement or waits."""
 
     def start(self, barrier: bool = False) -> None:
         self._open_range()
@@ -136,7 +144,9 @@ class Timers:
         self._silent: dict[str, NullTimer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer ``name``; its first use sets its level (by default the highest), later ones may remove it."""
+        """Return the timer ``name``. The first call sets its level (default: the highest); above the log level the
+        timer measures nothing. Raises ValueError for a level outside of 0 to 2, or another level than in the first
+        call. At log level 0 timers do not wait for the device."""
         known = self._levels.get(name)
         if known is None:
             known = MAX_LOG_LEVEL if log_level is None else log_level
@@ -151,7 +161,9 @@ class Timers:
         return self._timers[name] if name in self._timers else self._silent.setdefault(name, NullTimer(name))
 
     def gather(self, names: Sequence[str] | None = None, *, reset: bool = True, barrier: bool = False) -> list[dict]:
-        """Seconds by name, for each rank. Collective: every rank calls it, also those that never ran such a timer."""
+        """Return {name: seconds} of each rank, in rank order, for the timers in ``names`` (None: all) that ran since
+        the last reset; ``reset`` resets them. Collective over the world: every rank calls it, even without such timers.
+        One object all-gather, preceded by a barrier if ``barrier``."""
         own = {
             name: timer.elapsed(reset=reset)
             for name, timer in self._timers.items()
@@ -172,7 +184,9 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> str | None:
-        """The lines for the log, times in milliseconds divided by ``normalizer``; None if no timer ran. Collective."""
+        """Return the lines for the log, in the order of ``names``, with milliseconds divided by ``normalizer``; None if
+        no timer ran on any rank. Sets ``latest`` to the maximum over ranks by name. Collective, as :meth:`gather`,
+        which resets the timers unless ``reset`` is False."""
         ranks = self.gather(names, reset=reset, barrier=barrier)
         order = list(dict.fromkeys(name for rank in ranks for name in rank))
         if names is not None:
@@ -186,15 +200,17 @@ class Timers:
         return format_times(times, self.log_option) if times else None
 
     def log(self, names: Sequence[str] | None = None, rank: int | None = None, *options: Any, **named: Any) -> None:
-        """Log :meth:`text`, with its further arguments, on ``rank``, by default the last. Collective."""
+        """Log :meth:`text`, with its further arguments, at INFO on ``rank`` only (default: the last); nothing if no
+        timer ran. Collective: every rank calls it."""
         text = self.text(names, *options, **named)
         here, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if text is not None and here == (size - 1 if rank is None else rank):
             logger.info("%s", text)
 
     def write(self, names: Sequence[str], writer: Any, iteration: int, *options: Any, **named: Any) -> None:
-        """Seconds of each timer, the largest over ranks, to ``writer.add_scalar("<name>-time", …)``; further arguments
-        as of :meth:`text`. Collective."""
+        """Write the seconds of each timer, the maximum over ranks, divided by ``normalizer``, with
+        ``writer.add_scalar("<name>-time", seconds, iteration)`` if ``writer`` is not None. Further arguments as for
+        :meth:`text`, which resets the timers. Collective: every rank calls it."""
         self.text(names, *options, **named)
         if writer is not None:
             for name, milliseconds in self.latest.items():
@@ -202,8 +218,8 @@ class Timers:
 
 
 def format_times(times: dict[str, list[tuple[int, float]]], option: str) -> str:
-    """Return the log text of ``times``, name -> [(rank, milliseconds)]: per name minimum and maximum, maximum, or all
-    ranks, by ``option`` (--timing-log-option)."""
+    """Return the log text of ``times``, name -> [(rank, milliseconds)], one line per name with minimum and maximum
+    ("minmax") or maximum ("max") after a title, or for "all" one line per name and rank. Values have two decimals."""
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name, values in times.items():

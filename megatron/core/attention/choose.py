@@ -91,8 +91,10 @@ def _version_4_is_usable(config: TransformerConfig) -> bool:
 
 
 def choose_kernel(request: Request) -> Choice:
-    """Return the best supported kernel for ``request``; the reason lists rejected better ones. No device access. Raises
-    UserError if the backend or version requested by flag does not support the request, with every reason."""
+    """Return the best supported kernel for ``request``; the reason lists rejected better ones. Unfused if requested or
+    with dropout; without a GPU torch's SDPA, or unfused for key blocks, soft cap or bias. No device access. Raises
+    UserError for a flash version with ``fused``, a 32- or 64-bit dtype with ``fused`` or ``flash``, or a flag without a
+    supported kernel, with every reason."""
     if request.backend in ("unfused", "local"):
         return Choice("unfused", f"--attention-backend {request.backend}")
     if request.dropout:
@@ -112,8 +114,9 @@ def choose_kernel(request: Request) -> Choice:
 
 
 def _first_that_serves(request: Request) -> Choice:
-    """Return the first candidate kernel that supports ``request``, with the reasons against earlier candidates. Raises
-    UserError with all reasons if no candidate does."""
+    """Return the first candidate kernel that supports ``request``. Its reason holds the requested version, the
+    situation, the reasons against earlier candidates, and remarks. Raises UserError with all reasons and a fix if no
+    candidate supports it."""
     remarks, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
     if request.flash_version is not None:
         asked, fix = f"--flash-attention-version {request.flash_version}", "remove the flag"
@@ -129,7 +132,9 @@ def _first_that_serves(request: Request) -> Choice:
 
 
 def _candidates(request: Request) -> Iterator[str]:
-    """Yield candidate kernels, best first. Skips packages that are not installed, unless requested by version."""
+    """Yield names of candidate kernels, best first: only the flash-attn version requested by flag, installed or not;
+    "triton", "unfused" for ``auto`` with a bias; else installed flash-attn packages, then torch's kernels by backend,
+    dtype, window and capability. Does not check ``supports``. Requires a GPU unless a version is requested."""
     if request.flash_version is not None:
         yield f"flash-attn {request.flash_version}"
         return
@@ -153,7 +158,9 @@ def _candidates(request: Request) -> Iterator[str]:
 
 
 def _remarks(name: str, request: Request) -> Iterator[str]:
-    """Yield notes for the log about a selected flash-attn package: speed, minimum length, compile time."""
+    """Yield notes for the log about a selected flash-attn package: the speed of version 3 if not requested; for version
+    4 the compile time, and with ``auto`` the length from which it runs and the kernel for shorter calls. Nothing for
+    other kernels."""
     if name == "flash-attn 3" and request.flash_version is None:
         yield "installed, and twice as fast as FlashAttention 2"
     if name != "flash-attn 4":
@@ -189,8 +196,9 @@ def make_kernel(
 
 
 def _build(choice: Choice, request: Request, scale: float, config: TransformerConfig, layer_number: int) -> Kernel:
-    """Build the chosen kernel with softmax scale ``scale``. If ``auto`` chose flash-attn 4, a second kernel computes
-    the tiles where that one was measured to be faster."""
+    """Build the chosen kernel with softmax scale ``scale``; layer number and ``config`` set the options of the unfused
+    kernel. If ``auto`` chose flash-attn 4, returns ``WhereFaster`` with a second kernel for the tiles where that one
+    was measured to be faster. Imports flash-attn 2 or 3 if chosen; UserError if this fails."""
     name, deterministic = choice.kernel, request.deterministic
     if name == "unfused":
         return UnfusedAttention(

@@ -29,7 +29,10 @@ def visible_pairs(config: Config, place: LayerPlace) -> float:
 
 
 def describe_attention(config: Config, place: LayerPlace) -> Piece:
-    """Describe self-attention: QKV projection, head norms, rotary embedding, core attention, output projection."""
+    """Return a ``Piece`` with parameters (global shapes, in construction order) and ops of self-attention: QKV
+    projection, rotary embedding if this layer has one, core attention, output projection. Forward FLOPs count one
+    sequence over all ranks, bytes one token on this rank. Parameters include head norms and sinks; head norms have no
+    op."""
     heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
     query = heads // tp * channels
@@ -58,7 +61,9 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
 
 
 def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
-    """Describe cross-attention: projections of the queries and the encoder's output, core attention, projection."""
+    """Return a ``Piece`` of cross-attention: query projection, projection of the encoder's output to keys and values,
+    core attention over ``place.source_length`` keys, output projection. Forward FLOPs count one sequence over all
+    ranks, bytes one query token on this rank. No rotary embedding, norms or sinks."""
     heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
     query, key_value = heads // tp * channels, 2 * max(groups // tp, 1) * channels
@@ -91,9 +96,10 @@ def is_unfused(config: Config) -> bool:
 def attention_core(
     config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0
 ) -> Op:  # fmt: skip
-    """Describe core attention (between the projections): FLOPs, gradient bytes and activations saved in addition to its
-    inputs and output. ``query``, ``key`` and ``output`` are elements per token on this rank. ``num_keys``: length of
-    the other sequence in cross-attention, all visible; 0 for self-attention."""
+    """Describe core attention (between the projections): forward FLOPs of one sequence over all ranks, gradient bytes,
+    and activation bytes per token saved in addition to its inputs and output. ``query``, ``key`` and ``output`` are
+    elements per token on this rank. ``num_keys``: length of the other sequence in cross-attention, all visible; 0 for
+    self-attention."""
     pairs = float(place.seq_length * num_keys) if num_keys else visible_pairs(config, place)
     tp = config.tensor_model_parallel_size
     item, heads = activation_bytes(config), config.num_attention_heads // tp

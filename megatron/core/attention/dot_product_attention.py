@@ -114,7 +114,8 @@ class CoreAttention(nn.Module):
 
     @property
     def description(self) -> str:
-        """Text for the log: kernel, reason and context-parallel strategy."""
+        """Text for the log: context-parallel strategy if there is one, kernel, reason, and whether heads are padded or
+        a sink is added by the log-sum-exp."""
         form = self.form.inner if isinstance(self.form, EqualHeads) else self.form
         words = f"{self.choice}{self._filled}"
         if isinstance(form, FullSequence):
@@ -124,6 +125,8 @@ class CoreAttention(nn.Module):
         return f"{type(form).__name__} over context-parallel ranks, {words}"
 
     def _weight_dropout(self, at: DropoutCoordinates | None) -> WeightDropout | None:
+        """Return the dropout of attention weights at the tokens ``at``; None in eval mode or with rate 0. Raises
+        ValueError if it is needed and ``at`` is None."""
         if not self.rate or not self.training:
             return None
         if at is None:

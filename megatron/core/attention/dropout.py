@@ -37,8 +37,9 @@ class WeightDropout:
         return 1.0 / (1.0 - DropoutStream.exact_rate(self.rate))
 
     def keep(self, tile: Tile, num_heads: int) -> Tensor:
-        """Return the mask of kept weights of ``tile``, bool [b, a, q, k]; b is 1 for a tile of one row. Positions must
-        be consecutive: tiles that merge ranges (``plan_tiles(merge=True)``) would get wrong masks."""
+        """Return the mask of kept weights of ``tile`` for the first ``num_heads`` local heads, bool [b, a, q, k], True
+        with probability 1 - rate; b is 1 for a tile of one row. A pure function of global positions. Positions must be
+        consecutive: tiles that merge ranges (``plan_tiles(merge=True)``) would get wrong masks."""
         device = self.sample_b.device
         samples = self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]
         positions = torch.arange(tile.query_position, tile.query_position + tile.num_queries, device=device)

@@ -18,7 +18,9 @@ SETTINGS = (
 
 
 def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
-    """Describe multi-latent attention: down- and up-projections, rotary embedding, core attention, projection."""
+    """Return a ``Piece`` with parameters (global shapes) and ops of multi-latent attention: down- and up-projections
+    with their norms, rotary embedding, core attention, output projection. Counts the padding of values to the key head
+    dim where kernels need it. Forward FLOPs count one sequence over all ranks, bytes one token on this rank."""
     heads, value, item = config.num_attention_heads, config.v_head_dim, activation_bytes(config)
     local, key = heads // config.tensor_model_parallel_size, config.qk_head_dim + config.qk_pos_emb_head_dim
     params, ops = _projections(config, place.seq_length)
@@ -44,7 +46,9 @@ def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
 
 
 def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
-    """Return parameters and ops of the down- and up-projections, in the module's construction order."""
+    """Return (parameters, ops) of the down-projections, latent norms and up-projections, in the module's construction
+    order, with one fused down-projection if configured, and a plain query projection without ``q_lora_rank``.
+    ``tokens`` is the sequence length. Down-projections are not sharded."""
     hidden, heads, query_rank, rank = (
         config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
     )  # fmt: skip

@@ -45,6 +45,8 @@ class Mask:
 def _hidden_pairs(
     num_queries: int, num_keys: int, left: int | None, right: int | None, device: torch.device | None
 ) -> Tensor:
+    """Return bool [q, k], True where the distance key - query index is below -``left`` or above ``right`` (None: no
+    limit). Cached for four sets of arguments: do not write to the result."""
     distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(1)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left is not None:

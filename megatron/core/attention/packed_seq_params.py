@@ -27,6 +27,7 @@ def lengths_of_mask(mask: Tensor) -> Tensor:
 
 
 def _require_equal(queries: Tensor, keys: Tensor) -> None:
+    """Raise ValueError unless query and key bounds are equal. On GPUs a device assertion, which does not wait."""
     equal = (queries == keys).all() if queries.shape == keys.shape else torch.zeros((), dtype=torch.bool)
     if not host_may_read(equal):
         torch._assert_async(equal)
@@ -80,6 +81,7 @@ class PackedSeqParams:
     """Ignored, like ``cp_group``, ``total_tokens`` and ``seq_idx``; accepted for Megatron-LM's programs."""
 
     def __post_init__(self) -> None:
+        """Raise UserError if ``local_cp_size`` is set."""
         if self.local_cp_size is not None:
             raise UserError(
                 f"local_cp_size {self.local_cp_size}: a context-parallel size per micro-batch is not available; leave "
@@ -135,7 +137,8 @@ class PackedSeqParams:
         return cls(cu_seqlens_q=queries, cu_seqlens_kv=keys, max_seqlen_q=num_queries, max_seqlen_kv=num_keys)
 
     def on(self, device: torch.device) -> PackedSeqParams:
-        """Return a copy with bounds on ``device`` (non-blocking) and on the host, or ``self`` if nothing moves."""
+        """Return a copy with bounds on ``device`` (non-blocking copy) and also on the host; ``self`` if there are no
+        bounds or they are on ``device`` already. Reads the bounds first, which waits if they are on another GPU."""
         queries, keys = self.cu_seqlens_q, self.cu_seqlens_kv
         if queries is None or queries.device == device:
             return self
@@ -155,7 +158,9 @@ class PackedSeqParams:
         return self.bounds is not None or self.cu_seqlens_q is None or host_may_read(self.cu_seqlens_q)
 
     def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return (query bounds, key bounds) as integers, None without documents. The first call waits for a GPU."""
+        """Return (query bounds, key bounds) as tuples of integers, equal without separate key bounds; None without
+        documents. The first call copies from the device and waits for a GPU; the result is stored in ``bounds`` and
+        ``key_bounds``."""
         queries = self.document_bounds()
         if queries is None or self.cu_seqlens_kv is None or self.cu_seqlens_kv is self.cu_seqlens_q:
             return None if queries is None else (queries, queries)
@@ -180,6 +185,9 @@ class PackedSeqParams:
         return self._split
 
     def _split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
+        """Return (number of leading rows that are one document for queries and for keys, documents of the other rows).
+        The latter have bounds from 0, also on the host; None if all rows are full. Returns (0, ``self``) if the first
+        row is not full. Uses host bounds; not cached."""
         bounds = self.all_bounds()
         assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         lengths = [each[-1] // batch for each in bounds]
@@ -207,9 +215,9 @@ class PackedSeqParams:
         return self._ranges
 
     def check(self, batch: int, length: int) -> None:
-        """Raise ValueError unless documents cover all tokens of ``batch`` rows of ``length`` and none spans two rows.
-        On GPUs this is a device assertion, which does not wait. Kernels do not write the gradients of uncovered tokens,
-        so that they would contain uninitialized memory."""
+        """Raise ValueError unless the query bounds ascend from 0 to ``batch * length`` and every row of ``length``
+        starts a document; nothing without documents. On GPUs this is a device assertion, which does not wait. Kernels
+        do not write the gradients of uncovered tokens, so that they would contain uninitialized memory."""
         bounds = self.cu_seqlens_q
         if bounds is None:
             return

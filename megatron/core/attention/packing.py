@@ -51,7 +51,9 @@ def _meet(one: Tile, other: Tile) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
-    """Group tiles of single rows so that each group has one band and no query or key twice. Cached by ``tiles``."""
+    """Group tiles of single rows for variable-length kernel calls: all tiles of a group have one band
+    (:func:`kernel_window`), and no query or key occurs in two of them. Tiles of one document must be consecutive. Every
+    tile is in one group. Cached by ``tiles``."""
     groups: list[tuple[tuple[int, int], list[Tile]]] = []
     for tile in tiles:
         window = kernel_window(tile)
@@ -66,7 +68,9 @@ def group_tiles(tiles: tuple[Tile, ...]) -> tuple[Group, ...]:
 
 @functools.lru_cache(maxsize=64)
 def segments(group: Group, batch: int, device: torch.device) -> Segments:
-    """Return indices and bounds of ``group`` for tensors [s, batch, ...] on ``device``. Cached for all layers."""
+    """Return the token indices, cumulative bounds, longest segments and window of ``group`` for tensors [s, batch, ...]
+    flattened to [s * batch], on ``device`` by non-blocking copies. Cached for all layers: do not write to the
+    tensors."""
     queries = [(tile.query, tile.num_queries, tile.row or 0) for tile in group]
     keys = [(tile.key, tile.num_keys, tile.row or 0) for tile in group]
     return Segments(

@@ -27,7 +27,8 @@ def of_pairs(bias: Tensor, tile: Tile) -> Tensor:
 
 
 def of_distances(pairs: Tensor, bias: Tensor, tile: Tile) -> Tensor:
-    """Sum ``pairs`` [a, q, k] by distance into the shape of ``bias`` [a, n]; the backward of :func:`of_pairs`."""
+    """Sum ``pairs`` [a, q, k] by distance into a new tensor with the shape of ``bias`` [a, n], zero for distances that
+    the tile does not have; the backward of :func:`of_pairs`."""
     heads, num_queries, num_keys = pairs.shape
     size, margin = num_queries + num_keys - 1, num_queries - 1
     # a row stride of width + 1 shifts each row by one column: each column of the view is one diagonal (distance)

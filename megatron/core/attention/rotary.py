@@ -40,6 +40,8 @@ class Llama3Scaling:
     original_max_position_embeddings: int = 8192
 
     def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
+        """Return the scaled copy of ``frequencies`` [r / 2] in radians per position; ``base`` and ``width`` are not
+        used."""
         wavelengths = 2 * math.pi / frequencies
         low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
@@ -73,6 +75,9 @@ class YarnScaling:
         return width * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
+        """Return a scaled copy of ``frequencies`` [r / 2], which are base^(-2i / width) radians per position with r =
+        ``width`` rotated channels: fast pairs unchanged, slow ones divided by ``factor``, linear in the pair index
+        between."""
         low = self._pair_with_turns(self.beta_fast, base, width)
         high = self._pair_with_turns(self.beta_slow, base, width)
         if self.round_to_int:
@@ -139,7 +144,9 @@ class RotaryEmbedding(nn.Module):
         self, length: int, device: torch.device | str | None = None, context: Group = SINGLE_PROCESS.cp
     ) -> RotaryTables:
         """Return the tables of positions 0 to ``length`` - 1, or, with a context-parallel group ``context``, of this
-        rank's ``length`` zig-zag tokens. The results are views of cached tables: do not write to them."""
+        rank's ``length`` zig-zag tokens. Computes and caches new tables if the device or the rank in ``context`` has
+        changed, or for a greater length (with context parallelism: any other length). Results are views of cached
+        tables: do not write to them."""
         device, share = torch.device(device or "cpu"), (context.size, context.rank)
         cached = self._tables
         stale = cached is None or cached.cos.device != device or self._share != share
@@ -175,7 +182,8 @@ LATENT_CONTEXT = 4096
 
 
 def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
-    """Build the rotary embedding of multi-latent attention. As in Megatron-LM, YaRN ignores ``percent``."""
+    """Build the rotary embedding of multi-latent attention for ``qk_pos_emb_head_dim`` channels: plain with rope_type
+    "rope", else with YaRN scaling. As in Megatron-LM, YaRN ignores ``percent``."""
     channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
     if config.rope_type == "rope":
         return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)

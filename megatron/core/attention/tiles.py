@@ -64,7 +64,9 @@ class Visibility(NamedTuple):
 
 
 def full_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
-    """Return the tile of all queries and all keys of one sequence; the last query has the last key's position."""
+    """Return the tile of all queries and all keys of one sequence, all rows; the last query has the last key's
+    position. Limits that hide nothing become None. Without causality and window positions are unrelated, and the tile
+    is full from position 0."""
     if visibility == Visibility(False):  # positions are unrelated: queries and keys may belong to two sequences
         return Tile(None, 0, num_queries, 0, num_keys, None, None, 0, 0)
     (before, after), shift = visibility.limits, num_keys - num_queries
@@ -106,7 +108,9 @@ def plan_tiles(
 
 
 def _single_tile(queries: Spans, keys: Spans, causal: bool) -> Tile | None:
-    """Return the single tile equivalent to two zig-zag parts in one of the four possible cases; None otherwise."""
+    """Return the one tile that has the same visible pairs as two zig-zag parts without window and documents: all pairs,
+    the causal square of equal parts, the late queries with all keys, or all queries with the early keys. None in other
+    cases, or if causal parts overlap otherwise. Its positions are valid for its first query and key only."""
     num_queries, num_keys = (sum(stop - start for start, stop in each) for each in (queries, keys))
     first = queries[0][0], keys[0][0]
     if not causal or queries[0][0] >= keys[-1][1]:

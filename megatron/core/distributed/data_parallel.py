@@ -52,7 +52,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient reduction in backward; use it for all micro-batches but the last."""
+        """Disable gradient reduction in backward; use it for all micro-batches but the last. The base class changes
+        nothing."""
         yield
 
     def start_grad_sync(self, *unused: Any) -> None:

@@ -75,8 +75,10 @@ class DistributedDataParallel(DataParallel):
     def _layout(
         self, ranks: DataParallelGroups, parameters: list[nn.Parameter], disable_bucketing: bool
     ) -> BufferLayout:  # fmt: skip
-        """Return the buffer layout of dense or expert parameters: bucket size, padding, and with a distributed
-        optimizer the shard group, replicas and reduce-scatter function."""
+        """Return the buffer layout of the ``parameters`` with groups ``ranks`` (dense or expert): bucket size and
+        padding. With a distributed optimizer also shard group, replicas, and the in-place reduce-scatter (with fp32
+        accumulation if set and ``grad_reduce_in_fp32`` is not); else all-reduce over ``ranks.reduce``. Starts
+        nothing."""
         config = self.ddp_config
         bucket_size = None if disable_bucketing else chosen_bucket_size(
             sum(parameter.numel() for parameter in parameters), bucket_size=config.bucket_size,
@@ -93,8 +95,9 @@ class DistributedDataParallel(DataParallel):
         )  # fmt: skip
 
     def _gather_hooks(self) -> Iterator[Any]:
-        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles.
-        Covers each module's direct parameters and those in its ``borrowed`` attribute, in any order of execution."""
+        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles, so
+        that the caller must iterate. Covers each module's direct parameters and the parameters in its ``borrowed``
+        attribute, in any order of execution."""
         for submodule in self.module.modules():
             read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
             owned = [p for p in read if p in self._buffer_of]
@@ -105,8 +108,9 @@ class DistributedDataParallel(DataParallel):
                 )
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add the autograd gradient to ``main_grad``, free it, and mark the parameter as ready for the reduction. Runs
-        as a hook once per parameter and backward pass."""
+        """Add the autograd gradient to ``main_grad``, unless ``grad_added_to_main_grad`` is set, and free it. In the
+        last micro-batch with overlap, count the parameter as ready, which may start a bucket's reduction. Runs as a
+        hook once per parameter and backward pass."""
         assert isinstance(parameter, nn.Parameter)
         # a fused wgrad GEMM has accumulated already; a gradient from autograd, if any, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
@@ -115,7 +119,9 @@ class DistributedDataParallel(DataParallel):
         self._note(parameter)
 
     def _on_token(self, parameter: nn.Parameter) -> Any:
-        """Register a hook on ``grad_ready``, which operators that accumulate into ``main_grad`` themselves trigger."""
+        """Register a hook on ``parameter.grad_ready`` and return its handle. Operators that add to ``main_grad``
+        themselves trigger it; it frees the token's gradient and, in the last micro-batch with overlap, counts the
+        parameter as ready. Holds only weak references to model and parameter."""
         note, owner = weakref.WeakMethod(self._note), weakref.ref(parameter)
 
         def drop_and_note(token: Tensor) -> None:
@@ -136,7 +142,8 @@ class DistributedDataParallel(DataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last."""
+        """Disable overlapped gradient reduction in backward; use it for all micro-batches but the last. Gradients still
+        accumulate in ``main_grad``."""
         self._last_microbatch = False
         try:
             yield
@@ -163,7 +170,8 @@ class DistributedDataParallel(DataParallel):
             buffer.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Zero the gradient buffers and free ``parameter.grad`` before the first micro-batch of an iteration."""
+        """Zero the gradient buffers, mark all gradients as not ready, and free ``parameter.grad`` of every parameter,
+        before the first micro-batch of an iteration. Resets ``grad_added_to_main_grad``."""
         for buffer in self.grad_buffers:  # first: the GPU zeroes buffers while the host loops over parameters
             buffer.reset()
         for parameter in self._buffer_of:
@@ -171,8 +179,9 @@ class DistributedDataParallel(DataParallel):
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def start_param_sync(self, *unused: Any, **ignored: Any) -> None:
-        """Start the all-gathers of updated weights, in the order in which forward uses the buckets. Waits for them
-        unless ``overlap_param_gather`` is set. No effect without a distributed optimizer."""
+        """Start the all-gathers of updated weights, in the order in which forward uses the buckets, after waiting for
+        earlier ones. Waits for them unless ``overlap_param_gather`` is set. Collective; no effect without a distributed
+        optimizer. The arguments are ignored."""
         buckets = [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
         for bucket in buckets:
             bucket.start_gather()
@@ -196,7 +205,8 @@ class DistributedDataParallel(DataParallel):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Broadcast all parameters in place from the first data-parallel rank. Collective, one broadcast each."""
+        """Broadcast all parameters in place, each from the first rank of the group over which its gradient is summed
+        (dense or expert). Collective, one broadcast each, and none over a group of one."""
         for parameter in self.module.parameters():
             group = data_parallel_groups(spec_or_replicated(parameter), self.groups).reduce
             if group.size > 1:
@@ -234,8 +244,9 @@ def _call(method: weakref.WeakMethod[Any], parameter: Tensor | None) -> None:
 
 
 def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:
-    """Return a predicate for parameters that the first and the last pipeline stage may share (tied embeddings). They
-    get a separate bucket, because both stages must shard them at the same elements."""
+    """Return a predicate for parameters that the first and the last pipeline stage may share (tied embeddings): named
+    ``word_embeddings.weight``, or with a gradient summed over ``embedding``. Always false on middle stages and without
+    pipeline. Such parameters get a separate bucket, because both stages must shard them at the same elements."""
     if groups.embedding.size == 1:
         return lambda parameter: False
     tied = {p for name, p in module.named_parameters() if name.endswith("word_embeddings.weight")}

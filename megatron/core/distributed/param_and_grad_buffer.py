@@ -91,7 +91,8 @@ class Bucket:
         return local_shard(self.grads, self.layout.group) if self.layout.sharded else self.grads
 
     def start_sum(self) -> None:
-        """Start the reduction over ``layout.group``; no-op for one rank. At most once per iteration."""
+        """Start the reduction of the bucket over ``layout.group`` in place; for one rank only mark it as started.
+        Asserts that it runs at most once per iteration."""
         assert not self.started, "a bucket was reduced twice in one iteration"
         self.started = True
         if self.layout.group.size > 1:
@@ -110,7 +111,8 @@ class Bucket:
             self._sum = None
 
     def start_gather(self) -> None:
-        """Start the all-gather of the updated weight shards, in place."""
+        """Start the all-gather of the updated weight shards over ``layout.group``, in place, after waiting for an
+        all-gather in flight. No-op without a weight buffer or for one rank."""
         # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
@@ -166,8 +168,9 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
-        """Make ``main_grad`` a view of the gradient buffer and create ``grad_ready``; with a weight buffer, copy the
-        weight into it and make the parameter a view of it."""
+        """Make ``parameter.main_grad`` a view of the elements ``place`` of the gradient buffer, and create
+        ``grad_ready``, an fp32 scalar leaf, and ``grad_added_to_main_grad``. With a weight buffer, also copy the weight
+        into it and make ``parameter.data`` a view of it."""
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         ready = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)
@@ -179,7 +182,8 @@ class ParamAndGradBuffer:
             parameter.data = view
 
     def shards(self) -> Iterable[ParameterShard]:
-        """Yield this rank's non-empty shard of each parameter, in memory order. Requires a sharded layout."""
+        """Yield this rank's non-empty shard of each parameter, in memory order; its weights and gradient are views of
+        the buffers. Padding belongs to no shard. Requires a sharded layout (assert)."""
         assert self.param_data is not None
         for bucket in self.buckets:
             offset, length = int(bucket.grads.storage_offset()), bucket.owned.numel()
@@ -191,6 +195,8 @@ class ParamAndGradBuffer:
                     yield self._shard(parameter, start, stop)
 
     def _shard(self, parameter: nn.Parameter, start: int, stop: int) -> ParameterShard:
+        """Return the shard of elements ``start`` to ``stop`` of ``parameter``, with views of weight and gradient
+        buffers."""
         assert self.param_data is not None
         place = slice(self.starts[parameter] + start, self.starts[parameter] + stop)
         grad = self.grad_data[place]
@@ -203,9 +209,10 @@ class ParamAndGradBuffer:
             bucket.reset()
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        """Count a gradient of the last micro-batch and start the reduction of completed buckets, in bucket order.
-        Raises RuntimeError if the bucket is already complete or started, i.e. an earlier micro-batch ran outside
-        ``no_sync``."""
+        """Count a gradient of the last micro-batch, then start the reduction of every bucket that is complete, in
+        bucket order: a later bucket waits for all earlier ones. Does nothing for buckets that are reduced after
+        backward. Raises RuntimeError if the bucket is already complete or started, i.e. an earlier micro-batch ran
+        outside ``no_sync``."""
         # Start buckets in a fixed order even if gradients become ready in another one: ranks may run backward in
         # different orders (unused branches, experts without tokens), and collectives in different orders deadlock.
         arrived = self.bucket_of[parameter]
@@ -228,14 +235,15 @@ class ParamAndGradBuffer:
                 bucket.start_sum()
 
     def finish_sync(self) -> None:
-        """Wait for all reductions, including those over optimizer instances."""
+        """Wait for all reductions (on CUDA: in stream order), start the all-reduces over optimizer instances and wait
+        for these. Call it after ``start_sync``."""
         for bucket in self.buckets:  # start all before waiting for the first, so that they overlap
             bucket.sum_replicas()
         for bucket in self.buckets:
             bucket.wait()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply the gradients in place; with a sharded layout this rank's shards only."""
+        """Multiply the gradients by ``factor`` in place; with a sharded layout only this rank's shards."""
         if self.layout.sharded:
             for bucket in self.buckets:
                 bucket.owned.mul_(factor)

@@ -36,9 +36,9 @@ class _PartialSum(NamedTuple):
 
 @torch.no_grad()
 def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -> None:
-    """All-reduce the partial gradients of ``modules`` (this rank's chunks) in place. Uses ``main_grad`` if it exists,
-    else ``grad``. Collective over every axis in a ``spec.grad``: all ranks of such an axis must hold the same
-    parameters with partial gradients over it, in the same order."""
+    """All-reduce (sum) the partial gradients of ``modules`` (this rank's chunks) in place. Uses ``main_grad`` if it
+    exists, else ``grad``; skips parameters without gradient or spec. Collective over every axis in a ``spec.grad``: all
+    ranks of such an axis must hold the same parameters with partial gradients over it, in the same order."""
     waiting: dict[tuple[str, torch.dtype], list[_PartialSum]] = {}
     for axis, partial_sum in _partial_sums(modules, groups):
         waiting.setdefault((axis, partial_sum.gradient.dtype), []).append(partial_sum)
@@ -47,8 +47,9 @@ def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -
 
 
 def _partial_sums(modules: Iterable[nn.Module], groups: ProcessGroups) -> Iterator[tuple[str, _PartialSum]]:
-    """Yield (axis, gradient) for every parameter gradient that is a partial sum over an axis with more than one
-    rank."""
+    """Yield (axis, gradient with its shard index) for every gradient that ``spec.grad`` declares a partial sum over an
+    axis of several ranks; a parameter may occur for several axes. Skips parameters without spec or gradient. Starts no
+    collective."""
     for module in modules if groups.world.size > 1 else ():
         for parameter in module.parameters():
             spec = getattr(parameter, "spec", None)
@@ -68,9 +69,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _all_reduce(sums: list[_PartialSum], group: Group) -> None:
-    """All-reduce in place: one collective for all small gradients, one for each large one. Gradients with several
-    different shards along the axis use a buffer of ``num_shards`` slots; each rank fills its slot and leaves zeros in
-    the others, so that the sum mixes no shards."""
+    """All-reduce ``sums``, gradients of one dtype, over ``group`` in place: one collective for each large one and one
+    for all others, packed. A gradient with several different shards along the axis uses a buffer of ``num_shards``
+    slots; each rank fills its slot and leaves zeros in the others, so that the sum mixes no shards."""
     packed = []
     for item in sums:
         if item.num_shards == 1 and item.gradient.numel() >= _LARGE and item.gradient.is_contiguous():

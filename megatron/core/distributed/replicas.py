@@ -39,8 +39,8 @@ class Difference(NamedTuple):
 
 def tensor_hash(tensor: Tensor) -> Tensor:
     """Return a 64-bit, position-dependent hash of the bits of ``tensor``, an int64 scalar on its device. No host sync.
-    The hash is the sum modulo 2^64 of the bits of each element times an odd weight that depends on its position. A
-    change of a single element always changes the hash."""
+    The hash is the sum modulo 2^64 of the bits of each element plus one, times an odd weight that depends on its
+    position. A change of a single element always changes the hash."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, bits.numel(), _HASHED_AT_ONCE):
@@ -83,7 +83,9 @@ def check_replicas(
 
 
 def _compare(mine: list[list[Any]], group: Group) -> list[Difference]:
-    """All-gather the hashes of ``group`` and return entries that differ from the first rank with that rectangle."""
+    """All-gather (name, offsets, lengths, hash) entries over ``group`` and return a ``Difference`` for each entry whose
+    hash differs from the entry of the first rank with that name and rectangle. Every rank of the group gets the same
+    list, in rank order."""
     first: dict[tuple, int] = {}
     found = []
     for rank, entries in zip(group.ranks, all_gather_json(mine, group)):

@@ -88,8 +88,9 @@ class TorchFullyShardedDataParallel(DataParallel):
         return [parameter for parameter in self._parameters_by_name.values() if parameter.requires_grad]
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
-        """Return this rank's rows of every trained parameter. A parameter with fewer rows than ranks has no shard on
-        the last ranks and is omitted there."""
+        """Map every trained parameter to this rank's shard, a flat range of full rows. Its weights are the local memory
+        (fp32 for half-precision models), and its gradient is ``main_grad`` at the time of the call. A parameter with
+        fewer rows than ranks has no shard on the last ranks and is omitted there."""
         shards = {}
         for parameter in self._trained:
             local, start, stop = flat_range(parameter)
@@ -143,6 +144,7 @@ def _main_grad_getter(parameter: nn.Parameter) -> Any:
 
 
 def _the_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype of all parameters of ``module``; UserError if there are several."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) != 1:
         raise UserError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
@@ -150,6 +152,8 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 
 
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
+    ``grad_reduce_in_fp32``, in fp32; other dtypes keep theirs. Inputs are not cast."""
     if dtype not in _HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
@@ -157,8 +161,9 @@ def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> Mix
 
 
 def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
-    """Return the largest submodules that hold expert parameters only. Raises UserError for a module that directly holds
-    dense and expert parameters: ``fully_shard`` takes a single mesh for the direct parameters of a module."""
+    """Return ``module`` if it holds expert parameters only, else its largest submodules that do. Raises UserError for a
+    module that directly holds dense and expert parameters: ``fully_shard`` takes a single mesh for the direct
+    parameters of a module."""
     own = {spec_or_replicated(parameter).is_expert for parameter in module.parameters(recurse=False)}
     if own == {True, False}:
         raise UserError(
@@ -172,8 +177,9 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 
 
 def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:
-    """Build the device mesh: 1-d over the shard ranks, or 2-d (instance, shard) with several optimizer instances.
-    Collective if ``ranks.reduce`` has one rank: it then creates a process group."""
+    """Build the device mesh: 1-d over the shard ranks, or 2-d (replicate, shard) with several optimizer instances.
+    Raises UserError for several instances of one rank each. Collective if ``ranks.reduce`` has one rank: it then
+    creates a process group."""
     if ranks.reduce.size == 1:  # a single copy of the experts: a mesh needs a process group even for one rank
         return DeviceMesh.from_group(dist.new_group(ranks.reduce.ranks, use_local_synchronization=True), device.type)
     if ranks.replica.size == 1:

@@ -41,7 +41,9 @@ if triton is not None:
         packed, weights, out, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, WEIGHTED: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute BLOCK columns of one row."""
+        """Write BLOCK columns of one row of the gated activation, a(gate) (up + offset), to ``out`` [rows, width]; one
+        program per row and column block. CLAMPS bounds gate and up by ``clamp`` first; WEIGHTED multiplies by the row's
+        weight. fp32 arithmetic, rounded once."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -60,7 +62,9 @@ if triton is not None:
         grad, packed, weights, grad_weights, grad_packed, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr,
         WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute BLOCK columns of both halves of one row, and their contribution to the weight's gradient."""
+        """Write BLOCK columns of both halves of one row of ``grad_packed`` [rows, 2 width]; recomputes the activation
+        from ``packed``. With WEIGHTED also write this program's partial sum of the weight's gradient, fp32, to its
+        entry of ``grad_weights`` [rows, tiles]. Clamped elements get zero."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -101,6 +105,9 @@ if triton is not None:
 
 
 def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tensor, traits: GateTraits) -> None:
+    """Launch ``kernel`` on ``tensors``, with one program per row and block of columns; nothing for an empty input.
+    ``packed`` [..., 2 f] gives the sizes. The last but one of ``tensors`` is the weights (forward) or their gradient
+    buffer (backward); None: unweighted."""
     width, weighted = packed.shape[-1] // 2, tensors[-2] is not None
     tiles = triton.cdiv(width, _BLOCK)
     if packed.numel():
@@ -113,6 +120,8 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, traits: GateTraits, weights: Tensor | None) -> Tensor:
+        """Return the gated activation of ``x`` [..., 2 f], times ``weights`` [...] if given: [..., f] in the dtype of
+        ``x``. Saves contiguous ``x`` and the weights."""
         packed, weights = x.contiguous(), None if weights is None else weights.contiguous()
         ctx.save_for_backward(packed, weights)
         ctx.traits = traits
@@ -122,6 +131,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x (contiguous, in its dtype), None for the traits, and the gradient of the weights
+        (in their dtype, from fp32 sums over columns; None without weights)."""
         packed, weights = ctx.saved_tensors
         grad_packed, shares = torch.empty_like(packed), None
         if weights is not None:  # each program sums its columns; torch sums the few programs of a row
@@ -135,6 +146,7 @@ class _Gated(torch.autograd.Function):
 class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return max(x, 0)^2, contiguous, in the dtype and shape of ``x``; saves ``x``."""
         kept = x.contiguous()
         ctx.save_for_backward(kept)
         out = torch.empty_like(kept)

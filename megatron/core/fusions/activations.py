@@ -30,8 +30,9 @@ _QUICK_GELU_SLOPE = 1.702
 
 
 def select_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] if gated. Triton kernels
-    are used on GPUs if ``bias_swiglu_fusion`` (gated) or ``bias_gelu_fusion`` (others) is set."""
+    """Return the function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] if gated. On GPUs Triton
+    kernels compute gated activations (if ``bias_swiglu_fusion`` is set) and squared ReLU (if ``bias_gelu_fusion`` is),
+    except GELU ones and fp64; else torch operations do."""
     plain = _plain_activation(config)
     is_gated = config.gated_linear_unit
     wanted = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
@@ -61,6 +62,9 @@ def _gate_traits(config: TransformerConfig) -> activation_kernels.GateTraits:
 
 
 def _plain_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """Return the torch implementation of the configured activation: a gated one with clamp and offset, squared ReLU,
+    ReLU, or GELU (exact by erf, or its tanh approximation with ``bias_gelu_fusion`` and biases unless ``exact_gelu``).
+    Plain SwiGLU saves only its input."""
     if config.gated_linear_unit:
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:
@@ -94,7 +98,8 @@ def tanh_gelu(x: Tensor) -> Tensor:
 def gated(
     x: Tensor, *, activation: Callable[[Tensor], Tensor], clamp: float | None = None, offset: float = 0.0
 ) -> Tensor:
-    """Return activation(gate) * (up + offset) of ``x`` [..., 2 f]; ``clamp`` bounds both halves first."""
+    """Return activation(gate) * (up + offset), [..., f], where ``x`` [..., 2 f] holds gate and up. ``clamp`` first
+    bounds gate from above and up on both sides; None: no bounds. Differentiable."""
     gate, up = x.chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
@@ -112,6 +117,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the gradient of the packed input [..., 2 f], in one new tensor; recomputes silu(gate)."""
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
         result = torch.empty_like(x)

@@ -53,7 +53,9 @@ AdamUpdate = Callable[[Sequence[AdamGroup], AdamStep], None]
 
 
 def adam_reference_(groups: Sequence[AdamGroup], step: AdamStep) -> None:
-    """Update in place with torch's fused operator; low-precision state is widened to copies and written back."""
+    """Update masters, model weights and both moments in place with torch's fused operator (AdamW or Adam with L2
+    decay). Low-precision state is widened to copies and written back. Gradients are multiplied by ``step.factor``, in
+    place if they have the masters' dtype. ``step.skip`` 1 changes no weights or moments."""
     update: Any = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
     for group in groups:
         for masters, gradients, (exp_avgs, exp_avg_sqs) in opened(group.tensors, step.factor):
@@ -163,8 +165,9 @@ class TritonAdam:
 
     @torch.no_grad()
     def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
-        """Update all tensors of ``groups`` in place, one launch per group and format; no host sync. See
-        :data:`AdamUpdate`."""
+        """Update masters, model weights and moments of all ``groups`` in place, one launch per group and format; does
+        not write gradients. ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per index of the
+        group."""
         scalars = _device_scalars(step)
         for index, group in enumerate(groups):
             for table in self._current(index, group.tensors):
@@ -179,6 +182,8 @@ class TritonAdam:
                 )  # fmt: skip
 
     def _current(self, index: int, tensors: Sequence[Updated]) -> list[_Table]:
+        """Return the address tables of group ``index``, from the cache if all addresses and sizes are as before, else
+        rebuilt and copied to the device."""
         rows = [_row(each) for each in tensors]
         known = self._tables.get(index)
         if known is None or known[0] != rows:
@@ -187,6 +192,8 @@ class TritonAdam:
 
 
 def _row(each: Updated) -> tuple[int, ...]:
+    """Return the addresses of gradient, weight, extra master storage (0 if none), first and second moment, and the
+    number of elements: one row of a table."""
     kept = each.master.kept
     first, second = each.moments
     return (
@@ -196,7 +203,8 @@ def _row(each: Updated) -> tuple[int, ...]:
 
 
 def _tables(tensors: Sequence[Updated], rows: Sequence[tuple[int, ...]]) -> Iterator[_Table]:
-    """Yield one table per format; copies to the device do not block the host."""
+    """Group ``tensors``, with their address ``rows``, by format and yield one table per format on the tensors' device.
+    Copies to the device do not block the host."""
     formats: dict[_Format, list[tuple[int, ...]]] = {}
     for each, row in zip(tensors, rows):
         formats.setdefault(_format(each, row), []).append(row)
@@ -211,6 +219,8 @@ def _tables(tensors: Sequence[Updated], rows: Sequence[tuple[int, ...]]) -> Iter
 
 
 def _format(each: Updated, row: tuple[int, ...]) -> _Format:
+    """Return the dtypes, bits of extra master storage, tie handling and alignment of one tensor, which select the
+    kernel. ``row`` is its address row. Asserts that all tensors are contiguous."""
     kept = each.master.kept
     first, second = each.moments
     parts = (each.gradient, each.master.weight, kept, first, second)
@@ -234,7 +244,8 @@ def _device_scalars(step: AdamStep) -> Tensor:
 
 
 def choose_adam(masters: Sequence[Master]) -> AdamUpdate:
-    """Return the Triton update if all weights are contiguous fp32, bf16 or fp16 on a GPU, else torch's operator."""
+    """Return the update for ``masters``: the Triton kernel if it is installed and all weights are contiguous, on a GPU,
+    and either fp32 or half precision with an fp32 copy or remainder; else torch's fused operator."""
     fits = triton is not None and all(
         each.weight.is_cuda and each.weight.is_contiguous()
         and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))

@@ -31,7 +31,8 @@ class ColumnSum(Protocol):
 
 
 def column_sum_plain(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """Implement :class:`ColumnSum` in torch operations."""
+    """Return the column sums [n] of ``x`` [t, n] in its dtype, or ``total`` [n] with the sums, in its dtype, added in
+    place. Torch operations, any device."""
     return x.sum(0) if total is None else total.add_(x.sum(0, dtype=total.dtype))
 
 
@@ -41,7 +42,8 @@ if triton is not None:
     def _sum_rows(
         x, sums, rows, width, ADDS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """Sum STEPS times ROWS rows of COLUMNS columns into one row of ``sums``."""
+        """Sum the next STEPS times ROWS rows of ``x`` [rows, width] in fp32, COLUMNS columns per program, and write
+        them to row ``program_id(0)`` of ``sums``, rounded to its dtype; ADDS adds them to this row instead."""
         part = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         within = column < width
@@ -58,7 +60,8 @@ if triton is not None:
 
 
 def column_sum_triton(x: Tensor, total: Tensor | None = None) -> Tensor:
-    """Implement :class:`ColumnSum` with one kernel for few rows, else two; partial sums are fp32."""
+    """Return the column sums [n] of ``x`` [t, n] in its dtype, or ``total`` [n] with the sums added in place. Sums are
+    fp32 and rounded once, in one kernel for few rows, else two, in a fixed order. GPU only."""
     x = parts = x.contiguous()
     rows, width = x.shape
     tiles, blocks = triton.cdiv(rows, _ROWS), max(1, triton.cdiv(width, _COLUMNS))

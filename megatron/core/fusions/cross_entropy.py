@@ -57,7 +57,8 @@ class CrossEntropyPasses(NamedTuple):
 
 
 def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows, logits, scratch memory of their shape in ``dtype``) for blocks of rows that fit in a cache."""
+    """Yield (row slice, these rows of ``logits_tv`` as a view, scratch memory of their shape in ``dtype``) for blocks
+    of rows that fit in a cache. All blocks reuse the same scratch memory, uninitialized."""
     rows = max(1, (_GPU_BLOCK if logits_tv.is_cuda else _CPU_BLOCK) // max(1, logits_tv.shape[1]))
     memory = torch.empty((min(rows, len(logits_tv)), logits_tv.shape[1]), dtype=dtype, device=logits_tv.device)
     for first in range(0, len(logits_tv), rows):
@@ -72,7 +73,9 @@ def _label_column(label_t: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
-    """Implement :class:`Statistics` in torch operations, one block of rows at a time."""
+    """Return maxima, sums of exponentials and label logits [3, t] of ``logits_tv`` [t, v] in fp32 (fp64 for fp64), over
+    the first ``num_true`` entries; see :class:`Statistics`. A slice of padding only gives (-inf, 0, 0). Torch
+    operations, one block of rows at a time."""
     dtype = torch.float64 if logits_tv.dtype == torch.float64 else torch.float32
     maximum, total, label_logit = result = torch.zeros((3, len(logits_tv), 1), dtype=dtype, device=logits_tv.device)
     if num_true == 0:
@@ -89,7 +92,9 @@ def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> T
 
 
 def gradient_reference(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
-    """Implement :class:`Gradient` in torch operations, one block of rows at a time."""
+    """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, zero for padding; see
+    :class:`Gradient`. ``label_t`` and ``softmax.num_true`` are relative to this slice. Torch operations, one block of
+    rows at a time."""
     num_true = softmax.num_true
     out_tv[:, num_true:] = 0
     if num_true == 0:
@@ -114,7 +119,8 @@ if triton is not None:
     def _cross_entropy_statistics_kernel(
         logits, label, out, tokens, num_true, row_stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """Compute one row's online maximum and sum of exponentials, and the label's logit."""
+        """Write maximum, sum of exponentials (online, fp32) and label logit of one row's first ``num_true`` logits to
+        ``out`` [3, tokens]; one program per row. The label logit is 0 if the label is outside of [0, num_true)."""
         row = tl.program_id(0).to(tl.int64)
         row_at = logits + row * row_stride
         maximum = -3.0e38  # finite: a block of -inf must not make inf - inf
@@ -135,7 +141,8 @@ if triton is not None:
     def _cross_entropy_gradient_kernel(
         logits, label, maximum, total, grad, out, num_true, width, blocks, row_stride, out_stride, BLOCK: tl.constexpr
     ):
-        """Compute BLOCK entries of one row."""
+        """Write BLOCK entries of one row of the logits' gradient, (softmax - [v = label]) times the row's ``grad``, to
+        ``out``, which may be ``logits``; zero from ``num_true`` on. One program per row and block."""
         row = (tl.program_id(0) // blocks).to(tl.int64)
         entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
         grad_row = tl.load(grad + row)
@@ -147,6 +154,8 @@ if triton is not None:
         tl.store(out + row * out_stride + entry, value.to(out.dtype.element_ty), mask=entry < width)
 
     def _statistics_triton(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
+        """Return maxima, sums of exponentials and label logits, fp32 [3, t], of ``logits_tv`` [t, v] with a contiguous
+        last dim, one program per token; see :class:`Statistics`."""
         tokens = len(logits_tv)
         out = torch.empty((3, tokens), dtype=torch.float32, device=logits_tv.device)
         if tokens:
@@ -159,6 +168,8 @@ if triton is not None:
     def _gradient_triton(
         logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor
     ) -> None:
+        """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, in its dtype, zero for
+        padding; last dims are contiguous. See :class:`Gradient`. Nothing for no tokens."""
         tokens, width = logits_tv.shape
         blocks = triton.cdiv(width, _BLOCK)
         if tokens:

@@ -40,7 +40,8 @@ if triton is not None:
 
     @triton.jit
     def _philox(c0, c1, c2, c3, k0, k1):
-        """Run ten Philox rounds; all arguments are uint32, counters of one shape."""
+        """Return the four output words of ten Philox4x32 rounds on the counters (c0, c1, c2, c3) with the key (k0, k1);
+        all are uint32, counters of one shape."""
         m0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
         m1 = tl.full(c0.shape, 0xCD9E8D57, tl.uint32)
         w0 = tl.full(c0.shape, 0x9E3779B9, tl.uint32)
@@ -57,7 +58,9 @@ if triton is not None:
         x, residual, out, samples, positions, key_low, key_high, threshold, scale, num_samples, batch, width, tiles,
         ADDS: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
-        """Compute 8 * BLOCKS features of one token."""
+        """Write 8 * BLOCKS features of one token of dropout(x), plus ``residual`` if ADDS, to ``out``. Eight features
+        share one Philox counter of (block, position, sample); a feature is kept if its signed 16-bit lane is at least
+        ``threshold`` - 2^15, and multiplied by ``scale``. fp32, rounded once."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
         zero = tl.zeros((BLOCKS,), dtype=tl.uint32)
@@ -89,6 +92,8 @@ def _signed(word: int) -> int:
 
 
 def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None:
+    """Write dropout of ``x`` [s, b, h], plus ``residual`` if given, to ``out``, by coordinates in ``draw``; kept values
+    are divided by 1 - rate. All tensors are contiguous."""
     length, batch, width = x.shape
     tiles = triton.cdiv(width, 8 * _BLOCKS)
     _dropout_kernel[(length * batch * tiles,)](
@@ -101,6 +106,8 @@ def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
+        """Return dropout of ``x`` plus ``residual``, in the dtype of the residual, else of ``x``. Saves only the
+        coordinates, not the mask."""
         ctx.save_for_backward(draw.sample_b, draw.position_s)
         ctx.key, ctx.threshold, ctx.dtype, ctx.adds = draw.key, draw.threshold, x.dtype, residual is not None
         out = torch.empty(x.shape, dtype=x.dtype if residual is None else residual.dtype, device=x.device)
@@ -109,6 +116,8 @@ class _DropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x (mask regenerated, in its dtype) and the residual (``grad`` itself; None without
+        one)."""
         grad = grad.contiguous()
         grad_x = torch.empty(grad.shape, dtype=ctx.dtype, device=grad.device)
         sample_b, position_s = ctx.saved_tensors

@@ -30,7 +30,9 @@ class AddRows(Protocol):
 
 
 def add_rows_plain(grad: Tensor, ids: Tensor, total: Tensor) -> None:
-    """Implement :class:`AddRows` in torch operations; densely on GPUs, where ``index_add_`` adds in random order."""
+    """Add ``grad`` [t, h] to rows ``ids`` [t] of ``total`` [v, h] in place, ignoring negative ids. Torch operations: by
+    a dense gradient of the table on GPUs, where ``index_add_`` adds in random order; on CPUs row by row in the dtype of
+    ``total``."""
     absent = ids < 0
     grad, ids = grad.masked_fill(absent.unsqueeze(-1), 0), ids.clamp(min=0)
     if grad.is_cuda:
@@ -45,7 +47,9 @@ if triton is not None:
     def _add_runs(
         grad, sorted_ids, order, ends, total, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ):  # fmt: skip
-        """Add COLUMNS columns of the run of equal ids that starts at this index of the sorted ids, if one does."""
+        """If a run of equal ids starts at this index of ``sorted_ids``, sum COLUMNS columns of the run's rows of
+        ``grad`` in token order in fp32, and add the sum to that row of ``total`` in place, rounded once. Other
+        programs, and negative ids, do nothing."""
         first = tl.program_id(0)
         row = tl.load(sorted_ids + first).to(tl.int64)
         before = tl.load(sorted_ids + tl.maximum(first - 1, 0)).to(tl.int64)
@@ -68,7 +72,8 @@ if triton is not None:
 
 
 def add_rows_triton(grad: Tensor, ids: Tensor, total: Tensor) -> None:
-    """Implement :class:`AddRows` with a sort of the ids and one kernel; no host sync."""
+    """Add ``grad`` [t, h] to rows ``ids`` [t] of the contiguous ``total`` [v, h] in place, ignoring negative ids, with
+    a sort of the ids and one kernel. Equal ids are summed in fp32 in token order and added once. No host sync."""
     assert total.is_contiguous(), "rows of the sum lie one after the other"
     width = grad.shape[-1]
     if not grad.numel():

@@ -24,7 +24,8 @@ _BAND = 8
 
 
 def grouped_weight_gradient_reference(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Accumulate in torch operations, one group at a time; the host waits for ``ends``."""
+    """Add the products of all groups to ``total`` [g, o, i] in place, in its dtype, in torch operations, one group at a
+    time; the host waits for ``ends``."""
     start = 0
     for end, total_oi in zip(ends.tolist(), total):
         total_oi += (grad[start:end].to(total.dtype).t() @ x[start:end].to(total.dtype))
@@ -38,7 +39,9 @@ if triton is not None:
         grad, x, ends, total, width_o, width_i, tiles_o, tiles_i, OUT: tl.constexpr, IN: tl.constexpr,
         ROWS: tl.constexpr, BAND: tl.constexpr,
     ):  # fmt: skip
-        """Accumulate OUT x IN elements of one group's gradient."""
+        """Add OUT x IN elements of one group's dY^T X, summed over its rows in fp32, to ``total`` in place, rounded
+        once; one program per group and tile. A group without rows is not touched; rows after its end are not read as
+        values."""
         # concurrent tiles belong to one group and one band of BAND output tiles: their rows stay in the L2 cache
         group, tile = tl.program_id(0) // (tiles_o * tiles_i), tl.program_id(0) % (tiles_o * tiles_i)
         band = tile // (BAND * tiles_i) * BAND
@@ -64,7 +67,9 @@ if triton is not None:
 
 
 def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
-    """Accumulate with one launch; no host sync."""
+    """Add ``grad`` [r, o]^T ``x`` [r, i] of each group of rows, by ``ends`` int32 [g], to the contiguous ``total`` [g,
+    o, i] in place: fp32 sums, rounded once to the dtype of ``total``. One launch, no host sync. Groups without rows are
+    not touched."""
     assert total.is_contiguous(), "the sum's elements lie one after the other"
     width_o, width_i = grad.shape[1], x.shape[1]
     tiles_o, tiles_i = triton.cdiv(width_o, _OUT), triton.cdiv(width_i, _IN)

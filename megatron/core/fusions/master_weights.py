@@ -104,6 +104,8 @@ class Copy(Master):
         return self.kept
 
     def write(self, value: Tensor) -> None:
+        """Copy ``value`` to the fp32 copy, and rounded to the weight; for bf16 weights ties are moved first, in
+        place."""
         if value is not self.kept:
             self.kept.copy_(value)
         self.weight.copy_(avoid_even_halves_(self.kept) if self.avoids_halves else self.kept)
@@ -132,8 +134,9 @@ class Remainder(Master):
 
 
 def build_master(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
-    """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``.
-    ``split`` selects 16-bit remainders for bf16 weights."""
+    """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``: with
+    ``split`` a 16-bit remainder for bf16, else an fp32 copy for half precision, else the values themselves. Keeps a
+    reference to ``values``; extra storage is set later."""
     if values.dtype == torch.bfloat16 and split:
         return Remainder(values)
     if values.dtype in (torch.bfloat16, torch.float16):
@@ -165,7 +168,8 @@ class Opened(NamedTuple):
 
 def opened(tensors: Sequence[Updated], factor: Tensor | None) -> Iterator[Opened]:
     """Yield foreach lists in the master dtype for in-place updates: all plain tensors first, then each other tensor,
-    widened, and written back after the loop body. ``factor`` multiplies gradients, in place if of master dtype."""
+    widened; after the loop body masters and moments are written back (masters also to the weights). ``factor``
+    multiplies gradients, in place if of master dtype; None: 1."""
     plain = [each for each in tensors if each.is_plain]
     for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
         masters = [each.master.read() for each in batch]

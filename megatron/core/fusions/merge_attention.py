@@ -33,7 +33,9 @@ if triton is not None:
         out_b, out_a, out_q, lse_b, lse_a, lse_q, block_b, block_a, block_q, block_lse_b, block_lse_a, block_lse_q,
         CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
-        """Merge ROWS queries of one head and batch row."""
+        """Merge ROWS queries of one head and batch row: write the weighted mean of ``out`` and ``block_out`` to
+        ``out``, and the logarithm of the summed exponentials to ``lse``, in place, in fp32. Each tensor has strides for
+        batch, head and query dims."""
         head = (tl.program_id(1) % heads).to(tl.int64)
         row = (tl.program_id(1) // heads).to(tl.int64)
         query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -58,6 +60,8 @@ if triton is not None:
 
 
 def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge as :func:`merge_attention_` with one kernel: ``out`` [b, a, q, d] and ``lse`` [b, a, q] are fp32 and
+    written in place, ``block_out`` of any dtype; last dims are contiguous."""
     batch, heads, queries, channels = out.shape
     grid = (triton.cdiv(queries, _ROWS), batch * heads)
     _merge_kernel[grid](

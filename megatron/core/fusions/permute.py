@@ -48,9 +48,9 @@ def _token_indices(choice_r: Tensor, num_choices: int) -> Tensor:
 
 
 def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) -> Permutation:
-    """Stable-sort choices by ``key_tj``, int [t, j] in [0, num_keys]; ``num_keys`` marks a dropped choice. Returns one
-    row per choice, dropped ones at the end. ``is_complete``: the caller guarantees that none is dropped. No host
-    sync."""
+    """Stable-sort choices by ``key_tj``, int [t, j] in [0, num_keys]; ``num_keys`` marks a dropped choice. Return the
+    permutation with one row per choice: by key, then by token and choice, and empty rows (-1) for dropped ones at the
+    end. ``is_complete``: the caller guarantees that none is dropped. No host sync."""
     keys = key_tj.flatten()
     # fewer bits need fewer radix passes
     sorted_keys, order = torch.sort(keys.to(torch.int16 if num_keys < 1 << 15 else torch.int32), stable=True)
@@ -64,7 +64,8 @@ def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) ->
 
 
 def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutation:
-    """Pad or truncate each key of ``permutation``, made from ``key_tj``, to exactly ``capacity`` rows. No host sync."""
+    """Return a new permutation in which each key has exactly ``capacity`` rows: excess choices, the last by position,
+    are dropped, and missing rows are empty (-1). ``permutation`` was made from ``key_tj``, int [t, j]. No host sync."""
     ends, num_keys = permutation.ends, len(permutation.ends)
     starts = torch.cat((ends.new_zeros(1), ends))  # one extra entry, which dropped choices (key num_keys) index
     within = permutation.place_tj - starts[key_tj]
@@ -80,7 +81,8 @@ def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutati
 
 
 def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
-    """Return rows ``source_r`` [r] of ``x`` [t, h], zeros for -1, in torch operations."""
+    """Return copies of rows ``source_r`` [r] of ``x`` [t, h] in the dtype of ``x``, zeros for -1; zeros only if ``x``
+    is empty. Torch operations."""
     if not len(x):
         return x.new_zeros((len(source_r), *x.shape[1:]))
     return x.index_select(0, source_r.clamp(min=0)).masked_fill_((source_r < 0).unsqueeze(-1), 0)
@@ -98,7 +100,8 @@ if triton is not None:
 
     @triton.jit
     def _gather_kernel(x, source, out, width, tiles, BLOCK: tl.constexpr):
-        """Copy BLOCK columns of one row."""
+        """Copy BLOCK columns of row ``source[row]`` of ``x`` to row ``row`` of ``out``, one program per row and block;
+        zeros if the source is -1."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -108,7 +111,8 @@ if triton is not None:
 
     @triton.jit
     def _combine_kernel(x, place, out, width, tiles, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
-        """Sum BLOCK columns of one token."""
+        """Write BLOCK columns of one token of ``out``: the sum of rows ``place[token, :]`` of ``x`` in choice order in
+        fp32, rounded once; -1 adds nothing. One program per token and block."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -120,7 +124,8 @@ if triton is not None:
 
 
 def _launch(kernel: Any, x: Tensor, index: Tensor, **constants: int) -> Tensor:
-    """Return [len(index), h] of ``x`` [., h], with one program of ``kernel`` per block of each output row."""
+    """Run ``kernel`` on ``x`` [., h] and the row map ``index``, one program per block of columns of each output row,
+    and return its result [len(index), h] in the dtype of ``x``. Launches nothing for an empty result."""
     out = x.new_empty((len(index), x.shape[1]))
     tiles = triton.cdiv(x.shape[1], _BLOCK)
     if out.numel():
@@ -183,6 +188,8 @@ class _GatherChoices(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient of x [t, k]: for each element the sum of the gradients of its copies, zero for dropped
+        ones."""
         (place_tkc,) = ctx.saved_tensors
         if not len(grad):  # -1 is not a valid index then
             return grad.new_zeros(place_tkc.shape[:-1]), None, None, None
@@ -203,8 +210,9 @@ def combine_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -
 
 
 def gather_choices(x: Tensor, permutation: Permutation) -> Tensor:
-    """Return each row's element of ``x``: [t, k] -> [r]; differentiable. With j = copies * k choices, each element goes
-    to all copies (k slow, copies fast). Empty rows get arbitrary elements, which must not be used."""
+    """Return each row's element of ``x`` [t, k]: [r], differentiable. ``permutation`` has k choices per token, or
+    copies * k; each element then goes to all its copies (k slow, copies fast). Empty rows get arbitrary elements, which
+    must not be used."""
     copies = max(1, permutation.place_tj.numel() // max(1, x.numel()))
     place = permutation.place_tj.view(*x.shape, copies)
     return _GatherChoices.apply(x, _token_indices(permutation.choice_r, copies), place, permutation.is_complete)

@@ -47,7 +47,8 @@ if triton is not None:
 
     @triton.jit
     def _rows(base, place, count, stride, D: tl.constexpr, EVEN: tl.constexpr):
-        """Load [rows, D] at indices ``place``, ``stride`` apart; zeros outside [0, count)."""
+        """Load rows ``place`` of D elements, ``stride`` elements apart from ``base``, as [len(place), D]; zeros for
+        rows outside of [0, count). EVEN promises that all rows are inside, so that no mask is needed."""
         at = base + place[:, None].to(tl.int64) * stride + tl.arange(0, D)[None, :]
         if EVEN:
             rows = tl.load(at)
@@ -84,7 +85,9 @@ if triton is not None:
         products, bias, i, j, seen, first, last, num_queries, num_keys, left, right,
         BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
     ):  # fmt: skip
-        """Add the bias to ``products``; -inf for hidden pairs. Visible ones have ``seen``, i or j, in [first, last)."""
+        """Return ``products`` plus the bias at distance j - i, fp32, -inf for hidden pairs: outside of the tensors,
+        with BAND outside of [-left, right], and with DOCUMENTS unless ``seen`` (i or j) is in [first, last). EVEN: no
+        pair is outside of the tensors."""
         distance = j - i
         if EVEN:
             scores = products + tl.load(bias + distance)
@@ -110,7 +113,9 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """Compute M queries of one head and batch row."""
+        """Write out and lse of M queries of one head and batch row by online softmax over blocks of N visible keys, in
+        fp32 with products in the inputs' dtype. A query without visible keys gets 0 and -inf. ``scale`` and ``bias``
+        are in units of log 2, lse is natural."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, i = head // per_group, tl.program_id(0) * M + tl.arange(0, M)
         q = _rows(query + row * q_b + head * q_a, i, num_queries, q_s, D, EVEN)
@@ -144,7 +149,9 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """Compute dQ of M queries of one head and batch row; also write dS, and delta = sum_d dO O."""
+        """Write dQ of M queries of one head and batch row, and for them delta = sum_d dO O and dS of all keys (zeros
+        where hidden) to ``grad_pairs`` [b, a, s, t] in its dtype. Recomputes scores from ``lse``; run it before the
+        kernel of keys, which reads delta."""
         row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
         group, line = head // per_group, (row * heads + head) * num_queries
         i = tl.program_id(0) * M + tl.arange(0, M)
@@ -183,7 +190,8 @@ if triton is not None:
         D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
         M: tl.constexpr, N: tl.constexpr,
     ):  # fmt: skip
-        """Compute dK and dV of N keys of one group and batch row; tiles are [N, M]: no GEMM transposes them."""
+        """Write dK and dV of N keys of one group and batch row, summed over the group's query heads and visible
+        queries; reads ``lse`` and ``delta``. Tiles are [N, M]: no GEMM transposes them."""
         groups = heads // per_group
         row, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
         j = tl.program_id(0) * N + tl.arange(0, N)
@@ -217,7 +225,9 @@ def _launch(
     kernel: Any, tiling: Tiling, grid: tuple[int, ...], strided: Sequence[Tensor], plain: Sequence[Tensor],
     about: tuple[Tensor, float, Pairs],
 ) -> None:  # fmt: skip
-    """Launch ``kernel``. ``strided``: query, key, value, others with their strides; ``about``: bias, scale, pairs."""
+    """Launch ``kernel`` on ``grid`` with ``tiling``. ``strided``: query and key [b, heads, tokens, d], value and
+    further tensors, passed with their strides; ``plain``: tensors without strides; ``about``: (bias, scale, pairs).
+    Bias and scale are converted to units of log 2."""
     (batch, heads, num_queries, channels), (_, groups, num_keys, _) = strided[0].shape, strided[1].shape
     bias, scale, (middle, left, right, ranges) = about
     to_log2, (m, n, num_warps, num_stages) = math.log2(math.e), tiling

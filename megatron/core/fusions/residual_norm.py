@@ -54,7 +54,9 @@ class Normalize(Protocol):
 def normalize_plain(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
 ) -> tuple[Tensor, Tensor]:
-    """Implement :class:`Normalize` in torch; statistics in fp32 for 16-bit inputs, else in the dtype of ``x``."""
+    """Return (s, y): the residual stream s = x + branch (``x`` itself without a branch) and its normalized values y in
+    the weight's dtype, see the module docstring. Torch operations; statistics in fp32 for 16-bit inputs, else in the
+    dtype of ``x``."""
     stream = x if branch is None else x + branch
     whole = weight + traits.offset if traits.offset else weight
     whole = whole.to(stream.dtype)  # an fp32 residual stream over 16-bit weights
@@ -72,7 +74,9 @@ if triton is not None:
         x, branch, weight, bias, stream, out, means, rstds, rows, width, eps, offset,
         ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute ROWS rows."""
+        """Compute ROWS rows: with ADDS write x + branch, rounded, to ``stream``; write the normalized, weighted rows to
+        ``out``, and the inverse deviation (with CENTRED also the mean) per row in fp32. Normalizes the rounded sum,
+        which backward reads. BIASED adds ``bias``."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -101,7 +105,9 @@ if triton is not None:
         SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
         ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute STEPS times ROWS rows, and their partial sums of the weight gradients."""
+        """Write ``grad_x`` of STEPS times ROWS rows, with ``skip`` added if SKIPS, and this program's partial sums of
+        the weight gradient (BIASED: also the bias gradient) over these rows, fp32, to its row of ``weight_sums`` and
+        ``bias_sums``."""
         program = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         within = column < width
@@ -144,7 +150,8 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _backward_tile(width: int) -> dict[str, int]:
-    """Return backward's options: for BERT-large (width 1024, H200) 19 ms per step, 31 with forward's."""
+    """Return the options of the backward launch: :func:`_tile` plus pipeline stages, with 8 times the rows up to width
+    NARROW. For BERT-large (width 1024, H200) 19 ms per step, 31 with forward's options."""
     tile = {**_tile(width), "STAGES": 2 if width <= PIPELINED else 1}
     if width > NARROW:
         return tile
@@ -162,6 +169,8 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
     ) -> tuple[Tensor, Tensor]:
+        """Return (s, y) of ``x`` [..., h] in one kernel; s has the dtype of ``x`` (and is ``x`` without a branch), y
+        the weight's. Saves s, the weight, and fp32 statistics per row."""
         width = x.shape[-1]
         rows = x.numel() // width
         kept = x.contiguous()
@@ -183,6 +192,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, skip: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of x, branch, weight and bias; the latter from partial sums in a fixed order. ``skip``
+        is the gradient of s, added to the result; None: s is not used. Without a gradient of y (None) passes ``skip``
+        on, and weight and bias get None."""
         stream, weight, means, rstds = ctx.saved_tensors
         if grad is None:
             return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None

@@ -24,6 +24,8 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: float) -> Tensor:
+    """Return a new tensor with the pairs of ``x`` [s, b, a, d] rotated by the angles of ``cos`` and ``sin`` [s, 1, 1,
+    r], times ``direction`` (1 or -1); channels from 2 r on are copied."""
     width = 2 * cos.shape[-1]
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x1, x2 = _pairs(x, width, interleaved)
@@ -56,7 +58,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Compute :func:`apply_rotary` in plain torch with autograd; tables are not cast."""
+    """Return rotated ``x`` as :func:`apply_rotary`, in plain torch with autograd; tables are not cast, so that the
+    result may have a wider dtype."""
     width = 2 * cos.shape[-1]
     x1, x2 = _pairs(x, width, interleaved)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin

@@ -41,7 +41,8 @@ if triton is not None:
 
     @triton.jit
     def _scores(z, KIND: tl.constexpr):
-        """Return sigmoid(z), or the square root of softplus(z)."""
+        """Return the scores of logits ``z`` elementwise: sigmoid(z) for KIND 2, else the square root of softplus(z),
+        accurate for small values and bounded from below."""
         if KIND == 2:
             return 1.0 / (1.0 + tl.exp(-z))
         x = tl.exp(-tl.abs(z))
@@ -62,7 +63,9 @@ if triton is not None:
         logits, bias, experts, tokens, num_experts,
         KIND: tl.constexpr, BIASED: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Select the top-k experts of ROWS tokens."""
+        """Write the K experts with the highest scores of ROWS tokens to ``experts`` [tokens, K], int64, highest first;
+        ties: lower index first. KIND selects logits, softmax weights, sigmoid or sqrt-softplus; BIASED adds ``bias``.
+        NaN scores rank last."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, WIDTH)
         within = row < tokens
@@ -85,7 +88,8 @@ if triton is not None:
 
     @triton.jit
     def _softmax_of_rows(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-        """Return (token, validity, validity by expert, logits, softmax, logsumexp) of ROWS tokens of a sequence."""
+        """Return (token index, validity [rows], validity by expert, logits, softmax over experts, logsumexp), the
+        latter in fp32, of ROWS tokens of the sequence ``program_id(1)``. Tokens are ordered [s, b]."""
         place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
         row, within = place.to(tl.int64) * batch + tl.program_id(1), place < length
         inside = within[:, None] & (column < num_experts)[None, :]
@@ -106,7 +110,8 @@ if triton is not None:
 
     @triton.jit
     def _chosen_weights(chosen, valid, lse, scale, KIND: tl.constexpr, K: tl.constexpr):
-        """Return (weights, weights before the scale, divisor) from the logits of the selected experts."""
+        """Return (weights times ``scale``, weights, divisor per token) from the logits of the selected experts: softmax
+        over them (KIND 0), full softmax by ``lse`` (1), or scores divided by their sum if K > 1."""
         if KIND == 0:
             chosen = tl.where(valid, chosen, -float("inf"))
             score = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
@@ -126,7 +131,9 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Compute weights of ROWS tokens of a sequence; write sums to row (block, b) of ``sums`` [blocks, b, 3, w]."""
+        """Write the weights of ROWS tokens of a sequence; with SUMS also this block's sums of normalized scores,
+        choices per expert, squared logsumexp and non-finite logits, in fp32, to row (block, b) of ``sums`` [blocks, b,
+        3, w]."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
@@ -158,7 +165,9 @@ if triton is not None:
         KIND: tl.constexpr, SUMS: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
         WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """Compute the gradient of the logits of ROWS tokens of one sequence."""
+        """Write the gradient of the logits of ROWS tokens of one sequence to ``grad_logits``, from ``grad_weights`` and
+        with SUMS also from the gradients of the sums: scores and squared logsumexp. Recomputes weights and softmax;
+        fp32, rounded once."""
         row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
@@ -200,8 +209,9 @@ def _tile(num_experts: int) -> dict[str, int]:
 
 
 def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Tensor:
-    """Return the k experts with the highest scores, int64 [s, b, k], of ``logits`` [s, b, e]; ties: lower index
-    first."""
+    """Return the k experts with the highest scores of ``logits`` [s, b, e], int64 [s, b, k], highest first; ties: lower
+    index first. ``kind`` selects the scores (see :func:`weigh_triton`; logits for ``softmax``); ``bias`` [e] is added
+    if given. Not differentiable."""
     logits = logits.detach().contiguous()
     *tokens, num_experts = logits.shape
     experts = torch.empty(*tokens, k, dtype=torch.int64, device=logits.device)
@@ -217,6 +227,9 @@ def choose_triton(logits: Tensor, bias: Tensor | None, kind: str, k: int) -> Ten
 class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, experts: Tensor, kind: str, scale: float, summing: bool) -> Any:
+        """Return (weights [s, b, k] in the dtype of ``logits``, sums of scores [b, e], choices [b, e], squared
+        logsumexp [b], number of non-finite logits [b]), the sums in fp32 and None unless ``summing``. Saves logits and
+        experts. Choices and non-finite counts are not differentiable."""
         length, batch, num_experts = logits.shape
         k, tile = experts.shape[-1], _tile(num_experts)
         ctx.save_for_backward(logits, experts)
@@ -240,6 +253,8 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient of the logits in their dtype from the gradients of weights, score sums and squared
+        logsumexp, in one kernel; None for the other inputs."""
         logits, experts = ctx.saved_tensors
         length, batch, num_experts = logits.shape
         summing = ctx.constants["SUMS"]

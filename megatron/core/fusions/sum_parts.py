@@ -54,7 +54,8 @@ MAX_ADDENDS = 8
 
 
 def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
-    """Sum in torch operations, in at least fp32; any strides and dtypes."""
+    """Return the sum of the tensors in list order, accumulated in at least fp32, in their dtype; any strides. Torch
+    operations."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for part in parts[1:]:
@@ -66,6 +67,8 @@ if triton is not None:
 
     @triton.jit
     def _sum_all_kernel(parts, out, numel, ELEMENTS: tl.constexpr):
+        """Write ELEMENTS elements of the sum of the tensors ``parts``, in list order in fp32, to ``out``, rounded
+        once."""
         at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         inside = at < numel
         total = tl.load(parts[0] + at, mask=inside, other=0.0).to(tl.float32)

@@ -180,6 +180,10 @@ class RankGrid:
     """(inner, outer) size of two-level context parallelism; None: one level."""
 
     def __post_init__(self) -> None:
+        """Raise UserError for ``cp_levels`` that are not two sizes with product ``cp``; optimizer instances that do not
+        divide dp * cp or ``edp``; a size below 1; an ``order`` that is no permutation of the default; a world not
+        divisible by expert-tensor x expert x pipeline size; or an order with which both grids have different pipeline
+        groups."""
         if self.cp_levels is not None and (len(self.cp_levels) != 2 or math.prod(self.cp_levels) != self.cp):
             raise UserError(
                 f"hierarchical_context_parallel_sizes {list(self.cp_levels)}: give an inner and an outer size, whose "
@@ -211,7 +215,9 @@ class RankGrid:
 
     @classmethod
     def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **rest: Any) -> RankGrid:
-        """Build the grid with data-parallel size ``world_size / (tp * cp * pp)``. Raises UserError if not divisible."""
+        """Build the grid with data-parallel size ``world_size / (tp * cp * pp)``; ``rest``: further fields, such as
+        ``ep``. Raises UserError if the world is not divisible, or as the constructor for sizes that do not fit
+        together."""
         if world_size % (tp * cp * pp):
             raise UserError(
                 f"world size {world_size} is not divisible by tensor-model-parallel {tp} x context-parallel {cp} x "
@@ -264,7 +270,9 @@ class RankGrid:
         return lists
 
     def all_rank_lists(self) -> dict[str, list[list[int]]]:
-        """Return the rank lists by field of ``ProcessGroups``; the lists of each field partition the world."""
+        """Return the rank lists of all groups by field of ``ProcessGroups``; the lists of each field partition the
+        world. With optimizer instances, ``_shard`` fields have runs of adjacent ranks and ``_replica`` fields ranks
+        with equal indices in them. ``pp_up`` and ``pp_down`` equal ``pp``."""
         lists = {"world": [list(range(self.world_size))]}
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}

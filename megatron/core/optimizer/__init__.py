@@ -75,7 +75,8 @@ def get_megatron_optimizer(
 
 
 def _grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | DynamicGradScaler | None:
-    """Build a constant scaler with --loss-scale, a dynamic one for fp16 without it, else None."""
+    """Build the loss scaler: constant with ``config.loss_scale``, also without fp16 (UserError if it is negative);
+    dynamic for fp16 without it (UserError for invalid settings); else None."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:

@@ -48,8 +48,8 @@ def l2_norm(shares: Iterable[Share], device: torch.device) -> Tensor:
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of one dtype with a bounded number of elements. The bound limits memory if the iterable creates
-    tensors on the fly (masters joined from two parts)."""
+    """Yield lists of tensors of one dtype, in order, that stop growing at ``_BATCH`` elements. The bound limits memory
+    if the iterable creates tensors on the fly (masters joined from two parts)."""
     batch: list[Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -68,7 +68,8 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def count_zeros(shares: Iterable[Share], device: torch.device) -> Tensor:
-    """Return the number of zero elements over all shares and ranks, an int64 scalar on ``device``. Collective."""
+    """Return the number of elements equal to zero over all shares and ranks, an int64 scalar on ``device``. Collective
+    over the groups of the shares, in order; does not wait for the device."""
 
     def zeros(tensors: Iterable[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.int64, device=device)

@@ -29,6 +29,8 @@ class ParameterState(MutableMapping[str, Any]):
         return self._optimizer._steps if kind == "step" else self._optimizer.moments[kind][self._name]
 
     def __setitem__(self, kind: str, value: Any) -> None:
+        """Replace the moment ``kind`` by the tensor ``value`` by reference, without checks of shape or dtype. ``step``
+        sets the step count of the full optimizer to a number. Raises KeyError for other names."""
         if kind == "step":
             self._optimizer._steps.fill_(float(value))
         elif kind in self._kinds():

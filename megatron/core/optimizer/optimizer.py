@@ -112,7 +112,9 @@ class MegatronOptimizer(MegatronNames):
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
-        """Register a group's parameters, shards and masters; return ``names`` and ``params`` with a local shard."""
+        """Register the parameters of ``group`` in ``model_params``, and a shard and master of each that this rank
+        updates at least partly. ``shards`` None: full parameters. Return ``names`` and ``params`` with a local shard.
+        Raises ValueError for two parameters with one name."""
         names = []
         for name, parameter in zip(group["names"], group["params"]):
             if name in self.model_params:
@@ -127,6 +129,8 @@ class MegatronOptimizer(MegatronNames):
         return {"names": names, "params": [self.model_params[name] for name in names]}
 
     def _build_parts(self) -> list[OptimizerPart]:
+        """Return one part, with a new update rule, for each pair of update rule and data-parallel groups (dense or
+        expert) that occurs in ``param_groups``. Raises UserError for an unknown rule or moment dtype."""
         by_kind: dict[tuple[str, DataParallelGroups], list[dict[str, Any]]] = {}
         for group in self.param_groups:
             kind, is_expert = group.get("optimizer", self.config.optimizer), group.get("is_expert_parallel", False)
@@ -145,8 +149,9 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """Allocate all state in flat buffers, one per kind and dtype. Done before the first step, so that memory use
-        and state names do not change during training."""
+        """Allocate masters' extra storage and all moments (``self.moments``) in flat buffers, one per kind and dtype:
+        moments are zero, fp32 copies are copied from the weights. Moments of fp64 masters are fp64. Done before the
+        first step, so that memory use and state names do not change during training."""
         masters = self.masters
         kept = {name: master.kept_dtype for name, master in masters.items() if master.kept_dtype is not None}
         for name, memory in self._flat(kept).items():
@@ -161,7 +166,8 @@ class MegatronOptimizer(MegatronNames):
                 self.moments.setdefault(kind, {}).update(self._flat(wanted))
 
     def _flat(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-        """Allocate zeros in the shapes of the named masters: views into one flat buffer per dtype."""
+        """Return zeros by name in the shapes of the named masters' weights and the given dtypes. They are views into
+        one new flat buffer per dtype, each aligned to 64 elements."""
         views: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(dtypes.values()):
             weights = {name: self.masters[name].weight for name in dtypes if dtypes[name] == dtype}
@@ -195,7 +201,8 @@ class MegatronOptimizer(MegatronNames):
         return loss * self.grad_scaler.scale if self.grad_scaler else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradient buffers, and free ``grad`` of every parameter (or zero it if not ``set_to_none``)."""
+        """Clear the gradient buffers of all data-parallel wrappers, and free ``grad`` of every parameter.
+        ``set_to_none`` False zeroes an existing ``grad`` instead, but wrappers free it anyway."""
         for chunk in self.model_chunks:
             if isinstance(chunk, DataParallel):
                 chunk.zero_grad_buffer()
@@ -217,8 +224,9 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def update(self, skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
-        """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Collective.
-        Starts the all-gather of updated weights if the state is sharded.
+        """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Waits (in stream
+        order) for weight all-gathers, computes norm and overflow, updates weights and state unless skipped, then starts
+        the all-gather of updated weights if the state is sharded. Collective. May scale gradients in place.
 
         Args:
             skip_update: bool device tensor; True skips the step like a NaN in the gradients.
@@ -251,7 +259,9 @@ class MegatronOptimizer(MegatronNames):
         return Update(found, norm, num_zeros)
 
     def _factor(self, norm: Tensor, found: Tensor, unscale: Tensor | float | None) -> Tensor | None:
-        """Return the combined clipping and unscaling factor of the gradients; None if both are off."""
+        """Return the combined clipping and unscaling factor of the gradients, a 0-d tensor; None if both are off.
+        ``norm`` is the unscaled norm. If ``found``, the factor has no clipping, so that a NaN norm does not reach
+        it."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
             clip = torch.where(found, 1.0, clip)  # a NaN norm must not spread into the gradients
@@ -259,8 +269,9 @@ class MegatronOptimizer(MegatronNames):
         return None if unscale is None else torch.ones_like(norm) * unscale
 
     def _update_groups(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[UpdateGroup]:
-        """Return per parameter group the masters, gradients and moments of all names with a gradient, with learning
-        rate and weight decay. Changes nothing."""
+        """Return per parameter group (master, gradient, moments) of all names with a gradient, with the group's ``lr``
+        and ``weight_decay`` as they are (the scheduler has applied the multipliers). Groups may be empty. Changes
+        nothing."""
         kinds = [self.moments[kind] for kind in part.rule.moment_dtypes]
 
         def updated(name: str) -> Updated:
@@ -296,11 +307,13 @@ class MegatronOptimizer(MegatronNames):
             yield tensors, (ranks.shard, ranks.model) if self.shares_update else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the global L2 norm of the gradients (0-d fp64). Collective. Padding contributes zeros."""
+        """Return the global L2 norm of the gradients ``grads`` as they are, without unscaling (0-d fp64). Collective.
+        Padding contributes zeros."""
         return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device)
 
     def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
-        """Return the number of zero gradient elements (0-d int64), without padding. Collective."""
+        """Return the number of zero gradient elements over the full model (0-d int64), each counted once and without
+        padding. Names without a gradient do not count. Collective; no host sync."""
 
         def tensors_of(name: str) -> Iterator[Tensor]:
             if name in grads:
@@ -337,7 +350,8 @@ class MegatronOptimizer(MegatronNames):
         return self.shards[name].compute_dtype in HALF
 
     def replicas(self) -> Iterator[ShardedTensor]:
-        """Yield moments and main parameters as rectangles named ``exp_avg:`` + global name, for ``check_replicas``."""
+        """Yield moments and main parameters of this rank's shards as rectangles named ``exp_avg:`` + global name, for
+        ``check_replicas``. Waits for the device."""
         for key, named in self._state_tensors(self.state_dict()):
             yield from self._sharded(f"{key}:", named).values()
 
@@ -356,7 +370,9 @@ class MegatronOptimizer(MegatronNames):
         return [(key, named) for key, named in state.items() if key not in _SCALARS]
 
     def _sharded(self, prefix: str, named: dict[str, Tensor]) -> dict[str, ShardedTensor]:
-        """Convert tensors in the layout of this rank's shards, by parameter name, to rectangles of global tensors."""
+        """Convert tensors in the layout of this rank's shards, by parameter name, to rectangles of global tensors named
+        ``prefix`` + global name. A tensor gives up to a few rectangles; padding is omitted. They are views of
+        contiguous tensors."""
         tensors: dict[str, ShardedTensor] = {}
         for name, tensor in named.items():
             shard = self.shards[name]
@@ -367,9 +383,10 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors.
-        Also writes the model's weights from ``main_param`` and starts their all-gather if the state is sharded. Raises
-        UserError for missing or unknown names (all are listed); nothing has changed then."""
+        """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors, and
+        sets step and loss scale. Also writes the model's weights from ``main_param`` and starts their all-gather if the
+        state is sharded. Waits for the device. Raises UserError for missing or unknown names (all are listed); nothing
+        has changed then."""
         state_dict = self.plain_state(state_dict)
         check_names(self.state_dict(), state_dict)
         for kind, tensors in self.moments.items():
@@ -387,8 +404,9 @@ class MegatronOptimizer(MegatronNames):
 
 
 def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
-    """Compare the names in two optimizer states. Raises UserError if a name is in only one of them; the message lists
-    all such names."""
+    """Compare the names in two optimizer states: keys, and the parameter names of every key but ``step`` and
+    ``grad_scaler``. Raises UserError if a name is only in ``live`` (missing) or only in ``stored`` (unknown); the
+    message lists all such names. Compares no shapes."""
     problems = []
     for key in sorted(set(live) | set(stored)):
         if key not in stored or key not in live:

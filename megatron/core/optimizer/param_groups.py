@@ -93,6 +93,8 @@ def parameter_groups(
 def _empty_group(
     config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: str
 ) -> dict[str, Any]:  # fmt: skip
+    """Return a parameter group with these settings and empty ``params`` and ``names``. ``max_lr`` and ``min_lr`` are
+    None, or with ``decoupled`` the decoupled rates (minimum: ``config.min_lr`` if unset). It has no ``lr``."""
     max_lr = min_lr = None  # from the schedule
     if decoupled:
         max_lr = config.decoupled_lr
@@ -104,9 +106,9 @@ def _empty_group(
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the default rules as ``config_overrides``. Biases and 1-d parameters have no weight decay, except q/k
-    norms with ``apply_wd_to_qk_layernorm``. Embeddings and the output layer get the decoupled learning rates, if
-    set."""
+    """Return the default rules as ``config_overrides``. Biases and 1-d parameters get ``wd_mult`` 0, except q/k norms
+    with ``apply_wd_to_qk_layernorm``. If ``decoupled_lr`` is set, word embeddings and the output layer get it as
+    ``max_lr``, and ``decoupled_min_lr`` as ``min_lr`` if set."""
     no_decay = has_no_weight_decay_but_qk_norms if config.apply_wd_to_qk_layernorm else has_no_weight_decay
     is_plain = ParamWithNamePredicate("no weight decay", lambda param, name: no_decay(name, param))
     found = {ParamKey(with_name_predicate=is_plain): ParamGroupOverride(wd_mult=0.0)}
@@ -120,7 +122,8 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
 
 
 def report_groups(groups: Iterable[dict[str, Any]]) -> None:
-    """Log tensors and elements of each parameter group, and whether it has weight decay."""
+    """Log one line per parameter group at INFO, on every rank: number of tensors and local elements, whether it has
+    weight decay, decoupled rates or experts; and the parameter names at DEBUG."""
     for group in groups:
         kind = "decayed" if group["wd_mult"] else "not decayed"
         count = sum(parameter.numel() for parameter in group["params"])

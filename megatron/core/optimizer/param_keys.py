@@ -63,7 +63,8 @@ class ParamKey:
     """One or several :class:`ParamWithNamePredicate`."""
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Whether any field matches the parameter."""
+        """Return whether any field matches: a glob pattern matches the name, an attribute is true on the parameter, or
+        a predicate returns true. A key without fields matches nothing."""
         return (
             any(fnmatch.fnmatch(param_name, pattern) for pattern in _several(self.name))
             or any(getattr(param, attribute, False) for attribute in _several(self.attr))
@@ -80,8 +81,8 @@ Overrides = Mapping[ParamKey, ParamGroupOverride]
 
 
 def find_overrides(overrides: Overrides, param: nn.Parameter, name: str) -> dict[str, Any]:
-    """Return the merged settings of all matching keys. Raises UserError for an unknown setting, or if two matching keys
-    give different values for the same setting."""
+    """Return the merged settings of all keys that match the parameter; empty if none matches. Raises UserError if a
+    matching key has an unknown setting, or two matching keys give different values for the same setting."""
     merged: dict[str, Any] = {}
     for key, values in overrides.items():
         if not key.matches(param, name):

@@ -71,7 +71,9 @@ class Adam:
             self._update = choose_adam(masters)
 
     def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
-        """:meth:`UpdateRule.update`."""
+        """Update masters, model weights and both moments of all ``groups`` in place, with betas, epsilon and kind of
+        decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place. No host
+        sync."""
         config = self.config
         step = AdamStep(
             config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay, *conditions
@@ -88,7 +90,9 @@ class SGD:
         self.moment_dtypes = {"momentum_buffer": torch.float32} if self.momentum else {}
 
     def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
-        """:meth:`UpdateRule.update`."""
+        """Update masters, model weights and momentum buffers of all ``groups`` in place, after multiplying the
+        gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 skips the
+        update. No host sync."""
         for group in groups:
             for masters, gradients, moments in opened(group.tensors, conditions.factor):
                 torch._fused_sgd_(

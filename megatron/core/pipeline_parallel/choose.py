@@ -24,8 +24,10 @@ def build_schedule(config: Any, num_ranks: int, num_chunks: int, num_microbatche
 def choose_schedule(
     name: str | None, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
 ) -> Schedule:
-    """Return the training schedule ``name``; None: ``interleaved`` for several chunks per rank, else ``1f1b``. Cached.
-    Raises UserError if the schedule does not exist or does not support ``num_chunks``."""
+    """Return the training schedule ``name`` (1f1b, interleaved, zero-bubble, zero-bubble-h2). None: ``interleaved`` for
+    several chunks per rank, else ``1f1b``, which for one rank alternates forward and backward. ``group_size`` is used
+    with several chunks only. Cached. Raises UserError if the schedule does not exist or does not support
+    ``num_chunks``."""
     if name == "zero-bubble":
         return zero_bubble(num_ranks, num_microbatches, num_chunks, group_size)
     if name == "zero-bubble-h2" and num_chunks == 1:

@@ -44,7 +44,8 @@ def run_without_pipeline(
     **options: Any,
 ) -> list[MicroBatchResult]:
     """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate in
-    the parameters; no data-parallel reduction is waited for.
+    the parameters. Backward passes before the last run inside ``model.no_sync()``; no data-parallel reduction is waited
+    for.
 
     Args:
         forward_step_func: forward step (see the module docstring).
@@ -77,8 +78,9 @@ def run_pipeline(
     forward_only: bool = False,
     **options: Any,
 ) -> list[MicroBatchResult]:
-    """Run all micro-batches through the pipeline with the schedule of the model's configuration. Every rank of the
-    pipeline must call it with the same settings. Gradients accumulate in the parameters.
+    """Run all micro-batches through the pipeline with the schedule of the model's configuration; forward-only with
+    ``forward_only`` or ``collect_non_loss_data``. Every rank of the pipeline must call it with the same settings.
+    Gradients accumulate in the parameters; backward passes before a chunk's last run in its ``no_sync()``.
 
     Args:
         forward_step_func: forward step (see the module docstring).
@@ -124,9 +126,10 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
 def message_shape(
     model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
 ) -> MessageShape:  # fmt: skip
-    """Return the message shape between stages: hidden states [s / (CP x TP with sequence parallelism), b, h]. A model
-    with ``message_shapes(lengths, micro_batch_size)`` overrides the shapes. ``lengths`` is (encoder or only sequence
-    length, decoder sequence length or None). The device is the current GPU with NCCL, else the CPU."""
+    """Return the message shape between stages in ``config.pipeline_dtype``: hidden states [s / (CP x TP with sequence
+    parallelism), b, h]. A model with ``message_shapes(lengths, micro_batch_size)`` overrides the shapes. ``lengths`` is
+    (encoder or only sequence length, decoder sequence length or None). The device is the current GPU with NCCL, else
+    the CPU."""
     config = model.config
     parts = groups.cp.size * (groups.tp.size if config.sequence_parallel else 1)
     shapes = [(lengths[0] // parts, micro_batch_size, config.hidden_size)]

@@ -57,6 +57,8 @@ class _Lane:
     """Ordered messages from pipeline rank ``source`` to pipeline rank ``target``."""
 
     def __init__(self, schedule: Schedule, source: int, target: int) -> None:
+        """Number the actions of ``source`` whose output goes to another rank ``target``, in the order of its
+        schedule."""
         self.source, self.target = source, target
         sent = (action for action in schedule.actions[source] if _goes_to(schedule, source, action, target))
         self.number: dict[Action, int] = {action: number for number, action in enumerate(sent)}
@@ -89,8 +91,9 @@ class _GroupWire:
         return self._groups.pp_up if lane.target > lane.source else self._groups.pp_down
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Post receives of all tensors of a message; see :meth:`_Wire.start_receive`. The result waits in stream order
-        on CUDA."""
+        """Post receives of all tensors of a message into new buffers, by tags from ``number``; call it in the order of
+        numbers. The returned function waits for them (on CUDA: the current stream waits, not the host) and returns the
+        buffers."""
         buffers, group = message.empty(), self._group(lane)
         # gloo matches by tag. NCCL ignores tags and matches in posting order, so receives must be posted by number
         works = [
@@ -107,7 +110,8 @@ class _GroupWire:
         return wait
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
-        """Start the sends of all tensors and keep references until they are complete."""
+        """Start the sends of all tensors, with tags from ``number``, and return at once. Keeps references until they
+        are complete; releases the tensors of earlier sends that are complete. Call it in the order of numbers."""
         group = self._group(lane)
         for index, tensor in enumerate(message):
             tag = number * len(message) + index
@@ -130,6 +134,9 @@ class _ShapedWire(_GroupWire):
     needed, not ahead."""
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
+        """Receive the message's shapes, which blocks the host, then post receives of tensors of these shapes.
+        ``message`` gives dtype, device, and the number of tensors and their dims. The returned function waits in stream
+        order and returns the tensors."""
         group = self._group(lane)
         dims = [len(shape) for shape in message.shapes]
         known = torch.empty(sum(dims), dtype=torch.int64, device=message.device)
@@ -138,6 +145,8 @@ class _ShapedWire(_GroupWire):
         return super().start_receive(lane, 2 * number + 1, message._replace(shapes=shapes, lengths=None))
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
+        """Start to send an int64 tensor with all sizes, then the tensors of ``message``; keeps references to all of
+        them until they have been sent. The receiver must know the number of tensors and their dims."""
         sizes = [size for tensor in message for size in tensor.shape]
         shapes = torch.tensor(sizes, dtype=torch.int64, device=message[0].device)
         group = self._group(lane)
@@ -157,8 +166,9 @@ class _MailboxWire:
         self._read: dict[tuple[_Lane, int], Message] = {}
 
     def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
-        """Register the message; nothing is posted. The returned function reads all earlier messages of the lane too and
-        keeps them, because a mailbox returns messages in the order of sending."""
+        """Register the message; nothing is posted. The returned function copies this and all earlier messages of the
+        lane into new tensors (the current stream waits, not the host), keeps the earlier ones and returns this one,
+        because a mailbox returns messages in the order of sending."""
         self._unread.setdefault(lane, deque()).append((number, message))
 
         def wait() -> Message:
@@ -208,7 +218,8 @@ class Messages:
 
     def post(self, action: Action) -> None:
         """Post the receive of the input of ``action``, after the receives of all earlier messages of its sender. Does
-        nothing if ``action`` has no remote input or the receive is posted already."""
+        nothing if ``action`` has no remote input or the receive is posted already. Blocks the host with
+        ``sends_shapes``."""
         place = self.schedule.source(self.rank, action)
         if place is None or place.rank == self.rank or place in self._posted:
             return
@@ -221,7 +232,8 @@ class Messages:
             )
 
     def receive(self, action: Action) -> Message | None:
-        """Wait (on CUDA: in stream order) for the input of ``action`` and return it; None if it has no input."""
+        """Return the input of ``action``, once; None if it has no input. Posts the receive if needed and waits for it
+        (on CUDA: in stream order). An input from another chunk of this rank is returned by reference, detached."""
         place = self.schedule.source(self.rank, action)
         if place is None:
             return None
@@ -231,8 +243,9 @@ class Messages:
         return self._posted.pop(place)()
 
     def send(self, action: Action, message: Message) -> None:
-        """Start to send the output of ``action`` to the rank that needs it, detached. No-op at the pipeline's ends.
-        Raises ValueError if shapes (except with ``sends_shapes``) or dtype differ from what the receiver expects."""
+        """Start to send the output of ``action``, detached and contiguous, to the rank that needs it, and return at
+        once; no-op at the pipeline's ends. For a chunk of this rank keeps the detached tensors by reference. Raises
+        ValueError if shapes (except with ``sends_shapes``) or dtype differ from those the receiver expects."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return

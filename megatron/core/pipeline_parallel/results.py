@@ -25,7 +25,8 @@ class MicroBatchResult:
 
 
 def as_sum_and_count(value: Tensor | tuple | float) -> Tensor:
-    """Convert a logged value to an fp64 tensor [sum, count], detached. A single number, a mean, gets count 1."""
+    """Convert a logged value to an fp64 tensor [sum, count], detached. A pair, or a tensor of two elements, is taken as
+    it is; a single number, a mean, gets count 1."""
     if isinstance(value, tuple | list):
         value = torch.stack([torch.as_tensor(part, dtype=torch.float64) for part in value])
     value = torch.as_tensor(value).detach().to(torch.float64)
@@ -48,8 +49,9 @@ def split_loss(returned: tuple, num_values: int | None = None) -> tuple[Tensor, 
 
 
 def check_returned(returned: Any, num_values: int | None = None) -> None:
-    """Raise UserError if a result of ``loss_func`` follows neither convention, has another number of values than
-    ``num_values``, or contains a loss that is not a scalar."""
+    """Raise UserError if a result of ``loss_func`` follows neither convention, (tensor, number of tokens, mapping) or
+    (tensor, mapping); has another number of values than ``num_values`` (None: any); or contains a differentiable loss
+    that is not a scalar."""
     values = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     kinds = ", ".join(_kind(value) for value in values)
     forms = "(sum of token losses, number of tokens, dict) or (mean loss, dict)"

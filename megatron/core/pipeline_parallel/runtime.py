@@ -41,8 +41,9 @@ class Work:
 
 
 def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
-    """Return one iterator per chunk. A single iterator is teed, so that all chunks see the same micro-batches. Raises
-    ValueError for a list of iterators of another length than ``num_chunks``."""
+    """Return one iterator per chunk. A list or tuple of ``num_chunks`` iterators is returned as it is; ValueError for
+    another length. A single iterator is teed, so that all chunks see the same micro-batches; None gives None for every
+    chunk."""
     if isinstance(data_iterator, list | tuple):
         if len(data_iterator) == num_chunks:
             return data_iterator
@@ -97,6 +98,8 @@ class PipelineRun:
         return self.results
 
     def _run(self) -> None:
+        """Run this rank's actions in order. Before each action post its receive and the receives of the next
+        ``lookahead`` actions. At the end wait until all messages have been sent."""
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for index, action in enumerate(self.actions):
             # post before computing: an NCCL transfer starts only with its receive, and so overlaps with this action
@@ -106,8 +109,10 @@ class PipelineRun:
         self.messages.finish()
 
     def _forward(self, action: Action) -> None:
-        """Run the forward pass of a chunk: receive its input, compute, and send the output or (last stage) compute the
-        loss. Saves the input and the graph's roots for backward; the output's memory is freed after the send."""
+        """Run the forward pass of a chunk: receive its input, pass it to the model, compute, and send the output or
+        (last stage) compute the loss and append the result. Saves the input and the graph's roots for backward; in
+        forward-only schedules nothing, without gradients. The output's memory is freed after the send; the model's
+        input tensor is cleared."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
@@ -131,7 +136,10 @@ class PipelineRun:
             self._passed[action.chunk, action.microbatch] = _Passed(received, roots)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
-        """Call ``loss_func``, append the micro-batch's result, and return the loss to differentiate (or None)."""
+        """Call ``loss_func``, append the micro-batch's result to ``results``, and return the loss after
+        ``loss_transform``; None with ``collect_non_loss_data``. Raises UserError if the returned values follow no
+        convention or another one than before. In training without ``mean_loss_weight`` also checks the number of tokens
+        against the model's loss mask."""
         if self.work.collect_non_loss_data:
             kept = loss_func(output, non_loss_data=True)
             self.results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
@@ -145,6 +153,9 @@ class PipelineRun:
         return loss if self.work.loss_transform is None else self.work.loss_transform(loss)
 
     def _backward(self, action: Action) -> None:
+        """Run a B action: receive the outputs' gradients (on the last stage start from the loss), run autograd, and
+        send the gradients of the stage's inputs, zeros for unused ones. Frees inputs and roots. If the schedule splits
+        backward, keeps the deferred weight gradients for W. Gradients accumulate in the parameters."""
         key = action.chunk, action.microbatch
         passed = self._passed[key] if self.schedule.splits_backward else self._passed.pop(key)
         gradients = self.messages.receive(action) or [None]
@@ -167,7 +178,8 @@ class PipelineRun:
                 compute()
 
     def _gradients_follow(self, action: Action) -> AbstractContextManager:
-        """Allow gradient reduction only in the last B and the last W of a chunk; else return its ``no_sync()``."""
+        """Return the context for a B or W action: the chunk's ``no_sync()``, or one that allows gradient reduction in
+        the last B and the last W of a chunk, or for chunks without ``no_sync``."""
         chunk = self.work.chunks[action.chunk]
         # a bucket that is reduced earlier would miss the gradients of later micro-batches
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
@@ -175,8 +187,9 @@ class PipelineRun:
 
 @contextmanager
 def weight_gradients_put_off(chunks: Sequence[nn.Module], split: bool) -> Iterator[Sequence[WeightGradientStore]]:
-    """Defer weight gradients within the context: backward of linear layers puts them into their chunk's store. Yields
-    one store per chunk. Does nothing unless ``split``."""
+    """Context in which backward of the chunks' linear layers puts weight gradients into a store instead of computing
+    them: sets ``weight_gradient_store`` of all layers, and resets it to None on exit. Yields one store per chunk.
+    Without ``split`` the stores stay empty and no layer is changed."""
     stores = [WeightGradientStore() for _ in chunks]
     layers = [
         (module, store) for chunk, store in zip(chunks, stores) if split for module in chunk.modules()
@@ -204,8 +217,8 @@ def output_tensors(output: Any) -> Message:
 
 
 def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
-    """Pass the previous stage's output to the model: a tensor, a tuple if there are several, or None to clear it.
-    Raises ValueError if there is a message but the model has no ``set_input_tensor``."""
+    """Pass the previous stage's output to the model inside the wrappers: a tensor, a tuple if there are several, or
+    None to clear it. Raises ValueError if there is a message but the model has no ``set_input_tensor``."""
     model: Any = unwrapped(chunk)
     if hasattr(model, "set_input_tensor"):
         model.set_input_tensor(message[0] if message is not None and len(message) == 1 else message)
@@ -214,9 +227,9 @@ def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
 
 
 def set_loss_scale(chunk: nn.Module, work: Work, has_backward: bool = True) -> None:
-    """Pass the factor of the main loss (weight, then ``loss_transform``) to models that have auxiliary losses. With
-    ``mean_loss_weight`` the main loss is declared a mean, independent of the model's loss mask. Does nothing for models
-    without ``set_loss_scale``, without a backward, or if neither factor is set."""
+    """Call the model's ``set_loss_scale`` with the factor of the main loss, an fp64 scalar on its device:
+    ``mean_loss_weight``, then ``loss_transform``. With ``mean_loss_weight`` it also passes ``is_mean=True``. Does
+    nothing for models without this method, without a backward, or if neither factor is set."""
     model: Any = unwrapped(chunk)
     weight, transform = work.mean_loss_weight, work.loss_transform
     if not has_backward or (weight is None and transform is None) or not hasattr(model, "set_loss_scale"):

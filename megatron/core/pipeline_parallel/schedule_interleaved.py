@@ -16,7 +16,8 @@ def group_sizes(num_ranks: int, num_microbatches: int, group_size: int) -> list[
 
 
 def passes(sizes: list[int], num_chunks: int) -> list[tuple[int, int]]:
-    """Return (chunk, micro-batch) in the order of the forward passes, which is the same on all ranks."""
+    """Return (chunk, micro-batch) in the order of the forward passes, which is the same on all ranks: for each group of
+    ``sizes`` consecutive micro-batches, all of them through chunk 0, then through chunk 1, and so on."""
     order: list[tuple[int, int]] = []
     first = 0
     for size in sizes:
@@ -43,6 +44,8 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group_si
 
 
 def _one_rank(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
+    """Return the actions of a rank that is ``ahead`` forwards ahead: warm-up forwards, then forward and backward
+    alternate, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     actions = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards):

@@ -22,6 +22,8 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, ahead: int =
 
 
 def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of a rank with ``ahead`` warm-up forwards (at most all): then forward and backward alternate,
+    then the remaining backwards follow. Chunk 0, micro-batches in order."""
     ahead = min(ahead, num_microbatches)
     actions = [Action("F", 0, m) for m in range(ahead)]
     for m in range(num_microbatches - ahead):
@@ -31,7 +33,8 @@ def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
 
 
 def forward_only(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Build the evaluation schedule. With several chunks, groups of P micro-batches run through chunk after chunk."""
+    """Build the evaluation schedule, with forwards only and the same order on all ranks. With several chunks, groups of
+    P consecutive micro-batches run through chunk after chunk; the last group may be smaller."""
     actions = tuple(
         Action("F", chunk, m)
         for first in range(0, num_microbatches, num_ranks)

@@ -24,7 +24,8 @@ from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backw
 def zero_bubble(
     num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """Build ZB-H1, from 1F1B for one chunk per rank, else from interleaved 1F1B."""
+    """Build ZB-H1 by adding W actions to 1F1B for one chunk per rank, else to interleaved 1F1B with ``group_size``. On
+    rank r each W follows r further backwards after its own B, and the rest comes at the end."""
     if num_chunks == 1:
         whole = one_forward_one_backward(num_ranks, num_microbatches)
     else:
@@ -41,6 +42,8 @@ def zero_bubble_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _with_weight_gradients(actions: tuple[Action, ...], behind: int) -> tuple[Action, ...]:
+    """Add a W action for every B: after the B that comes ``behind`` backwards later, or at the end, in the order of the
+    B actions. The order of F and B is unchanged."""
     result: list[Action] = []
     waiting: deque[Action] = deque()
     for action in actions:

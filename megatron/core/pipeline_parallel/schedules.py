@@ -70,8 +70,10 @@ class _LossFunctions:
         return output, partial(self._loss, loss_func)
 
     def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
-        """Call the program's ``loss_func``, record its last value, and return the scaled loss for the runtime. Raises
-        ValueError if there is no loss function but a backward, or it returned neither 2 nor 3 values."""
+        """Call the program's ``loss_func``, append its last value to ``results``, and return (loss scaled as in the
+        module docstring, [num_tokens,] {}). Without a loss function record the output, for non-loss data the result of
+        ``loss_func``, and return a zero loss. Raises ValueError if there is no loss function but a backward, or it
+        returned neither 2 nor 3 values."""
         if loss_func is None and self.has_backward:
             raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
         if loss_func is None or non_loss:
@@ -97,7 +99,9 @@ def _forward_backward(
     model: nn.Module | Sequence[nn.Module], num_microbatches: int, forward_only: bool = False,
     collect_non_loss_data: bool = False, **options: Any,
 ) -> list[Any]:  # fmt: skip
-    """Run all micro-batches and finalize gradients; see the module docstring. Raises TypeError for an unknown argument.
+    """Run all micro-batches and, after a backward, call ``config.finalize_model_grads_func`` if it is set. Return the
+    last value that ``loss_func`` returned for each micro-batch; an empty list on stages without the loss. See the
+    module docstring. Raises TypeError for an unknown argument.
 
     Args:
         runner: ``run_without_pipeline`` or ``run_pipeline``.

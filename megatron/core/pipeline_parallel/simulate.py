@@ -49,8 +49,9 @@ class Timeline:
 
 
 def unit_costs(forward: float = 1.0, backward: float = 2.0, weight: float | None = None) -> CostFunction:
-    """Return a cost function that is equal on all stages. With ``weight``, W costs ``weight`` and B the rest of
-    ``backward``, for schedules that split backward. Without it, B costs all of ``backward``."""
+    """Return a cost function, (stage, action) -> seconds, that is equal on all stages. With ``weight``, W costs
+    ``weight`` and B the rest of ``backward``, for schedules that split backward. Without it, B costs all of
+    ``backward``."""
     share = backward / 2 if weight is None else weight
 
     def cost(stage: int, action: Action) -> float:
@@ -94,7 +95,9 @@ def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: f
 def _input_time(
     schedule: Schedule, ends: dict[Place, float], rank: int, action: Action, latency: float
 ) -> float | None:
-    """Return the time at which all inputs of ``action`` are available; None if one has not been computed yet."""
+    """Return the time in seconds at which all inputs of ``action`` are available: the output of its source, plus
+    ``latency`` from another rank, and for B the F, for W the B of this chunk and micro-batch. 0 without inputs; None if
+    one has not been computed yet."""
     needs = []
     if (source := schedule.source(rank, action)) is not None:
         needs.append((source, latency if source.rank != rank else 0.0))
@@ -107,6 +110,8 @@ def _input_time(
 
 
 def _check_end(schedule: Schedule, position: list[int]) -> None:
+    """Raise DeadlockError unless every rank has run all its actions. ``position`` is each rank's number of finished
+    actions; the message names the action at which each unfinished rank waits."""
     waiting = [
         f"rank {rank} waits for the input of {'{}{}.{}'.format(*actions[at])}"
         for rank, (actions, at) in enumerate(zip(schedule.actions, position)) if at < len(actions)

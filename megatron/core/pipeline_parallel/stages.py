@@ -44,7 +44,8 @@ class LayerPart(NamedTuple):
 
 
 def layer_parts(branches: range, names: BranchNames) -> Iterator[LayerPart]:
-    """Yield the layers, or parts of layers, in a range of branches (indices from 0 over the full model)."""
+    """Yield a ``LayerPart`` for each layer with branches in the range ``branches`` (indices from 0 over the full
+    model), in order. The first and last may be parts of layers; their branch indices count within the layer."""
     first = 0
     for layer, own in enumerate(names):
         held = range(max(branches.start - first, 0), min(branches.stop - first, len(own)))
@@ -92,6 +93,8 @@ class StageContents:
         return not all(part.is_whole for part in self.parts)
 
     def __str__(self) -> str:
+        """Return text such as ``embedding + attention of layer 1 + layers 2-3 + loss + multi-token prediction``, with
+        layers from 1 and ranges of full layers joined; "nothing" for an empty stage."""
         labels = ["embedding"] if self.embedding else []
         whole: list[int] = []
         for part in [*self.parts, None]:
@@ -130,8 +133,9 @@ class _LayoutParser:
         return self.text[self.at] if self.at < len(self.text) else ""
 
     def items(self, closing: str) -> list[tuple[str, int]]:
-        """Parse up to and including ``closing``; return (symbol, position) pairs with repetitions expanded. Raises
-        LayoutError for a syntax error, or too many entries or nested parentheses."""
+        """Parse up to and including ``closing`` (")", or "" for the end of the text); return (symbol, position in the
+        text) pairs with repetitions expanded, without commas, blanks and parentheses. Raises LayoutError for an unknown
+        symbol, an open parenthesis, a bad repetition, more than 10,000 entries or 50 nested parentheses."""
         result: list[tuple[str, int]] = []
         while (symbol := self.peek()) != closing:
             begin = self.at
@@ -157,6 +161,8 @@ class _LayoutParser:
         return result
 
     def repetitions(self) -> int:
+        """Parse an optional ``*`` and number (blanks and commas between are ignored) and return the number, which may
+        be 0; 1 without ``*``. Raises LayoutError if no digit follows, or more than nine."""
         if self.peek() != "*":
             return 1
         self.at += 1
@@ -183,7 +189,9 @@ class _Order:
         """Number of branches that are missing to complete the last layer."""
 
     def take(self, symbol: str, at: int) -> None:
-        """Process the next symbol, at position ``at``. Raises LayoutError if it is not allowed here."""
+        """Process the next symbol (not ``|``), at position ``at``. Raises LayoutError for anything after L, a second E,
+        E that is not first, a layer after m, or another symbol than the next a or f inside an incomplete layer. Updates
+        layers and branches."""
         fail, seen = self.parser.fail, self.seen
         if "L" in seen:
             raise fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
@@ -198,6 +206,9 @@ class _Order:
             self._take_layer(symbol, at)
 
     def _take_layer(self, symbol: str, at: int) -> None:
+        """Add the branches of a layer symbol: t completes a layer, a and f take one branch. Raises LayoutError if f is
+        not the last branch of a layer that an a began, or a would cut a layer with a single branch. Layers beyond
+        ``names`` are decoder layers."""
         if symbol == "f" and self.left != 1:
             reason = f"is not the last branch of layer {len(self.layers)}" if self.left else "does not follow an a"
             raise self.parser.fail(f"'f' (the last branch of a layer) {reason}", at)
@@ -251,8 +262,9 @@ def parse_layout(text: str, names: BranchNames | None = None) -> list[StageConte
 
 
 def virtual_pipeline_size(config: PipelineShape) -> int:
-    """Return the number of model chunks per pipeline rank (V); 1 without interleaving. Derived from the layout, the
-    stages per rank or the layers per stage, whichever is set first in this order."""
+    """Return the number of model chunks per pipeline rank (V). The first of these that is set determines it: the layout
+    (its stages / ranks, rounded down, at least 1), the stages per rank, or the layers per stage (rounded up, with
+    embedding and loss if these count as layers); else 1. Raises LayoutError for a layout with a syntax error."""
     ranks = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
         return max(1, _num_stages(config.pipeline_model_parallel_layout) // ranks)
@@ -269,10 +281,10 @@ def _num_stages(layout: str) -> int:
 
 
 def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> list[StageContents]:
-    """Return the contents of every stage, in the order in which a micro-batch visits them. ``costs`` come from the
-    model description. Without them all layers are decoder layers of equal cost that are not split, and the output layer
-    costs nothing. All callers within a run must pass the same costs. Raises LayoutError if the settings are invalid or
-    impossible for the model; rules check this at startup."""
+    """Return the contents of every stage, in the order in which a micro-batch visits them: from the layout, else from
+    the given layers of the first and last rank, else balanced by ``costs`` of the model description. Without costs all
+    layers are equal decoder layers that are not split, and the output layer costs nothing. All callers within a run
+    must pass the same costs. Raises LayoutError if the settings are invalid or impossible."""
     costs = ModelCosts((DECODER_LAYER,) * config.num_layers, None) if costs is None else costs
     ranks, chunks = config.pipeline_model_parallel_size, virtual_pipeline_size(config)
     if config.pipeline_model_parallel_layout is not None:

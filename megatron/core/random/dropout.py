@@ -57,6 +57,7 @@ class Dropout(nn.Module):
         return ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
 
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
+        """Return ``coordinates``; raise ValueError, with the site, if it is None."""
         if coordinates is None:
             raise ValueError(
                 f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
@@ -66,12 +67,15 @@ class Dropout(nn.Module):
         return coordinates
 
     def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
-        """Drop out ``x`` [s, b, h] and add ``residual`` [s, b, h]. In training, ValueError without ``coordinates``."""
+        """Return dropout of ``x`` [s, b, h], plus ``residual`` [s, b, h] if given; in eval mode without dropout.
+        Changes neither in place. Raises ValueError in training without ``coordinates``."""
         if not self.training:
             return _added(x, residual)
         return self._drop(x, self._checked(coordinates), residual)
 
     def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
+        """Return dropout of ``x`` [s, b, h] at the coordinates ``at``, plus ``residual`` if given, in torch operations.
+        Builds the bool mask in steps of bounded memory and saves it for backward."""
         features = range(x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         step = max(1, COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))

@@ -40,7 +40,9 @@ def key(seed: int, *parts: str | int) -> int:
 
 
 def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], key: int) -> tuple[Tensor, ...]:
-    """Run ten rounds of Philox4x32 on a counter of four words (broadcast together); return four int64 words."""
+    """Run ten rounds of Philox4x32 on a counter of four words, tensors or integers (broadcast together), with the
+    64-bit ``key``. Return four int64 tensors with 32-bit unsigned values; integers if all words are. Uses NumPy on
+    CPUs, with equal results."""
     tensors = [word for word in counter if isinstance(word, Tensor)]
     if tensors and all(type(word) is Tensor and word.device.type == "cpu" for word in tensors):
         # NumPy needs a third of torch's time for these operations, for large and small arrays
@@ -51,7 +53,8 @@ def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int
 
 
 def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
-    """Compute :func:`philox` on tensors, arrays or integers."""
+    """Compute :func:`philox` on int64 tensors or arrays or on integers; return four words of the same kind, 32-bit
+    unsigned values. Products may wrap modulo 2**64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
     for _ in range(10):
@@ -100,7 +103,8 @@ def _log_of_uniform(u: Tensor) -> Tensor:
 
 
 def _normal_of_words(words: Tensor) -> Tensor:
-    """Apply Box-Muller to the word pairs of the last dim (even size); return float64 of the same shape."""
+    """Return standard normal numbers, float64 in the shape of ``words``: Box-Muller on the pairs (0, 1), (2, 3) of the
+    last dim, which must be even. The bits are the same on all devices."""
     pairs = words.unflatten(-1, (-1, 2))
     radius = _log_of_uniform(_uniform_of_words(pairs[..., 0])).mul_(-2.0).clamp_(min=0.0).sqrt_()
     angle = pairs[..., 1]
@@ -123,7 +127,9 @@ def _chunk_counters(device: torch.device) -> int:
 def _aligned_runs(
     key: int, starts: Tensor, length: int, transform: Callable[..., Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (run indices, elements) of runs with starts and length divisible by four, with bounded memory per pass."""
+    """Yield (slice of runs, their transformed elements [runs, length]) of the stream ``key`` for runs from ``starts``,
+    in passes of bounded memory. Starts and ``length`` must be divisible by four; ``transform`` maps words [..., 4] to
+    values of that shape."""
     blocks_per_run = length // 4
     runs_per_pass = max(1, _chunk_counters(starts.device) // blocks_per_run)
     offsets = torch.arange(blocks_per_run, device=starts.device)

@@ -85,8 +85,9 @@ def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
 
 def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
     """Return the plateaus of ``--rampup-batch-size start increment samples``. Plateau j has size start + j * increment
-    and starts when ``consumed >= j * samples / number of increments``. Raises ScheduleError for invalid numbers, or if
-    ``final_size - start`` is not a multiple of the increment."""
+    and starts when ``consumed >= j * samples / number of increments``. Raises ScheduleError unless there are three
+    numbers, positive except the samples (>= 0), if ``final_size - start`` is not a nonnegative multiple of the
+    increment, or for more than 10,000 steps."""
     flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
     if len(rampup) != 3:
         raise ScheduleError(flag, "needs three numbers, START INCREMENT SAMPLES")
@@ -106,8 +107,9 @@ def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
 
 
 def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
-    """Return the batch size schedule of ``config``. Among plateaus with equal first sample the last one applies. Raises
-    ScheduleError for invalid or contradictory flags."""
+    """Return the batch size schedule of ``config``, plateaus by ascending first sample from 0: step schedule, ramp or
+    constant size. Among plateaus with equal first sample the last one applies. Raises ScheduleError for invalid flags,
+    for both kinds of schedule together, or without a positive global batch size."""
     if config.step_batch_size_schedule:
         if config.rampup_batch_size:
             raise ScheduleError("--rampup-batch-size", "excludes --step-batch-size-schedule: give one")
@@ -145,13 +147,16 @@ def running_global_batch_size(config: BatchConfig, consumed_samples: int, data_p
 
 
 def num_microbatches(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
-    """Return the micro-batches per data-parallel rank for the global batch that starts after ``consumed_samples``."""
+    """Return the micro-batches per data-parallel rank for the global batch that starts after ``consumed_samples``,
+    rounded down if the batch size is not divisible."""
     size = running_global_batch_size(config, consumed_samples, data_parallel_size)
     return size // (config.micro_batch_size * data_parallel_size)
 
 
 def train_iters_from_samples(config: BatchConfig, train_samples: int, data_parallel_size: int = 1) -> int:
-    """Return the number of full iterations that fit into ``train_samples`` samples, including the ramp-up."""
+    """Return the number of full iterations that fit into ``train_samples`` samples with the batch sizes that run: of
+    the ramp-up or step schedule, rounded down with --decrease-batch-size-if-needed. A remainder of samples is not
+    trained on."""
     iterations = 0
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or first + count * size > train_samples:
@@ -161,7 +166,8 @@ def train_iters_from_samples(config: BatchConfig, train_samples: int, data_paral
 
 
 def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size: int = 1) -> int:
-    """Return the number of samples that the first ``iterations`` iterations consume, including the ramp-up."""
+    """Return the number of samples that the first ``iterations`` iterations consume, with the batch sizes that run: of
+    the ramp-up or step schedule, rounded down with --decrease-batch-size-if-needed."""
     for first, size, count in _runs(config, data_parallel_size):
         if count is None or iterations <= count:
             return first + iterations * size
@@ -180,7 +186,9 @@ def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:
 
 
 def _runs(config: BatchConfig, data_parallel_size: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (first sample, batch size, iterations) per run of equal batches; the last run has iterations None."""
+    """Yield (first sample, batch size, iterations) per run of equal batches, with sizes rounded down as in
+    :func:`running_global_batch_size`. A batch that begins before a plateau keeps the earlier size. The last run has
+    iterations None."""
     plateaus = batch_size_plateaus(config)
     consumed = 0
     for following in [plateau.first_sample for plateau in plateaus[1:]]:

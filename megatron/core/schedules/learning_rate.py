@@ -83,6 +83,10 @@ class SchedulePlan:
     lr_wsd_decay_style: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise UserError, with the flag and its value, unless: both styles are known; 0 <= min_lr <= max_lr; init_lr
+        <= max_lr; the decay is positive and longer than the warm-up (>= 0); 0 <= start_wd <= end_wd, equal if constant;
+        for WSD an annealing length is given that does not exceed the decay, and its style is known."""
+
         def refuse(flag: str, value: object, reason: str) -> None:
             raise UserError(f"{flag} {value}: {reason}")
 
@@ -113,8 +117,9 @@ class SchedulePlan:
 
 def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
     """Convert the schedule of ``config`` to samples. Lengths in iterations are multiplied by ``global_batch_size``,
-    also with batch size ramp-up. Raises UserError if a required flag is missing or the lengths contradict each
-    other."""
+    also with batch size ramp-up; a warm-up fraction refers to the decay length and overrides the other warm-up. Raises
+    UserError without ``lr``, without start and end of a weight decay that changes, or if the lengths are missing or
+    contradict each other."""
     if config.lr is None:
         raise UserError("--lr is not set: give the peak learning rate")
     style = config.weight_decay_incr_style
@@ -135,7 +140,8 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
-    """Return the (training, decay, warm-up, WSD annealing) lengths in samples. Raises UserError if neither
+    """Return the (training, decay, warm-up, WSD annealing) lengths in samples; the decay defaults to the training, the
+    annealing to None. --train-samples has precedence and uses the ``_samples`` flags. Raises UserError if neither
     --train-iters nor --train-samples is set, or the former without a global batch size."""
     if config.train_iters and not config.train_samples:  # with --train-samples, train_iters may be derived from it
         size = config.global_batch_size
@@ -153,8 +159,9 @@ def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | 
 def learning_rate(
     plan: SchedulePlan, samples: float, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
-    """Return the learning rate after ``samples`` consumed samples (closed forms in the module docstring). ``max_lr``
-    and ``min_lr`` of a parameter group override the plan's peak and minimum."""
+    """Return the learning rate after ``samples`` consumed samples: linear warm-up from ``init_lr`` to the peak, then
+    the decay style (closed forms in the module docstring), and the minimum after the decay; the style "constant" keeps
+    the peak. ``max_lr`` and ``min_lr`` of a parameter group override the plan's peak and minimum, also in warm-up."""
     peak = plan.max_lr if max_lr is None else max_lr
     low = plan.min_lr if min_lr is None else min_lr
     warmup, end = plan.lr_warmup_steps, plan.lr_decay_steps
@@ -176,7 +183,8 @@ def learning_rate(
 
 
 def _annealing(style: str | None, share: float) -> float:
-    """Return the annealing factor, from 1 at ``share`` = 0 to 0 at ``share`` = 1."""
+    """Return the annealing factor f(share) of ``style`` (formulas in the module docstring), from 1 at ``share`` = 0 to
+    0 at ``share`` = 1. Any other style is minus_sqrt."""
     if style == "linear":
         return 1.0 - share
     if style == "cosine":
@@ -189,8 +197,9 @@ def _annealing(style: str | None, share: float) -> float:
 def decay_weight(
     plan: SchedulePlan, samples: float, *, start_wd: float | None = None, end_wd: float | None = None
 ) -> float:
-    """Return the weight decay after ``samples`` consumed samples. ``start_wd`` and ``end_wd`` of a parameter group
-    override the plan's values."""
+    """Return the weight decay coefficient after ``samples`` consumed samples: from start to end over ``wd_incr_steps``,
+    then the end value; constant style: the end value. ``start_wd`` and ``end_wd`` of a parameter group override the
+    plan's values."""
     start = plan.start_wd if start_wd is None else start_wd
     end = plan.end_wd if end_wd is None else end_wd
     if samples > plan.wd_incr_steps or plan.wd_incr_style == "constant":
@@ -240,7 +249,8 @@ class OptimizerParamScheduler:
         return decay_weight(self.plan, self.num_steps, start_wd=group.get("start_wd"), end_wd=group.get("end_wd"))
 
     def set_samples(self, consumed_samples: int) -> None:
-        """Set the position to ``consumed_samples`` and update all parameter groups."""
+        """Set the position to ``consumed_samples`` and write ``lr`` and ``weight_decay``, each times the group's
+        multiplier, into all parameter groups."""
         self.num_steps = consumed_samples
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
@@ -287,7 +297,8 @@ class OptimizerParamScheduler:
 
 
 def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> str:
-    """Return the error message for a changed decay length: how to continue after ``num_steps`` samples."""
+    """Return (not raise) the error message for a changed decay length: both lengths in samples, and the learning rates
+    that each of the two flags gives after ``num_steps`` samples and at the end."""
     old, new = learning_rate(stored, num_steps), learning_rate(now, num_steps)
     kept = learning_rate(stored, max(now.lr_decay_steps, num_steps))
     return (

@@ -57,7 +57,8 @@ def chosen_bucket_size(
 
 
 def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int) -> BufferCut:
-    """Assign parameters to buckets and to offsets in the buffer.
+    """Assign parameters to buckets and to offsets in the buffer, in the given order, each at a multiple of 64 elements.
+    Always returns at least one bucket.
 
     Args:
         sizes: elements of each parameter, in memory order.
@@ -88,7 +89,8 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:
-    """Return the number of parameter elements in each shard, summed over buckets and without padding."""
+    """Return, for each of ``num_shards`` ranks, the number of parameter elements in its shards, summed over all buckets
+    of ``cut`` and without padding. ``sizes``: elements of each parameter, as for :func:`cut_buffer`."""
     owned = [0] * num_shards
     first = 0
     for stop, begin, end in cut.buckets:

@@ -44,7 +44,9 @@ def flat_pieces(
 def _split_flat_range(
     lengths: list[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:  # fmt: skip
-    """Split elements ``start`` to ``stop`` of a contiguous tensor into (offsets, lengths) of rectangles, in order."""
+    """Yield (offsets, lengths) of rectangles that cover elements ``start`` to ``stop`` of a contiguous tensor with dims
+    ``lengths``, in memory order; nothing for an empty range. A matrix gives at most three rectangles, more dims
+    more."""
     if start >= stop:
         return
     if not lengths:

@@ -26,7 +26,8 @@ class ParameterShard:
 
 
 def full_shard(parameter: nn.Parameter) -> ParameterShard:
-    """Return a shard that covers the full parameter, with the gradient from ``main_grad`` if set, else ``grad``."""
+    """Return a shard that covers the full parameter: ``values`` is the parameter itself, and its gradient function
+    returns ``main_grad`` if set, else ``grad``, at each call."""
 
     def gradient() -> Tensor | None:
         main_grad = getattr(parameter, "main_grad", None)

@@ -190,7 +190,8 @@ def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> D
 
 
 def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple[Placement, int, int]]:
-    """Yield (placement, number of ranks, this rank's index) for an axis, or for both grid dims if ``Nested``."""
+    """Yield (placement, number of ranks, this rank's index) of ``placement`` on the axis ``group``; for ``Nested`` one
+    triple for the outer and one for the inner grid dim. None is Replicate."""
     if isinstance(placement, Nested):
         outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
         yield placement.outer, group.size // placement.inner_size, outer_rank
@@ -200,8 +201,8 @@ def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple
 
 
 def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
-    """Return this rank's rectangle of the logical global tensor, including padding. Raises UserError if a dim is not
-    divisible by the number of its shards."""
+    """Return this rank's rectangle of the logical global tensor, including padding; for a part, with the part's offset.
+    Raises UserError if a dim is not divisible by the number of its shards."""
     lengths = list(spec.stored)
     offsets = [0] * len(lengths) if spec.part is None else list(spec.part.rectangle.offsets)
     for axis, placement in spec.mesh.items():
@@ -239,8 +240,8 @@ def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
 
 
 def global_name(name: str, spec: ParameterSpec | None) -> str:
-    """Return the global name of parameter ``name``: for a part the name of the full tensor, for a tied copy the name
-    of the original."""
+    """Return the global name of parameter ``name``: for a part the name of the full tensor, for a moved parameter its
+    original name, for a tied copy the name of the original, else ``name``."""
     if spec is None:
         return name
     if spec.part is not None:
@@ -286,6 +287,9 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
 
 
 def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:
+    """Return the spec that Megatron-LM's attributes of ``param`` declare (see :func:`adopt_declarations`), with
+    initialization ``AsBuilt``; None if it has neither ``tensor_model_parallel`` nor ``sequence_parallel``. Raises
+    UserError for ``allreduce = False``, an invalid ``partition_dim``, or a ``partition_stride`` other than 1."""
     declared = vars(param)
     if declared.get("allreduce") is False:  # Megatron-LM's mark of experts; it does not define the global tensor
         raise UserError(
@@ -339,7 +343,9 @@ def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups) ->
 
 
 def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:
-    """Write initial values into the local shard in place; does not write the padding. ``name`` is the global name."""
+    """Write this rank's part of the initial values into the local shard in place, as a function of ``seed``, the global
+    ``name`` and the global element index. Keeps the values for ``AsBuilt``, and does not write the padding. Random
+    values are drawn in fp32 (fp64 for fp64) and rounded once; drawing waits for the device."""
     held = local_rectangle(spec, groups)
     if not held.numel or isinstance(spec.init, AsBuilt):
         return
@@ -365,8 +371,8 @@ def _draw_dtype(param: Tensor) -> torch.dtype:
 
 
 def _contiguous_runs(shape: tuple[int, ...], held: Rectangle) -> tuple[Tensor, int]:
-    """Split a rectangle into runs that are contiguous in the global tensor; return (int64 [n] start indices, length of
-    each run)."""
+    """Split the rectangle ``held`` of a tensor of ``shape`` into runs that are contiguous in the global tensor, in
+    memory order; return (int64 [n] global start indices on the CPU, length of each run)."""
     inner = len(shape) - 1
     while inner > 0 and held.lengths[inner] == shape[inner]:
         inner -= 1

@@ -56,7 +56,8 @@ def coverage_problem(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> s
 
 
 def _overlap(ordered: Sequence[Rectangle]) -> bool:
-    """Return whether any two rectangles overlap. Input sorted by offsets: the sweep over dim 0 is close to linear."""
+    """Return whether any two rectangles overlap. ``ordered`` must be sorted by offsets and without empty rectangles:
+    the sweep over dim 0 is then close to linear."""
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if one.lengths and other.offsets[0] >= one.offsets[0] + one.lengths[0]:

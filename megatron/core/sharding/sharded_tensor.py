@@ -39,6 +39,8 @@ class ShardedTensor:
         return Rectangle(self.offsets, tuple(self.local.shape))
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless offsets, global shape and ``local`` have equally many dims, the rectangle is inside
+        of the global shape, and the dtype can be stored (``DTYPES``)."""
         inside = len(self.offsets) == len(self.global_shape) == self.local.ndim and all(
             offset >= 0 and offset + length <= total
             for offset, length, total in zip(self.offsets, self.local.shape, self.global_shape)

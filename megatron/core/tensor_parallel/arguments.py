@@ -26,11 +26,14 @@ _NAMES_ONLY = {"keep_master_weight_for_test", "tp_comm_buffer_name", "name", "em
 
 
 def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of a layer so that it also accepts Megatron-LM's arguments.
+    """Wrap the constructor of a layer so that it also accepts Megatron-LM's arguments. Unknown arguments raise
+    TypeError as before.
 
     ``groups`` defaults to the running program's groups; ``tp_group`` replaces the tensor-parallel group.
-    ``init_method`` may be a function that fills this rank's shard in place. ``skip_weight_param_allocation`` builds no
-    weight: ``forward`` gets one. ``is_expert`` is accepted only if experts are not split.
+    ``init_method`` may be a function that fills this rank's shard in place, inside the default random state if the
+    tracker has states; None keeps zeros. ``skip_weight_param_allocation`` sets ``weight`` to None: ``forward`` gets
+    one. ``is_expert`` is accepted only if experts are not split. ``name``, buffers and ``pg_collection`` are ignored;
+    the other arguments, such as ``stride``, must have their defaults.
 
     Raises:
         UserError: ``is_expert`` with split experts, or an unsupported value of another argument such as ``stride``.

@@ -39,7 +39,8 @@ def begin_all_reduce(x: Tensor, group: Group) -> AsyncHandle:
 
 
 def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
-    """Start an all-gather, [s / n, ...] of every rank -> [s, ...]."""
+    """Start an all-gather over ``group``, [s / n, ...] of every rank -> [s, ...] in rank order. ``wait()`` of the
+    returned handle gives the new tensor."""
     if group.engines is not None and group.engines.carries(x.nbytes):
         return group.engines.all_gather(x)
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
@@ -47,9 +48,8 @@ def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
 
 
 def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
-    """Start a reduce-scatter of partial sums, [s, ...] -> this rank's [s / n, ...]; ValueError if s is not divisible by
-    n.
-    """
+    """Start a reduce-scatter of partial sums over ``group``, [s, ...] -> this rank's [s / n, ...]. ``wait()`` of the
+    returned handle gives the new tensor; ``x`` is not changed. Raises ValueError if s is not divisible by n."""
     if x.shape[0] % group.size:
         raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
     if group.engines is not None and group.engines.carries(x.nbytes // group.size):
@@ -61,9 +61,9 @@ def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
 def begin_all_to_all(
     x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
 ) -> AsyncHandle:
-    """Start an all-to-all: send ``send[r]`` consecutive rows of ``x`` to rank r and receive ``receive[r]`` rows from
-    it, in rank order. ``is_even``: all sizes on all ranks are equal, which copy engines require.
-    """
+    """Start an all-to-all over ``group``: send ``send[r]`` consecutive rows of ``x`` to rank r and receive
+    ``receive[r]`` rows from it, in rank order. ``wait()`` of the returned handle gives the new tensor. ``is_even``: all
+    sizes on all ranks are equal, which copy engines require."""
     # even sizes only: windows grow on all ranks together, and a rank knows only its local sizes
     if is_even and group.engines is not None and group.engines.carries(x.nbytes // group.size):
         return group.engines.exchange(x.contiguous().chunk(group.size), torch.cat)

@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
     reuse_logits: bool = False,
 ) -> Tensor:
     """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. Collective over the
-    group.
+    group in forward; with label smoothing, a second collective. Raises as :func:`vocab_parallel_losses`.
 
     The first four arguments are Megatron-LM's. Layers of this library call :func:`vocab_parallel_losses`.
 
@@ -80,8 +80,8 @@ def vocab_parallel_cross_entropy(
 
 
 def _smoothing(logits: Tensor, label: Tensor, num_true: int, group: Group) -> Tensor:
-    """Return the loss that smoothing adds per unit of probability, K / (K - 1) * (x_label - mean of x). All-reduces
-    over ``group``.
+    """Return the loss that smoothing adds per unit of probability, K / (K - 1) * (x_label - mean of x), of the shape of
+    ``label``, in fp32 (fp64 for fp64 logits). Differentiable; one all-reduce over ``group`` in forward.
 
     K counts the entries of the full vocabulary above -inf; ``label`` [...] is relative to this rank's first entry.
     """
@@ -110,7 +110,8 @@ def vocab_parallel_losses(
     a second backward through them then raises an error.
 
     Raises:
-        ValueError: the logits have another width than this rank's slice, or the reused logits are a leaf tensor.
+        ValueError: the logits have another width than this rank's slice or other leading dims than ``target``, or the
+            reused logits are a leaf tensor.
         IndexError: a target is beyond the vocabulary (on CPU; a device assertion on GPUs).
     """
     local_size = logits.shape[-1]
@@ -144,9 +145,9 @@ def local_labels(target: Tensor, local_size: int, vocab_size: int, group: Group)
 
 
 def combine_statistics(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor, Softmax]:
-    """Return (losses [t], softmax) from each rank's ``statistics`` [3, t], which are all-gathered; bit-identical on all
-    ranks.
-    """
+    """All-gather each rank's ``statistics`` [3, t] (maxima, sums of exponentials, label logits) over ``labels.group``
+    and combine them. Return (losses [t], softmax statistics over the full vocabulary), bit-identical on all ranks. A
+    token with an ignored label gets log sum_v exp(x_v - max x)."""
     group = labels.group
     maximum, total, label_logit = statistics.unbind(0)
     if group.size > 1:
@@ -164,6 +165,8 @@ def combine_statistics(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor,
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: LocalLabels, reuse_logits: bool) -> Tensor:
+        """Return the loss of every token [t] of ``logits`` [..., v]; one all-gather. Saves the logits by reference, the
+        labels, and the maximum and sum of each token."""
         ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         loss_t, softmax = combine_statistics(ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true), labels)
@@ -174,6 +177,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient of the logits in their dtype and shape. With ``reuse_logits`` it overwrites the saved
+        logits (if they are contiguous), and autograd rejects a second backward. No collective."""
         logits, label_t, maximum_t, total_t = ctx.saved_tensors
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
         gradient = logits_tv if ctx.reuse_logits else torch.empty_like(logits_tv)

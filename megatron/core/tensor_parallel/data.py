@@ -33,10 +33,9 @@ def broadcast_data(
 
 
 def broadcast_batch(batch: dict[str, Any] | None, tp_group: Any = None) -> dict[str, Any]:
-    """Broadcast the first tensor-parallel rank's ``batch`` to every rank of the group and return it: tensors on the
-    training device, other values pickled. The other ranks' ``batch`` is ignored. ``tp_group``: see
-    :func:`broadcast_data`.
-    """
+    """Broadcast the first tensor-parallel rank's ``batch`` to every rank of the group and return it in a new dict:
+    tensors on the training device, other values pickled. Collective: one object broadcast, then one broadcast per
+    tensor; none for a group of one. The other ranks' ``batch`` is ignored. ``tp_group``: see :func:`broadcast_data`."""
     group = resolve_group(tp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     contents: list[Any] = [None]

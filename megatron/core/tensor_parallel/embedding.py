@@ -23,7 +23,8 @@ def look_up(
     weight: Tensor, ids: Tensor, absent: Tensor | None, traits: linear.LinearTraits, add_rows: AddRows
 ) -> Tensor:  # fmt: skip
     """Return the vectors [..., h] of int64 ``ids`` [...]; zeros, without gradient, where bool ``absent`` [...] is set.
-    """
+    Backward adds the gradient to ``main_grad`` in place with ``add_rows`` if the table has it, else returns a dense
+    gradient. No collective."""
     _, ready = linear.autograd_proxy(weight, None, traits)
     if ready is None:
         return _vectors(weight, ids, absent)
@@ -49,6 +50,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Add ``grad`` to rows ``ids`` of ``main_grad`` in place, skipping absent ids, and return a placeholder
+        gradient for the token ``ready``. The weight gets no gradient from autograd."""
         (ids,) = ctx.saved_tensors  # -1 where another rank has the row: skipped
         main_grad = linear.fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)

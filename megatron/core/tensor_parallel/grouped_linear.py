@@ -49,6 +49,7 @@ class GroupedProducts(NamedTuple):
 
 
 def _stretches(ends: Tensor) -> Iterator[slice]:
+    """Yield the row range of each group. Copies ``ends`` to the host."""
     start = 0
     for end in ends.tolist():
         yield slice(start, end)
@@ -56,7 +57,8 @@ def _stretches(ends: Tensor) -> Iterator[slice]:
 
 
 def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute one GEMM per group; rows after the last end are zero. Reads ``ends`` on the host."""
+    """Return [r, o] in the dtype of ``x`` [r, i], one GEMM per group with ``weight`` [g, o, i]; rows after the last end
+    are zero. Reads ``ends`` on the host."""
     out = x.new_zeros((len(x), weight.shape[1]))
     for rows, weight_oi in zip(_stretches(ends), weight):
         torch.mm(x[rows], weight_oi.t(), out=out[rows])
@@ -64,7 +66,8 @@ def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
-    """Compute one GEMM per group and add it to ``total`` (None: zeros). Reads ``ends`` on the host."""
+    """Return ``total`` [g, o, i] with the product of each group added in place, one GEMM per group; None: a new tensor
+    in the dtype of ``x``. Reads ``ends`` on the host."""
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
     for rows, total_oi in zip(_stretches(ends), total):
@@ -80,9 +83,9 @@ def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
-    """Compute all groups in one launch, adding to ``total`` if passed; fall back to :func:`weight_gradient_loop` for
-    unsupported dtypes or sizes.
-    """
+    """Compute dW [g, o, i] of all groups in one launch. Add it to ``total`` in place and return ``total``; None: return
+    a new tensor in the dtype of ``grad``. A fp32 ``total`` uses the quack kernel if it supports the sizes. Falls back
+    to :func:`weight_gradient_loop` unless the rows are bf16 with aligned widths."""
     if not _is_served(x, grad.shape[1], x.shape[1]):
         return weight_gradient_loop(grad, x, ends, total)
     if total is None:
@@ -146,7 +149,9 @@ class GroupedLinear(nn.Module):
         self.add_rows = choose_add_rows(config.params_dtype)
 
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
-        """Return [r, o] for rows ``x`` [r, i]. ``bias_scale`` [r] multiplies the bias of each row."""
+        """Return [r, o] in the order of rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert.
+        ``bias_scale`` [r] multiplies the bias of each row; None: 1. No collective: with ``splits_input`` the results
+        are partial sums over ``etp``. Backward defers dW if ``weight_gradient_store`` is set."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
         weight: Any = linear.FusedGradParam(self.weight)
         ready = None
@@ -173,6 +178,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts,
         store: linear.WeightGradientStore | None, ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """Return ``products.multiply`` of ``x`` [r, i] and the weight, [r, o]. Saves ``x``, the weight and ``ends``."""
         ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.unwrap(weight)
         ctx.save_for_backward(x, weight, ends)
         # keep the parameter: recomputation returns saved tensors as copies without main_grad
@@ -182,8 +188,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return dX, and dW unless it is added to ``main_grad`` or deferred to ``store``; the token gradient comes
-        last."""
+        """Return dX, and dW unless it is added to ``main_grad`` or deferred to ``store`` as a closure (then None). The
+        last result is a placeholder gradient for the token ``ready``. No reduction of dX."""
         x, weight, ends = ctx.saved_tensors
         parameter, traits, products, store = ctx.weight, ctx.traits, ctx.products, ctx.store
         grad, grad_x, grad_weight = grad.contiguous(), None, None
@@ -202,7 +208,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradient(
     weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
 ) -> Tensor | None:
-    """Return dW, or add it to ``main_grad`` and return None."""
+    """Return dW in the shape of ``weight``, or add it to ``main_grad`` in place and return None."""
     main_grad = linear.fused_gradient(weight, traits)
     if main_grad is None:
         return products.weight_gradient(grad, x, ends, None).view(weight.shape)
@@ -224,6 +230,8 @@ class _GroupedBias(torch.autograd.Function):
         ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: linear.LinearTraits, add_rows: Any,
         ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """Return y [r, o] plus scale [r] times each row's bias, rounded to the dtype of ``y``. Saves bias, scale and
+        ends."""
         ctx.adds_bias, bias = isinstance(bias, linear.FusedGradParam), linear.unwrap(bias)
         ctx.save_for_backward(bias, scale, ends)
         ctx.bias, ctx.traits, ctx.add_rows = bias, traits, add_rows
@@ -232,8 +240,8 @@ class _GroupedBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of y and scale, and db unless it is added to ``main_grad``; the token gradient comes
-        last."""
+        """Return the gradients of y (``grad`` itself), bias and scale. The bias gradient is None if it is added to
+        ``main_grad`` in place. The last result is a placeholder gradient for the token ``ready``."""
         bias, scale, ends = ctx.saved_tensors
         grad_bias = grad_scale = None
         if ctx.needs_input_grad[2]:

@@ -64,7 +64,9 @@ class StackedSize(NamedTuple):
 
 
 def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
-    """Return the traits of a layer from its ``chosen`` flags and the configuration."""
+    """Return the traits of a layer on the tensor-parallel group: its ``chosen`` flags,
+    ``gradient_accumulation_fusion``, and the kernels for bias and weight gradients (Apex's with "wgrad" in
+    ``config.apex_parts``). Without flags no collective runs inside the GEMM."""
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
     accumulate = ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product
@@ -123,9 +125,9 @@ class ColumnParallelLinear(nn.Module):
             self._leave = operators.gather_from_region
 
     def forward(self, x: Tensor | AutogradHandle, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the bias that the caller adds. ``x`` may be an all-gather in flight (:meth:`gather`),
-        which is awaited; ``weight`` replaces the layer's weight by another module's.
-        """
+        """Return (output, bias for the caller to add or None). Under sequence parallelism all-gathers ``x`` [s / tp, b,
+        i]. ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. ``weight`` replaces the layer's
+        weight by another module's; its gradient is not deferred. A ``weight`` next to a handle is ignored."""
         if isinstance(x, AutogradHandle):
             return self.of_gathered(x.wait())
         if weight is not None:
@@ -157,7 +159,8 @@ class ColumnParallelLinear(nn.Module):
         return self._with_shared_rows_of_gathered(self._enter(x, self.group), bias)
 
     def _with_shared_rows_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the split and the shared rows as two GEMMs of the same input."""
+        """Compute the split and the shared rows as two GEMMs of the same input, and concatenate them along the last
+        dim, shared rows last. Adds ``bias`` to the split rows and ``shared_bias`` to the shared rows. No collective."""
         assert self.shared_weight is not None
         store = self.weight_gradient_store
         own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
@@ -175,7 +178,8 @@ def _split_rows(
 def _shared_rows(
     size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **placed: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return (this rank's rows of its block, the rows that all ranks of the block hold).
+    """Declare the weight or bias of a stacked size with fewer blocks than ranks as two parameters, parts of the global
+    tensor ``name``. Return (this rank's rows of its block, the rows that all ranks of the block hold).
 
     Gradients of the latter are partial sums over those ranks, because each rank sees only its query heads. UserError if
     ``tp`` is not a multiple of the blocks.
@@ -248,9 +252,10 @@ class RowParallelLinear(RowParallel):
     weight_gradient_store: WeightGradientStore | None = None
 
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
-        """Return the output and the bias that the caller adds. ``in_flight`` (sequence parallelism): return the
-        reduce-scatter in flight for :meth:`finish`.
-        """
+        """Return (output, bias for the caller to add or None). Splits ``x`` along the last dim first unless
+        ``input_is_parallel``. All-reduces the product, or reduce-scatters it along the sequence, and then adds the
+        bias. ``in_flight`` (sequence parallelism): return (the reduce-scatter in flight, bias); pass the handle to
+        :meth:`finish`, which adds the bias."""
         if self._bias_is_fused:
             return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
@@ -327,7 +332,7 @@ class VocabParallelEmbedding(nn.Module):
         return operators.reduce_from_region(self._local_vectors(ids), self.group)
 
     def _local_vectors(self, ids: Tensor) -> Tensor:
-        """Return the vectors of local ids, zeros for ids of other ranks."""
+        """Return the vectors of this rank's ids, zeros for ids of other ranks; not reduced."""
         local = ids - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.num_local)
         return look_up(self.weight, local, absent, self.traits, self._add_rows)
@@ -337,9 +342,8 @@ class VocabParallelEmbedding(nn.Module):
         return self._look_up(ids)
 
     def scattered(self, ids: Tensor) -> Tensor:
-        """Return the vectors [s / tp, b, h] of this rank's positions in ids [s, b] by a reduce-scatter (sequence
-        parallelism).
-        """
+        """Return the vectors [s / tp, b, h] of this rank's positions in ids [s, b] by a reduce-scatter over the
+        tensor-parallel group (sequence parallelism). Checks ids as ``forward``."""
         check_ids(ids, self.num_embeddings, "token ids")
         return operators.reduce_scatter_to_sequence(self._local_vectors(ids), self.group)
 
@@ -396,7 +400,8 @@ class VocabParallelOutput(nn.Module):
         self._losses = self._losses_of_logits if self.chunk_tokens is None else self._losses_of_chunks
 
     def add_bias(self, config: ModelParallelConfig, groups: ProcessGroups) -> None:
-        """Add a zero-initialized bias, split along the vocabulary."""
+        """Set ``self.bias`` to a new zero-initialized bias, split along the vocabulary, which logits and losses then
+        add. Padding is as for the weight."""
         stored = stored_vocab_size(self.vocab_size, self.divisible_by, groups.tp)
         self.bias = parameter(
             (self.vocab_size,), init=Zeros(), mesh={"tp": Shard(0)}, stored=(stored,), ndim=1, groups=groups,
@@ -413,12 +418,14 @@ class VocabParallelOutput(nn.Module):
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the tokens' losses [...] from all logits at once; their gradient overwrites them."""
         return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
             group=self.group, reuse_logits=True,
         )  # fmt: skip
 
     def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the tokens' losses [...], with the logits of one chunk of tokens in memory at a time."""
         return linear_cross_entropy(
             x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,
             store=self.weight_gradient_store, logits=LogitSteps(self.bias, self.soft_cap),

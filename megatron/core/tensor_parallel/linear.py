@@ -63,8 +63,7 @@ class WeightGradientStore:
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Compute ``total += left @ right`` in place in the dtype of ``total``, without rounding the product to a narrower
-    dtype.
-    """
+    dtype. CUDA GEMMs read narrower inputs directly; CPUs cast them to the dtype of ``total`` first."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -100,9 +99,9 @@ class FusedGradParam(NamedTuple):
 def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: WeightGradientStore | None = None
 ) -> Tensor:
-    """Return ``x`` [..., i] times ``weight`` [o, i] transposed, plus ``bias`` [o]. Backward is as in the module
-    docstring; with ``store`` the weight gradient is deferred.
-    """
+    """Return ``x`` [..., i] times ``weight`` [o, i] transposed, plus ``bias`` [o]. With ``traits.gather_input``
+    all-gathers ``x`` along the first dim before, and again in backward. Backward reduces dX and adds dW and db to
+    ``main_grad`` as in the module docstring; with ``store`` it defers the weight's gradient, but not the bias's."""
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
     if is_deferred(x, weight, traits, store):
         return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready)
@@ -126,6 +125,8 @@ class _ParallelLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Any, traits: LinearTraits,
         store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """Return X W^T + b, after an all-gather of ``x`` with ``gather_input``. Saves the local ``x`` (not gathered)
+        and the weight; keeps the parameters on ``ctx`` for their ``main_grad``."""
         ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
         weight, bias = unwrap(weight), unwrap(bias)
         ctx.save_for_backward(x, weight)
@@ -137,6 +138,9 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return dX, reduced over the group as ``traits`` say, dW and db. dW is None if it is added to ``main_grad`` or
+        put into ``store`` as a closure, db if it is added to ``main_grad``. The last two results are placeholder
+        gradients for the tokens. Waits for its collectives."""
         x, weight = ctx.saved_tensors
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
@@ -163,7 +167,9 @@ class _ParallelLinear(torch.autograd.Function):
 
 
 def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
-    """Start the reduce-scatter (sequence parallelism) or all-reduce of dX; ``wait()`` returns dX."""
+    """Start the reduce-scatter (``gather_input``) or in-place all-reduce (``reduce_input_gradient``) of dX over the
+    group; ``wait()`` returns the reduced dX. Without either flag, or for one rank with a replicated input, ``wait()``
+    returns ``grad_x``."""
     if traits.gather_input:
         return begin_reduce_scatter(grad_x, traits.group)
     if not traits.reduce_input_gradient or traits.group.size == 1:
@@ -172,7 +178,8 @@ def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> AsyncHa
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
-    """Return dW, or add it to ``main_grad`` and return None."""
+    """Return dW [o, i] in the dtype of ``grad``, or add it to ``main_grad`` in place and return None. ``grad`` [..., o]
+    and ``x`` [..., i] are flattened; ``x`` must be gathered already. Marks nothing as ready."""
     grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
@@ -196,9 +203,9 @@ def fused_gradient(parameter: Tensor, traits: LinearTraits) -> Tensor | None:
 def autograd_proxy(
     parameter: Tensor, x: Tensor | None, traits: LinearTraits
 ) -> tuple[Tensor | FusedGradParam, Tensor | None]:
-    """Return what autograd sees of a parameter: (parameter, None); or (hidden, its token); or (hidden, None) if another
-    use announces the gradient and the input ``x`` requires a gradient, so that backward runs anyway.
-    """
+    """Return what autograd sees of a parameter: (parameter, None) if its gradient goes through autograd; (hidden, its
+    token ``grad_ready``) if operators add it to ``main_grad``; or (hidden, None) if another use announces that gradient
+    and the input ``x`` requires a gradient, so that backward runs anyway."""
     # hide the parameter: its hooks run even without a gradient, so the bucket would count it as ready before dW is
     # added, or twice; the token gets its gradient only after all uses have added their gradients
     if not parameter.requires_grad or fused_gradient(parameter, traits) is None:
@@ -216,9 +223,9 @@ def ready_gradient(like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def complete_later(weight: Tensor, grad: Tensor | None) -> None:
-    """Deliver a gradient outside of autograd's backward: accumulate ``grad``, or announce the one in ``main_grad``
-    (None). Runs the parameter's hooks.
-    """
+    """Deliver a weight's gradient outside of autograd's backward. With ``grad``: accumulate it into ``weight.grad``,
+    which runs the parameter's hooks. None: the gradient is in ``main_grad`` already; run the hooks of the token
+    ``grad_ready`` only, if there is one."""
     if grad is not None:
         weight.backward(grad)
     elif (ready := getattr(weight, "grad_ready", None)) is not None:

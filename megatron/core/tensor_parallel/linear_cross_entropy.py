@@ -56,6 +56,8 @@ def linear_cross_entropy(
     logits: LogitSteps | None = None,
 ) -> Tensor:
     """Return fp32 losses [s, b] (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
+    Collective over ``traits.group``: one all-gather of statistics, and all-gathers of ``x`` with
+    ``traits.gather_input``. Differentiable in ``x``, weight and bias.
 
     ``x`` [s, b, h] is replicated over the group, or holds this rank's positions (``traits.gather_input``). ``weight``
     [v, h] is this rank's slice of a padded vocabulary with ``vocab_size`` true entries. ``chunk_tokens`` 0 chooses the
@@ -91,6 +93,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int, store: linear.WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        """Return the losses [t] of all tokens, one chunk of logits at a time. All-gathers ``x`` with ``gather_input``
+        and the statistics of all tokens once. Saves the local ``x``, weight, labels, maxima and sums, and no logits."""
         ctx.adds_weight = isinstance(weight, linear.FusedGradParam)
         weight = linear.unwrap(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
@@ -107,6 +111,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return dX, dW and the bias gradient; recomputes the logits chunk by chunk. All-gathers ``x`` again, and
+        reduces dX over the group, overlapped with the last dW GEMM. dW is None if it is in ``main_grad`` or its
+        delivery is deferred to ``store``. The seventh result is a placeholder for the token."""
         x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
         traits, store = ctx.traits, ctx.store
         needs_x, needs_ready = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
@@ -153,7 +160,8 @@ def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _logits(
     x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps
 ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
-    """Yield (token range, its logits [c, v]) per chunk. All chunks reuse the same memory."""
+    """Yield (token range, its logits [c, v] with bias and soft cap applied) per chunk of ``x_th`` [t, h]. All chunks
+    reuse the same memory, so a chunk is valid only until the next one; callers may overwrite it. Without autograd."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
     weight_hv = weight.detach().t()
     for first in range(0, len(x_th), chunk_tokens):
@@ -178,7 +186,8 @@ def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
 def _hand_over(
     total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
 ) -> Tensor | None:  # fmt: skip
-    """Return dW for autograd, or defer its delivery to ``store``."""
+    """Return dW in the weight's dtype for autograd, None if it is in ``main_grad``. With ``store``: put a closure that
+    delivers it into the store and return None."""
     if store is not None:
         store.put(lambda: linear.complete_later(weight, _gradient(total, weight, traits)))
         return None

@@ -47,7 +47,8 @@ def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None,
     output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False,
 ) -> Tensor:  # fmt: skip
-    """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...].
+    """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...]. Raises ValueError for
+    ``output_split_sizes`` without ``tensor_parallel_output_grad``.
 
     Args:
         input_: this rank's shard.
@@ -123,6 +124,7 @@ def _sizes(sizes: Any) -> list[int] | None:
 
 
 def _all_gather_parts(part: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """All-gather shards of ``sizes`` rows and concatenate them in rank order."""
     # pad to the largest: gloo all-gathers equal shapes only
     padded = part.new_zeros((max(sizes), *part.shape[1:]))
     padded[: len(part)] = part
@@ -131,6 +133,7 @@ def _all_gather_parts(part: Tensor, group: Group, sizes: Sequence[int]) -> Tenso
 
 
 def _reduce_scatter_parts(whole: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """All-reduce ``whole`` and return a copy of this rank's ``sizes[rank]`` rows."""
     # all-reduce: gloo cannot reduce-scatter unequal shards, and torch emulates it on NCCL with broadcasts
     return operators.all_reduce_sum(whole, group).split(list(sizes))[group.rank].contiguous()
 

@@ -51,9 +51,8 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a state seeded with ``seed``; the generator's current state is restored. ValueError if the name or seed
-        is in use.
-        """
+        """Add the state ``name``, as a generator seeded with ``seed`` has it. The generator's current state is not
+        changed afterwards. Raises ValueError if the name or the seed is in use."""
         if seed in self.seeds_ or name in self.states_:
             raise ValueError(f"random state {name}, seed {seed}: the name or the seed is in use")
         before = _state()
@@ -64,9 +63,8 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Context that uses and advances the state ``name``; on exit the generator's previous state is restored.
-        ValueError if the state does not exist.
-        """
+        """Context that sets the generator to the state ``name`` and stores the advanced state at the end. On exit, also
+        by an exception, the generator's previous state is restored. Raises ValueError if the state does not exist."""
         if name not in self.states_:
             raise ValueError(f"random state {name}: does not exist; call model_parallel_cuda_manual_seed(seed) first")
         before = _state()
@@ -100,7 +98,8 @@ def model_parallel_cuda_manual_seed(
     seed: int, te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False,
     tp_rank: int | None = None, ep_rank: int | None = None, etp_rank: int | None = None, **further: Any,
 ) -> None:  # fmt: skip
-    """Seed torch on the CPU and on every GPU, equally on all ranks, and reset the named states of the tracker.
+    """Seed torch on the CPU and on every GPU with ``seed``, equally on all ranks, and replace the named states of the
+    tracker by three new ones. Ranks that are not given come from the running program's groups.
 
     ``data-parallel-rng`` has the same seed on all ranks, ``model-parallel-rng`` one per tensor-parallel rank and
     ``expert-parallel-rng`` one per EP and ETP rank. The other arguments select Megatron-LM's tracker and are ignored;

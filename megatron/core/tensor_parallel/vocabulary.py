@@ -38,8 +38,8 @@ class IdOutOfRange(UserError, IndexError):
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str, allow_negative: bool = False) -> None:
-    """Raise IdOutOfRange for ids outside of [0, vocab_size). On GPUs it is a device assertion, which does not
-    synchronize.
+    """Raise IdOutOfRange for ids outside of [0, vocab_size); ``what`` names them in the message. On GPUs it is a device
+    assertion, which does not synchronize.
 
     ``allow_negative``: accept ids below 0, such as -1 and -100, which mark positions that the caller masks out of the
     loss.

@@ -50,8 +50,9 @@ def _at_keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Tile, ...], list[Segments]]:
-    """Split ``tiles`` into (tiles for one kernel call each, groups of document tiles for variable-length calls). Only
-    flash kernels have variable-length calls, and only tiles of single rows (documents) use them."""
+    """Split ``tiles`` of queries ``x`` [s, b, ...] into (tiles for one kernel call each, groups of document tiles for
+    variable-length calls). All tiles are in one of the two: only flash kernels have variable-length calls, and only
+    tiles of single rows (documents) use them."""
     if not isinstance(kernel, FlashKernel) or not tiles or tiles[0].row is None:
         return tiles, []
     return (), [segments(group, x.shape[1], x.device) for group in group_tiles(tiles)]
@@ -68,7 +69,9 @@ class OnlineSoftmax:
         self._started = False
 
     def add_block(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
-        """Attend to one block of keys and values [s, b, g, d] and merge the result; ``tiles`` are its visible pairs."""
+        """Attend to one block of keys [s, b, g, d] and values and merge output and log-sum-exp into the accumulators in
+        place. ``tiles`` are the visible pairs of the block; none changes nothing. Document tiles of flash kernels run
+        in variable-length calls. Not differentiable."""
         single, packed = _apart(tiles, self.query, self.kernel)
         for tile in single:
             out, lse = self.kernel.forward(
@@ -92,16 +95,16 @@ class OnlineSoftmax:
             self._started = True
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the output [s, b, a, d] in the queries' dtype and the lse [s, b, a], including ``sink`` [a] if
-        given."""
+        """Return the output [s, b, a, d] in the queries' dtype and the lse [s, b, a] in fp32 (fp64 for fp64), both
+        including ``sink`` [a] if given. Without any block the output is zero and the lse -inf."""
         self._start()
         if sink is not None:
             return with_sink(self.out, self.lse, sink, self.query.dtype)
         return self.out.to(self.query.dtype), self.lse
 
     def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:
-        """Attend the scattered queries and keys of ``at`` in one variable-length kernel call; merge output and
-        log-sum-exp in place."""
+        """Attend to the document segments ``at`` in one variable-length kernel call: copy their scattered queries, keys
+        and values, run, and merge output and log-sum-exp into the accumulators in place. Requires a flash kernel."""
         assert isinstance(self.kernel, FlashKernel)
         self._start()
         query = _tokens(self.query).index_select(0, at.query_index)
@@ -155,7 +158,8 @@ class GradientSum:
             _add(x[start:stop, row], part, x[start:stop, row])
 
     def add_tokens(self, parts: Sequence[Tensor], index: Tensor) -> None:
-        """Add ``parts``, n tensors [t, a, d], to tokens ``index`` [t] of the flattened [s * b], without duplicates."""
+        """Add ``parts``, n tensors [t, a, d], to tokens ``index`` [t] of the flattened [s * b] in place. An index must
+        not occur twice. Waits for the arriving tensor."""
         for x, part in zip(self.total(), parts, strict=True):
             tokens = _tokens(x)
             tokens[index] = tokens[index] + part  # correct only without duplicates in index
@@ -167,7 +171,8 @@ class GradientSum:
         return self._new_total().zero_() if self._total is None else self._total
 
     def result(self) -> list[Tensor]:
-        """Return the n sums [s, b, a, d] in the gradients' dtype. Waits for the arriving tensor. Call it once, last."""
+        """Return the n sums as tensors [s, b, a, d] in the gradients' dtype, zeros without parts. Waits (on CUDA: in
+        stream order) for the arriving tensor. Call it once, as the last method."""
         if self._whole is None:
             return list(self.total().to(self._dtype))
         whole, self._whole = self._whole, None
@@ -188,7 +193,8 @@ class GradientSum:
         return self._total
 
     def _settle(self) -> None:
-        """Wait for the arriving tensor and add the deferred part, so that ``_total`` holds all parts so far."""
+        """Wait for the arriving tensor, whose memory becomes the accumulator, and add the deferred part to it, so that
+        ``_total`` holds all parts so far. ``_total`` stays None without any part."""
         if self._arriving is not None:
             self._total, self._arriving = self._arriving.wait(), None
         if self._whole is None:
@@ -216,7 +222,9 @@ class BlockGradients:
         """Gradient of the kernel's position bias [a, n], summed over the blocks so far; None without a bias."""
 
     def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], sums: GradientSum) -> None:
-        """Add one block's gradients of ``keys_values`` [2, s, b, g, d] to ``sums``; accumulate dQ and bias gradient."""
+        """Run the kernel's backward for one block ``keys_values`` [2, s, b, g, d]: add the gradients of keys and values
+        to ``sums``, accumulate the query gradient, and the bias gradient if there is a bias. ``tiles`` are the block's
+        visible pairs, as in :meth:`OnlineSoftmax.add_block`."""
         key, value = keys_values
         single, packed = _apart(tiles, self.query, self.kernel)
         for tile in single:
@@ -237,6 +245,9 @@ class BlockGradients:
         return self._grad_query.result()[0]
 
     def _add_packed(self, keys_values: Tensor, at: Segments, sums: GradientSum) -> None:
+        """Run the backward of the document segments ``at`` in one variable-length kernel call on copies of their
+        tokens; add the query gradient to the accumulator and the key and value gradients to ``sums``. Requires a flash
+        kernel."""
         assert isinstance(self.kernel, FlashKernel)
         grad, query, out, lse = (
             _tokens(x).index_select(0, at.query_index) for x in (self.grad_out, self.query, self.out, self.lse)

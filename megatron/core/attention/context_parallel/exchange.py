@@ -45,8 +45,9 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
 
 
 def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
-    """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``. Each
-    [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per pair of ranks."""
+    """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``; return new
+    tensors in their order. Each [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per
+    pair of ranks. Blocks as ``all_to_all_single`` does; no autograd."""
     pack, unpack = (_shares_of_heads, _merge_sequence) if scatter else (_shares_of_sequence, _all_heads)
     outgoing = pack(tensors, group.size)
     incoming = torch.empty_like(outgoing)
@@ -63,7 +64,8 @@ def _shape_of_part(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
 
 
 def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Pack each [s, b, a, d] by receiving rank, split by heads; return [n, elements]."""
+    """Copy each of ``tensors`` [s, b, a, d] into one buffer [n, elements], where row r holds the heads a / n of rank r
+    of all tensors, one after the other. n is ``size``; it must divide all a."""
     outgoing = tensors[0].new_empty((size, sum(x.numel() for x in tensors) // size))
     slots = outgoing.split([x.numel() // size for x in tensors], dim=1)
     for x, slot in zip(tensors, slots):
@@ -73,7 +75,8 @@ def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 
 def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Pack each [s, b, a, d] by receiving rank, split by zig-zag tokens; return [n, elements]."""
+    """Copy each of ``tensors`` [s, b, a, d] (full sequences) into one buffer [n, elements], where row r holds the
+    zig-zag tokens of rank r of all tensors, one after the other. UserError if s is not divisible by 2 n."""
     pieces = [
         x[start:stop].flatten()
         for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size)

@@ -58,6 +58,9 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
+        """Return the output [s, b, a, d] in the dtype of ``query``. Each step attends to the held K/V block while the
+        next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over ``plan.group``. Saves query,
+        local K/V, output and log-sum-exp."""
         own = held = torch.stack((key, value))  # one message per step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
@@ -73,6 +76,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
+        sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
+        later, so that they end at their rank."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
@@ -103,6 +109,8 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
+        """All-gather keys and values over ``plan.group`` and attend to all of them; return the output [s, b, a, d] in
+        the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
         own = torch.stack((key, value))
         everything = _all_gather_sequence(own, plan.group)
         softmax = OnlineSoftmax(query, plan.kernel)
@@ -114,6 +122,9 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
+        sums over local queries only. All-gathers keys and values again; reduce-scatters their gradients in fp32 and
+        casts them to the dtype of ``query``."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         everything = _all_gather_sequence(own, plan.group)
@@ -126,7 +137,8 @@ class _AllGather(torch.autograd.Function):
 
 
 def _all_gather_sequence(own: Tensor, group: Group) -> Tensor:
-    """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order."""
+    """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order. For one
+    rank returns ``own`` itself."""
     if group.size == 1:
         return own
     parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
@@ -135,7 +147,8 @@ def _all_gather_sequence(own: Tensor, group: Group) -> Tensor:
 
 
 def _sum_local(total: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter [2, n * s, b, g, d] over ``group``: the sum over ranks for this rank's zig-zag tokens."""
+    """Reduce-scatter [2, n * s, b, g, d] over ``group``, in its dtype: return the sum over ranks for this rank's
+    zig-zag tokens, [2, s, b, g, d], a new tensor. For one rank returns ``total`` itself."""
     if group.size == 1:
         return total
     parts = torch.cat([zigzag.local_part(total, rank, group.size) for rank in range(group.size)])
@@ -145,6 +158,7 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
 
 
 def _refuse_dense(mask: Mask) -> None:
+    """Raise UserError if ``mask`` has a dense mask."""
     if mask.hidden is not None:
         raise UserError(
             "attention_mask: context parallelism and attention sinks take no dense masks; describe documents by "
@@ -173,7 +187,9 @@ class EqualHeads:
     """Whether ``inner`` requires equal head dims only for packed documents."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]. Pads copies of the narrower
+        tensors with zeros to max(d, e), calls ``inner``, and returns a view of the first e channels. With
+        ``only_documents`` and no documents calls ``inner`` directly."""
         if self.only_documents and mask.documents is None:
             return self.inner(query, key, value, mask, sink)
         width = max(key.shape[-1], value.shape[-1])
@@ -190,9 +206,10 @@ class _BlockAttention:
     kernel: Kernel
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
-        """Return the tiles of this rank's zig-zag queries against each of ``blocks`` (spans of global key positions).
-        Keys may belong to another sequence than queries. Tiles of different spans are merged unless dropout or a bias
-        depends on positions; these require the unfused kernel. Raises UserError for dense masks."""
+        """Return the kernel, with the mask's dropout and bias, and for each of ``blocks`` (spans of global key
+        positions) the tiles of this rank's zig-zag queries. Keys may belong to another sequence. Tiles of different
+        spans are merged unless there is dropout or a bias, which require the unfused kernel. Raises UserError for dense
+        masks and lengths that the ranks cannot split. Reading document bounds may wait for the GPU."""
         _refuse_dense(mask)
         length, key_length = (len(x) * self.group.size for x in (query, key))
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
@@ -210,6 +227,9 @@ class RingAttention(_BlockAttention):
     """Ring attention: K/V blocks circulate in ``group``; each transfer overlaps the attention to the current block."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+        """Map query [s, b, a, d], key and value [t, b, g, d] in zig-zag order to [s, b, a, d]; ``sink`` [a]. Collective
+        over ``group`` in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot
+        split."""
         size, rank = self.group.size, self.group.rank
         spans = [zigzag.spans(len(key) * size, (rank - step) % size, size) for step in range(size)]
         return _Ring.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, spans))
@@ -219,6 +239,9 @@ class AllGatherAttention(_BlockAttention):
     """All-gather attention: every rank holds all keys and values during one layer's attention, forward and backward."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+        """Map query [s, b, a, d], key and value [t, b, g, d] in zig-zag order to [s, b, a, d]; ``sink`` [a]. Collective
+        over ``group`` in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot
+        split."""
         everything = ((0, len(key) * self.group.size),)
         return _AllGather.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, [everything]))
 
@@ -259,9 +282,10 @@ class Layout(NamedTuple):
 
 
 def layout_of_layer(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
-    """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1); without context
-    parallelism, attention on full sequences. Raises UserError if heads are not divisible by the all-to-all group, or
-    a2a+p2p lacks hierarchical groups."""
+    """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1): ring (p2p), allgather,
+    a2a, or a2a with an inner ring (a2a+p2p); without context parallelism, attention on full sequences. It holds what
+    the kernel must support, the builder of the attention, and this rank's first head. Raises UserError if heads are not
+    divisible by the all-to-all group, or a2a+p2p lacks hierarchical groups."""
     kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads
@@ -288,7 +312,8 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
 
 
 def _ring(group: Group, first_head: int, sink: bool) -> Layout:
-    """Return the layout of a ring over ``group``; for one rank, full sequences or, with a sink, one key block."""
+    """Return the layout of a ring over ``group``. For one rank: full sequences, or with a sink one key block, because
+    the sink needs the log-sum-exp."""
     if group.size == 1 and not sink:
         return Layout("whole", FullSequence, first_head)
     if group.size == 1:
@@ -304,6 +329,8 @@ def comm_type_of_layer(kinds: Sequence[str] | str, layer_number: int) -> str:
 
 
 def _check_heads(config: TransformerConfig, tp: Group, group: Group) -> None:
+    """Raise UserError unless ``num_attention_heads`` and ``num_query_groups`` are both divisible by the tensor-parallel
+    size times the size of ``group`` (all-to-all)."""
     for name in ("num_attention_heads", "num_query_groups"):
         count = getattr(config, name)
         if count % (tp.size * group.size):

@@ -19,7 +19,8 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def check_length(length: int, size: int) -> None:
-    """Raise UserError if ``length`` tokens cannot be split into 2 * ``size`` equal chunks."""
+    """Raise UserError if ``length`` tokens cannot be split into 2 * ``size`` equal chunks; the message names the
+    nearest length. One rank takes any length."""
     if size > 1 and length % (2 * size):
         nearest = max(length // (2 * size), 1) * 2 * size
         raise UserError(
@@ -29,7 +30,8 @@ def check_length(length: int, size: int) -> None:
 
 
 def spans(length: int, rank: int, size: int) -> Spans:
-    """Return the global position ranges of rank ``rank``: two, or one if its chunks are adjacent. Raises UserError as
+    """Return the global position ranges [start, stop) of rank ``rank`` of ``size`` in a sequence of ``length`` tokens,
+    ascending: two chunks, or one range if the chunks are adjacent or ``size`` is 1. Raises UserError as
     :func:`check_length`."""
     check_length(length, size)
     if size == 1:

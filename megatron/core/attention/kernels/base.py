@@ -67,7 +67,8 @@ class Request:
 
     @property
     def situation(self) -> str:
-        """Text for logs and errors, such as ``sm_90, bfloat16, head dim 128``."""
+        """Text for logs and errors, such as ``sm_90, bfloat16, head dim 128``, followed by window, attention sinks,
+        soft cap, bias by distance and "deterministic" where they apply."""
         where = "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
         parts = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
         parts += [] if self.window is None else ["window {},{}".format(*self.window)]
@@ -130,7 +131,9 @@ class FlashKernel:
         raise NotImplementedError
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """See :meth:`Kernel.attend`. Dense masks raise UserError."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e], within documents if ``mask``
+        has any; differentiable if ``_flash`` is. Raises UserError for dense masks. The mask must have no dropout and no
+        bias."""
         assert mask.dropout is None and mask.bias is None
         if mask.hidden is not None:
             raise UserError(
@@ -144,7 +147,9 @@ class FlashKernel:
         return self.forward(query, key, value, tile)[0].permute(2, 0, 1, 3)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend within each document, in one variable-length call: no computation across documents."""
+        """Attend within each document of ``mask`` in one variable-length call: no computation across documents. Tensors
+        are as in :meth:`attend`; for more than one row inputs are copied to [b * s, ...]. The window of ``mask``
+        applies within documents. No host sync."""
         documents = mask.documents
         assert documents is not None and documents.cu_seqlens_q is not None
         length, batch = query.shape[:2]
@@ -166,7 +171,9 @@ class FlashKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`Kernel.backward`; gradients in the inputs' dtype."""
+        """Return the tile's contributions to the gradients of query, key and value in the inputs' dtype, with the
+        shapes of the inputs [b, heads, tokens, .]. ``out`` and ``lse`` must be merged over all blocks. See
+        :meth:`Kernel.backward`."""
         tensors = [x.transpose(1, 2) for x in (grad, query, key, value, out)]
         shape = None, None, tile.num_queries, tile.num_keys
         # the kernels ignore the strides of lse

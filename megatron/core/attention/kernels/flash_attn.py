@@ -19,7 +19,9 @@ from megatron.core.extensions.flash_attn import INSTALL, MODULES
 
 
 def supports(version: int, request: Request) -> str | None:
-    """Return why flash-attn ``version`` (2 or 3) does not support ``request``; None if it does."""
+    """Return why flash-attn ``version`` (2 or 3) does not support ``request``; None if it does. Rejects a missing
+    package, soft cap, bias, sinks, key blocks, version 3 outside of sm_90, and dtypes or head dims that flash kernels
+    do not support. Imports nothing."""
     if version not in request.flash_packages:
         return f"the package is not installed; install it: {INSTALL[version]}"
     if request.unusual_scores is not None:
@@ -51,7 +53,9 @@ class FlashAttentionPackage(FlashKernel):
             ) from error
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Any]:
-        """See :meth:`FlashKernel._flash`; the log-sum-exp is None. Differentiable."""
+        """Run the package's function on query, key and value with ``shape`` and ``window`` as in
+        :meth:`FlashKernel._flash`; return (output, None): the log-sum-exp is not available. Differentiable by the
+        package's autograd."""
         options = {
             "softmax_scale": self.scale, "causal": window[1] == 0, "window_size": window,
             "deterministic": self.deterministic,

@@ -35,7 +35,8 @@ MEASURED_CHANNELS, MEASURED_LENGTH = 128, 8192
 
 
 def _interface() -> Any:
-    """Import and return the package's module of tensor functions. Raises UserError if the import fails."""
+    """Import and return the package's module of tensor functions (seconds the first time). Raises UserError with the
+    install command if the import fails with any exception."""
     try:
         return importlib.import_module(MODULES[4])
     except Exception as error:  # a beta on top of other betas: incompatible versions raise errors of any type
@@ -59,7 +60,9 @@ def is_usable() -> bool:
 
 
 def supports(request: Request) -> str | None:
-    """Return why the package does not support ``request`` or, unless requested, may be slower than cuDNN; else None."""
+    """Return why the package does not support ``request``; None if it does. Rejects GPUs other than sm_9x and sm_10x, a
+    missing package, soft cap, bias, dtypes and head dims, and without a request by flag everything but the measured
+    cases (sm_90, head dim 128, no window, not deterministic), in which it is faster than cuDNN."""
     if request.capability is None or request.capability[0] not in (9, 10):
         return "it is for Hopper and Blackwell (sm_90, sm_100)"
     if 4 not in request.flash_packages:
@@ -75,7 +78,8 @@ def supports(request: Request) -> str | None:
 
 
 def _unmeasured(request: Request) -> str | None:
-    """Return why ``request`` is outside the measured cases (sm_90, head dim 128, no window); None if inside."""
+    """Return why ``request`` is outside the measured cases (sm_90, head dim 128, no window, not deterministic); None if
+    inside."""
     if request.capability != (9, 0) or request.channels != MEASURED_CHANNELS:
         return f"it was measured on sm_90 with head dim {MEASURED_CHANNELS}"
     if request.window is not None or request.deterministic:
@@ -90,6 +94,8 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], deterministic: bool
     ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the package's forward with ``options``; ``out`` of four dims is dense in the order [s,
+        b, a, e]. Saves the inputs and both results; only ``out`` is differentiable."""
         out = None
         if query.dim() == 4:  # dense in the order [s, b, a, e], so that [s, b, a * e] is a view
             batch, length, heads, _ = query.shape
@@ -121,7 +127,8 @@ class FlashAttention4(FlashKernel):
         self.deterministic = deterministic
 
     def _options(self, shape: tuple, window: Window) -> dict[str, Any]:
-        """Return keyword arguments of the package; an unlimited window side is None, as -1 would limit it."""
+        """Return the package's keyword arguments: softmax scale, window sides (an unlimited side, -1, becomes None),
+        and for packed tensors the bounds and longest segments of ``shape``."""
         left, right = (None if side < 0 else side for side in window)
         options = {"softmax_scale": self.scale, "window_size_left": left, "window_size_right": right}
         if shape[0] is None:
@@ -152,7 +159,8 @@ class WhereFaster(FlashKernel):
         return self.fast if pairs >= MEASURED_LENGTH**2 // 2 else self.otherwise
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """See :meth:`Kernel.attend`; documents and dense masks go to the other kernel."""
+        """Attend with :meth:`kernel_for` the full sequences; documents and dense masks always go to the other kernel,
+        which may raise UserError. See :meth:`Kernel.attend`."""
         kernel = self.kernel_for(full_tile(len(query), len(key), mask.visibility))
         if mask.documents is not None or mask.hidden is not None:
             kernel = self.otherwise

@@ -20,7 +20,8 @@ from megatron.core.fusions.relative_attention import Pairs, relative_attention, 
 
 
 def supports(request: Request) -> str | None:
-    """Return why the Triton kernels do not support ``request``; None if they do."""
+    """Return why the Triton kernels do not support ``request``; None if they do. They need Triton, a GPU from sm_80 on,
+    bf16 or fp16, heads of 16, 32, 64 or 128 channels, full sequences, and no soft cap. A bias is not required here."""
     if not kernels_serve(request.dtype) or request.dtype not in SIXTEEN_BIT:
         return "Triton's kernels need the package, a GPU, and bfloat16 or float16"
     if request.capability is None or request.capability < (8, 0) or request.channels not in (16, 32, 64, 128):
@@ -35,6 +36,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, *args: Any) -> Tensor:
+        """Return out [b, a, s, d] for (query, key, value, scale, tile, document ranges) in ``args`` with the position
+        bias [a, n]. Saves the inputs, output, log-sum-exp and bias."""
         query, key, value, scale, tile, ranges = args
         pairs = Pairs(zero_distance_index(bias, tile), tile.left, tile.right, ranges)
         out, lse = relative_attention(query, key, value, bias, scale, pairs)
@@ -56,7 +59,9 @@ class RelativeAttention:
         self.scale = scale
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """See :meth:`Kernel.attend`; requires ``mask.bias``. Dense masks raise UserError."""
+        """Map query [s, b, a, d], key and value [t, b, g, d] to [s, b, a, d] with ``mask.bias``, which is required;
+        differentiable, also in the bias. Documents limit the keys of each query. Raises UserError for dense masks; the
+        mask must have no dropout."""
         assert mask.dropout is None and mask.bias is not None
         if mask.hidden is not None:
             raise UserError(

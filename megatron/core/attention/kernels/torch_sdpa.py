@@ -53,7 +53,9 @@ on the GPU only. cuDNN is excluded: its backward is reported to return NaN for r
 
 
 def cudnn_supports(request: Request) -> str | None:
-    """Return why cuDNN does not support training with ``request``; None if it does."""
+    """Return why cuDNN does not support training with ``request``; None if it does. Rejects soft cap, bias,
+    deterministic mode, GPUs below sm_80, and head dims that are not multiples of 8 up to 128 (192 on sm_90 from cuDNN
+    9.13). Lengths are checked per call."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.deterministic:
@@ -69,7 +71,8 @@ def cudnn_supports(request: Request) -> str | None:
 
 
 def flash_supports(request: Request) -> str | None:
-    """Return why torch's flash kernel does not support ``request``; None if it does."""
+    """Return why torch's flash kernel does not support ``request``; None if it does. It needs a GPU from sm_80 on, bf16
+    or fp16, head dims that are multiples of 8 up to 256, no soft cap and no bias."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if not request.fits_flash:
@@ -78,7 +81,8 @@ def flash_supports(request: Request) -> str | None:
 
 
 def efficient_supports(request: Request) -> str | None:
-    """Return why the memory-efficient kernel does not support ``request``; None if it does."""
+    """Return why the memory-efficient kernel does not support ``request``; None if it does. It needs heads of whole
+    16-byte pieces, at most fp32, no soft cap and no bias."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.dtype == torch.float64 or request.channels * request.dtype.itemsize % 16:
@@ -102,9 +106,10 @@ class TorchAttention(FlashKernel):
         self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """See :meth:`Kernel.attend`; supports dense masks. Documents run as variable-length flash calls on GPUs, else
-        one call per document, or as a dense mask if only the GPU knows their bounds. Raises ValueError for documents
-        together with a dense mask."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; no dropout
+        or bias. Documents run as variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or
+        as a dense mask if only the GPU knows their bounds. Dense masks are supported, but together with documents raise
+        ValueError."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
@@ -120,7 +125,9 @@ class TorchAttention(FlashKernel):
         return self._rows(query, key, value, mask)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Use cuDNN if at least half of the rows, at the front, are one document each; else packed flash calls."""
+        """Attend within documents. If cuDNN can compute the rows and at least half of them, at the front, are one
+        document each, use it for these (and compute the others again as packed documents); with full rows only, it runs
+        unpacked. Otherwise make packed flash calls. Differentiable; no host sync."""
         assert mask.documents is not None
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
@@ -133,7 +140,9 @@ class TorchAttention(FlashKernel):
         return attend_padded_rows(self, query, key, value, mask, whole, rest)
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend with one SDPA call per document, reading the bounds on the host."""
+        """Attend with one SDPA call per document with at least one query, with the mask's causality and window but no
+        other masks. Reads the document bounds on the host, which the caller ensures needs no wait. Returns [s, b, a,
+        d]."""
         bounds = mask.bounds
         assert bounds is not None
         length, batch = query.shape[:2]
@@ -148,8 +157,9 @@ class TorchAttention(FlashKernel):
         return torch.cat(parts).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, d]; return [s, b, a, d]. Builds a dense
-        mask unless the tile is full or a causal square. Raises UserError if torch has no kernel for the shapes."""
+        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, d]; return [s, b, a, d]; differentiable.
+        Ignores documents. Builds a dense mask [s, t] unless the tile is full or a causal square. Raises UserError, with
+        torch's reasons, if torch has no kernel for the shapes."""
         query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         tile, visible = full_tile(len(query), len(key), mask.visibility), None
         if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):
@@ -173,8 +183,9 @@ class TorchAttention(FlashKernel):
         return mixed.permute(2, 0, 1, 3)
 
     def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
-        """Return the kernels that may run on a GPU, best first; an empty list means torch's default. Raises UserError
-        for lengths that cuDNN, requested by flag, does not support in training."""
+        """Return the kernels that may run on a GPU, best first; an empty list means torch's default. With a dense mask
+        the memory-efficient and math kernels; for lengths that cuDNN does not support the flash kernel, with a notice
+        once. If cuDNN was requested by flag, these lengths raise UserError in training."""
         if self._only is None:
             return []
         if mask is not None:
@@ -197,7 +208,8 @@ class TorchAttention(FlashKernel):
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
+        """Attend to the pairs of ``tile`` by cuDNN if :meth:`takes_cudnn`, else by torch's flash operator: (out in the
+        inputs' dtype, lse fp32 [b, a, q]). Not differentiable. See :meth:`Kernel.forward`."""
         if not self.takes_cudnn(tile):
             return super().forward(query, key, value, tile)
         out, lse = aten._scaled_dot_product_cudnn_attention(
@@ -208,7 +220,8 @@ class TorchAttention(FlashKernel):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`Kernel.backward`; gradients in the inputs' dtype."""
+        """Return the gradients of query, key and value for ``tile`` in the inputs' dtype, by the same operator as
+        :meth:`forward`. ``out`` and ``lse`` must be merged over all blocks. See :meth:`Kernel.backward`."""
         if not self.takes_cudnn(tile):
             return super().backward(grad, query, key, value, out, lse, tile)
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
@@ -224,6 +237,8 @@ class TorchAttention(FlashKernel):
         )[:2]  # fmt: skip
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
+        """Return dQ, dK and dV of torch's flash operator, without dropout; ``tensors`` are grad, query, key, value and
+        out. Copies grad and out if they are not contiguous. See :meth:`FlashKernel._flash_backward`."""
         grad, query, key, value, out = tensors
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: no dropout
         return aten._flash_attention_backward(
@@ -243,7 +258,8 @@ def _repeated(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _refusal(name: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> UserError:
-    """Return a UserError with torch's reasons why kernel ``name`` does not support these tensors [b, a, s, d]."""
+    """Return, not raise, a UserError: kernel ``name`` does not support these tensors [b, heads, s, d]. Its message has
+    torch's reasons, collected from the warnings of a debug call, and the shapes."""
     ask = {
         "cudnn": torch.backends.cuda.can_use_cudnn_attention,
         "flash": torch.backends.cuda.can_use_flash_attention,

@@ -49,7 +49,10 @@ class UnfusedAttention:
         return torch.softmax(scores, dim=-1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """See :meth:`Kernel.attend`; supports dense masks, dropout and bias. Autograd saves the s^2 weights."""
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e] in the inputs' dtype;
+        differentiable by autograd, which saves the weights [b, a, s, t]. Supports everything in ``mask``: band,
+        documents, dense mask, dropout and bias. Hidden scores become the dtype's minimum, so a query without visible
+        keys averages all values."""
         num_queries, batch, heads, _ = query.shape
         num_keys, kv_groups = key.shape[0], key.shape[2]
         tile = full_tile(num_queries, num_keys, mask.visibility)
@@ -82,7 +85,8 @@ class UnfusedAttention:
         return kernel
 
     def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> tuple[Tensor, Tensor | float]:
-        """Return scaled, capped, biased scores [b, g, p, q, k], -inf where hidden, and their derivative by QK^T."""
+        """Return (scores [b, g, p, q, k], their derivative by QK^T) for ``tile``: scaled, capped, with the bias if set,
+        and -inf where hidden. The derivative is a number, or with a soft cap a tensor; it includes the scale."""
         grouped = query.unflatten(1, (key.shape[1], -1))
         scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * self.scale
         slope: Tensor | float = self.scale
@@ -95,7 +99,9 @@ class UnfusedAttention:
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf), slope
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`; out and lse in fp32 (fp64 for fp64)."""
+        """Attend to the pairs of ``tile``: query [b, a, q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e]
+        and lse [b, a, q], both fp32 (fp64 for fp64), with dropout if set. ``lse`` is without dropout. Not for autograd:
+        see :meth:`backward`."""
         query, key, value = (_wide(x) for x in (query, key, value))
         scores, _ = self._scores(query, key, tile)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -107,7 +113,8 @@ class UnfusedAttention:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, ...]:
-        """See :meth:`Kernel.backward`; gradients in fp32 (fp64 for fp64)."""
+        """Return the tile's gradients of query, key, value and, if set, the bias [a, n], in fp32 (fp64 for fp64).
+        Recomputes scores and dropout masks. ``out`` and ``lse`` must be merged over all blocks."""
         grad, query, key, value, out = (_wide(x) for x in (grad, query, key, value, out))
         groups = (key.shape[1], -1)
         scores, slope = self._scores(query, key, tile)

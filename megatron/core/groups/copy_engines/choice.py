@@ -53,7 +53,8 @@ def start_copy_engines(name: str, handle: Any, ranks: Sequence[int], rank: int) 
 
 
 def _trial(open_window: OpenWindow, rank: int) -> str:
-    """Open a small window and test a signal in it; return the error message, or "" on success."""
+    """Open a small window and test a signal to this rank itself in it; return the first line of the error message, or
+    "" on success. Collective over the group; waits for the device."""
     try:
         window = open_window(16, 1)
         window.here().write([window.word(rank, 0)], 1)
@@ -65,12 +66,16 @@ def _trial(open_window: OpenWindow, rank: int) -> str:
 
 
 def _all_agree(handle: Any, agrees: bool) -> bool:
+    """Return whether ``agrees`` is true on all ranks of the group. Collective (one all-reduce); waits for the
+    device."""
     votes = torch.tensor([int(agrees)], device=DEVICE)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group=handle)
     return bool(votes.item())
 
 
 def _on_one_host(handle: Any) -> bool:
+    """Return whether all ranks of the group run on one host, by host name and boot id: the same answer on all ranks.
+    Collective (one all-reduce); waits for the device."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
     number = zlib.crc32(host.encode())

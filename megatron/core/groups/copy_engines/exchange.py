@@ -110,7 +110,10 @@ class CopyEngines:
         return self._mailboxes[num_bytes]
 
     def all_gather(self, x: Tensor) -> Transfer:
-        """Start an all-gather: [s, ...] on every rank -> [n * s, ...] in rank order. Collective."""
+        """Start an all-gather: [s, ...] on every rank -> [n * s, ...] in rank order, a new tensor, which ``wait()`` of
+        the returned transfer gives. Collective. Copies ``x`` into the window on the current stream, and the peers'
+        shards on a side stream. Keeps a reference to ``x``. A message larger than all before opens a larger window,
+        which waits for the device."""
         x = x.contiguous()
         whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         num_bytes, source, target = x.nbytes, x.data_ptr(), whole.data_ptr()

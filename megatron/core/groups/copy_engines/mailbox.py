@@ -28,8 +28,9 @@ class Mailbox:
         """Number of messages so far, by lane at the receiver."""
 
     def send(self, target: int, x: Tensor) -> None:
-        """Start to send contiguous ``x`` to a neighbor and return at once. ``x`` may be freed before the copy is done.
-        Raises ValueError if ``x`` is larger than the mailbox."""
+        """Start to send contiguous ``x`` to the neighbor ``target`` on a side stream, after the current stream's work,
+        and return at once. The side stream waits until the receiver has freed a slot. ``x`` may be freed before the
+        copy is done. Raises ValueError if ``x`` is larger than the mailbox."""
         lane = self._lane(self._rank, target)
         window = self._lanes[lane]
         self._sent[lane] = number = self._sent[lane] + 1
@@ -41,7 +42,9 @@ class Mailbox:
         window.keep(x)  # the caller's stream does not wait for the copy: without this the allocator could reuse x early
 
     def receive(self, source: int, out: Tensor) -> None:
-        """Copy the next message from a neighbor into contiguous ``out``; the current stream waits, not the host."""
+        """Copy the next message from the neighbor ``source`` into contiguous ``out`` and free its slot; messages arrive
+        in the order of sending. The current stream waits for the message, not the host. Raises ValueError if ``out`` is
+        larger than the mailbox; the size must equal the sender's."""
         lane = self._lane(source, self._rank)
         window = self._lanes[lane]
         self._received[lane] = number = self._received[lane] + 1
