@@ -69,6 +69,9 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
 
 
 def _load_hugging_face(folder: str, tool: str) -> TrainedModel:
+    """Return the model of a Hugging Face folder on this process's device, in evaluation mode, with settings from its
+    config.json. Sequence lengths are the model's maximum positions. Raises UserError for a family of another tool, or
+    without a tokenizer."""
     family = _checked_family(load_hf_settings(folder), folder, tool)
     cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED], needs_data=False, model_family=family))
     if cfg.tokenizer_type is None:

@@ -55,7 +55,9 @@ class FiniteCheck:
     def note(
         self, iteration: int, consumed_samples: int, losses: Mapping[str, Tensor], num_tokens: Tensor, held: Tensor
     ) -> None:
-        """Start to copy loss sums (``name -> [sum, count]``), tokens and ``held`` (bool) to the host asynchronously."""
+        """Queue the values of one iteration for `read`: loss sums (``name -> [sum, count]``, only sums are kept),
+        tokens and ``held`` (bool: update skipped). Starts an asynchronous copy to pinned host memory in fp64; no device
+        sync. Keeps ``held`` for the next `skip_update`."""
         self._held = held
         values = torch.stack([*(pair[0].double() for pair in losses.values()), num_tokens.double(), held.double()])
         copied = None

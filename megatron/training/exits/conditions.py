@@ -102,7 +102,8 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
 
 
 def as_signal(value: signal.Signals | str | int) -> signal.Signals:
-    """Return the signal for a name ("SIGTERM", "TERM") or number. Raises UserError that names --exit-signal."""
+    """Return the signal for a number, a name ("SIGTERM") or a name without SIG ("TERM"); names are case-sensitive.
+    Raises UserError that names --exit-signal for unknown values."""
     try:
         if isinstance(value, str):
             return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
@@ -142,6 +143,9 @@ class ExitConditions:
         return free | ({as_signal(self.cfg.exit_signal)} if self.cfg.exit_signal_handler else set())
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Handle a caught signal. The first one is only stored, and rank 0 writes a line to stderr. A later SIGINT
+        kills the data-loader workers and exits at once with code 130; one within ``DOUBLE_DELIVERY_SECONDS`` and other
+        signals are ignored."""
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
             if is_first_rank():
@@ -183,7 +187,8 @@ class ExitConditions:
         return elapsed
 
     def close(self) -> None:
-        """Restore the previous handlers; after a signal, ignore all signals but Ctrl-C: the process is exiting."""
+        """Restore the previous signal handlers. If this rank received a signal, ignore all caught signals except SIGINT
+        instead, because the process is exiting. May be called several times."""
         for number, handler in self._previous.items():
             ignored = self.signalled and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ignored else handler)
@@ -255,8 +260,9 @@ def _leaving_flag() -> Any:
 
 
 def agree(elapsed: float, received: int) -> tuple[float, int]:
-    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. Collective all-reduce on
-    the host group, without a device sync."""
+    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. Collective all-reduce of a
+    CPU tensor over all ranks (gloo), without a device sync. Returns the arguments without torch.distributed or with one
+    rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return elapsed, received
     over_hosts = dist.get_backend() == "gloo"

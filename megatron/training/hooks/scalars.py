@@ -62,8 +62,8 @@ class Tags:
 
     def _of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return ``iteration-time`` (s); with ``throughput`` also tokens-per-second, throughput (TFLOP/s per device)
-        and mfu, the last two only if known; with ``memory`` the record's memory values (bytes); with ``timers``
-        NAME-time (s) per timer."""
+        and mfu, the last two only if known; with ``memory`` the values of `memory_bytes`; with ``timers`` NAME-time (s)
+        per timer."""
         values = {"iteration-time": record["seconds_per_iteration"]}
         if self.throughput:
             values["tokens-per-second"] = record["tokens_per_second"]

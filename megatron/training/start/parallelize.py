@@ -53,7 +53,8 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
 
 @contextmanager
 def building_chunk(chunk: int | None) -> Iterator[None]:
-    """Set the virtual pipeline rank in ``parallel_state`` while a model provider builds this chunk; None: no effect."""
+    """Context manager: set the virtual pipeline rank in ``parallel_state`` to ``chunk`` while a model provider builds
+    this chunk, then reset it to None, also after an error. ``chunk`` None has no effect."""
     if chunk is None:
         yield
         return
@@ -103,8 +104,9 @@ def report_choices(model_chunks: Sequence[nn.Module]) -> None:
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """Log the parameter count of each model-parallel rank, in the form that users' scripts match. Collective over
-    ``tp_pp`` (all-gather); waits for the device."""
+    """Log the parameter count of each model-parallel rank, one line each, in Megatron-LM's form that scripts parse.
+    Collective over ``tp_pp`` (all-gather); waits for the device. Counts this rank's local parameters, FSDP shards at
+    their global size."""
     count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
     counts = torch.tensor([count], device=training_device())
     if groups.tp_pp.size > 1:

@@ -39,8 +39,7 @@ class Listener(threading.Thread):
 
     def catch_sigterm(self) -> None:
         """Install a SIGTERM handler, a wake-up descriptor and fork hooks that keep both out of child processes. Does
-        nothing outside the main thread, or if SIGTERM already has a handler. Python-level effects are undone by
-        `stop`."""
+        nothing outside the main thread, or if SIGTERM already has a handler. `stop` restores SIGTERM."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._catching = True
