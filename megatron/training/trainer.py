@@ -54,8 +54,8 @@ class Trainer:
 
     def train(self) -> conditions.ExitReason:
         """Run iterations, evaluations and saves until the first reason to stop; log and return that reason. Checks
-        before the first iteration, so that a complete run makes none. Always saves at the end if --save is set.
-        Collective; hooks are called, but not started or closed."""
+        before the first iteration, so that a complete run makes none. An exit condition saves before it stops, if
+        --save is set. Collective; hooks are called, but not started or closed."""
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
         self.restart_timer()

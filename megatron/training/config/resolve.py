@@ -125,9 +125,9 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
 
 
 def _network(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return the sizes that follow from others: encoder and decoder layers, FFN width, head size and the like
-    (`following_sizes`), one query group for --group-query-attention without a number, and no vocabulary padding if it
-    is disabled."""
+    """Return the sizes that follow from others: encoder and decoder layers, FFN and expert width, head size, query
+    groups (heads, or 1 for --group-query-attention), embedding init, and a vocabulary multiple of 1 if padding is
+    disabled."""
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
     values: dict[str, Any] = {"num_layers": num_layers, **following_sizes(cfg)}
     values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers

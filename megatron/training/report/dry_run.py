@@ -38,8 +38,7 @@ Rows = Iterator[tuple[str, Any]]
 
 def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
     """Return (unpadded vocabulary size, its source): --vocab-size, the byte-level size, or the entries of --vocab-file
-    (JSON or one per line). Returns (None, "unknown") if the tokenizer must be built or the file is unreadable. Never
-    raises."""
+    (JSON or one per line). Returns (None, "unknown") if the tokenizer must be built or the file is unreadable."""
     if cfg.vocab_size is not None:
         return cfg.vocab_size, "--vocab-size"
     if cfg.tokenizer_type == "ByteLevelTokenizer":

@@ -225,8 +225,8 @@ LAYER_INPUTS = "inputs of recomputed layers"
 
 def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> dict[str, float]:
     """Return the bytes of :func:`stage_activations` by the name of the piece that saves them (``attention``,
-    ``feed-forward`` …) for one micro-batch. Full recomputation keeps layer inputs only, as :data:`LAYER_INPUTS`. Omits
-    zero entries."""
+    ``feed-forward`` …) for one micro-batch. With full recomputation, recomputed layers count by their inputs only, as
+    :data:`LAYER_INPUTS`. Omits zero entries."""
     layers, recomputed = layers_held(model, stage), _recomputed(cfg)
     full = cfg.recompute_granularity == "full"
     found: dict[str, float] = defaultdict(float)

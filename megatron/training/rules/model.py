@@ -17,8 +17,8 @@ def architecture_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def custom_layers_are_found(cfg: PretrainConfig) -> Problems:
-    """Import the module that --spec names, which runs its code; reject --spec if the import fails. ``--spec local`` and
-    no --spec need no import."""
+    """Import the object that --spec names, which runs its module's code; reject --spec if the import fails. ``--spec
+    local`` and no --spec need no import. Does not check what the object is."""
     if cfg.spec in (None, ["local"]):
         return
     try:

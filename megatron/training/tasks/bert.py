@@ -35,7 +35,7 @@ class BertTask(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`BertModel` from the flags, on the CPU, with the order head unless
+        """Build this pipeline stage of a :class:`BertModel` from the flags, with the order head unless
         --bert-no-binary-head. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)

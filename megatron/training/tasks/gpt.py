@@ -31,8 +31,8 @@ class GPTTask(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`GPTModel` from the flags, on the CPU, with the layers of --spec, if
-        set, and MTP layers. Initial weights depend only on the seed and parameter names, not on the layout."""
+        """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
+        layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config, own = core_transformer_config_from_args(cfg), layers_of_spec(cfg)
         engine = cfg.transformer_impl == "transformer_engine"

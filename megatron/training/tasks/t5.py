@@ -24,8 +24,8 @@ class T5Task(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`T5Model` from the flags, on the CPU; encoder and decoder share one
-        configuration. Initial weights depend only on the seed and parameter names, not on the layout."""
+        """Build this pipeline stage of a :class:`T5Model` from the flags; encoder and decoder share one configuration.
+        Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)
         encoder, decoder = get_t5_block_specs(

@@ -46,8 +46,8 @@ class SyntheticSamples(RandomSamples):
 
 
 def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) -> type[LanguageModelTask]:
-    """Return a subclass of ``task_class`` that trains on endless :class:`SyntheticSamples`, with the fixed
-    ``vocab_size`` and random text lengths, without tokenizer and files. It has no validation and test data."""
+    """Return a subclass of ``task_class`` that trains on :class:`SyntheticSamples`, with the fixed ``vocab_size`` and
+    random text lengths, without tokenizer and files. It has no validation and test data."""
 
     class OnSyntheticData(task_class):  # type: ignore[misc, valid-type]
         @property
