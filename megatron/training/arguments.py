@@ -61,7 +61,8 @@ def parse_args(
     needs_data: bool = True,
     model_family: str = "gpt",
 ) -> PretrainConfig:
-    """Return the settings of a command line, not yet resolved (see :func:`validate_args`).
+    """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
+    --yaml-cfg, which takes precedence over ``args_defaults``. Rank 0 logs renamed and ineffective flags as warnings.
 
     Args:
         argv: the command line without the program; None: this program's.
@@ -120,8 +121,9 @@ def parse_args(
 
 
 def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
-    """Return the resolved settings of a run on ``world_size`` ranks, with all derived settings filled in. ``announce``:
-    log overridden and ineffective flags.
+    """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
+    A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.
+    ``announce``: log overridden and ineffective flags.
 
     Raises:
         ConfigError: lists every contradiction and every setting that is not available.

@@ -20,7 +20,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 def layers_of_spec(cfg: PretrainConfig) -> Any:
     """Return the layers that ``--spec`` names: a spec for all layers, specs per layer, or the result of a function,
-    which receives the library's configuration if it has a ``config`` parameter. None without ``--spec``.
+    which receives the library's configuration if it has a ``config`` parameter. None without ``--spec`` or with
+    ``--spec local``. Imports the named module.
 
     Raises:
         UserError: ``--spec`` names another kind of object.

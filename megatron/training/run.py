@@ -71,10 +71,11 @@ TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
 def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
-    """Train ``make_task(cfg, tokenizer)`` with ``cfg`` (parsed, not yet resolved); return the exit code. ``hooks``
-    observe the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A
-    ``UserError`` (flags, data, checkpoints, environment) is reported as one message and a non-zero code;
-    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and propagates."""
+    """Train ``make_task(cfg, tokenizer)`` with ``cfg`` (parsed, not yet resolved); return the exit code. First applies
+    the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
+    the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
+    (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG
+    adds the traceback. Any other exception is a bug and propagates."""
     initialize.configure_logging(cfg.logging_level)
     initialize.show_crashes()
     try:

@@ -44,7 +44,8 @@ class TrainedModel:
 
 
 def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel:
-    """Return model, settings and tokenizer of a --save directory or a Hugging Face folder.
+    """Return model (evaluation mode, single process), settings and tokenizer of a --save directory, or of a Hugging
+    Face folder if there is no checkpoint and ``step`` is None. Loads weights only.
 
     Args:
         folder: value for --load.

@@ -110,9 +110,11 @@ class Trainer:
         return self.last_mark - before
 
     def _update(self, size: int) -> StepMetrics:
-        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer. Waits for the
-        device only with fp16 (loss scale on the host) and with --no-check-for-nan-in-loss-and-grad (counts skipped
-        steps)."""
+        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer; return the
+        measurements, with a learning rate of 0. With fp16 and with --no-check-for-nan-in-loss-and-grad waits for the
+        device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
+        iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
+        the loss."""
         optimizer = self.parts.optimizer
         local, sums, factor, statistics = self._forward_backward(size)
         self.return_memory(1)
@@ -148,8 +150,10 @@ class Trainer:
         return metrics
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
-        """Accumulate and reduce the gradients of the global batch in ``main_grad``. Returns local losses, losses over
-        all ranks, the factor that normalizes the gradients to the mean loss per valid token, and module statistics."""
+        """Zero ``main_grad``, then accumulate and reduce the gradients of the global batch in it. Collective: losses
+        are broadcast over the pipeline and all-reduced over ``dp_cp``. Returns local losses, losses over all ranks, the
+        factor that normalizes the gradients to the mean loss per valid token (not yet applied), and module
+        statistics."""
         parts, cfg = self.parts, self.cfg
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients in range until the true count is known
         for chunk in parts.model:

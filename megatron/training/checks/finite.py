@@ -69,8 +69,9 @@ class FiniteCheck:
         self._waiting.append(_Iteration(iteration, consumed_samples, list(losses), values, copied))
 
     def read(self, keep: int = 0) -> None:
-        """Raise for the first skipped iteration; leave the newest ``keep`` unread. Waits for their copies. Raises
-        :class:`NonFiniteError`, or UserError if no token contributed to the loss."""
+        """Check the noted iterations in order, except the newest ``keep``, and raise for the first one with an invalid
+        value. Waits for their copies only. Raises UserError if no token contributed to the loss,
+        :class:`NonFiniteError` for a loss sum or a gradient norm that is not finite."""
         while len(self._waiting) > keep:
             each = self._waiting.popleft()
             if each.copied is not None:

@@ -69,10 +69,11 @@ def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitRea
 def decide(
     cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
-    """Return the reason to stop after ``state.iteration``, or None. All ranks must pass the same arguments. ``elapsed``
-    is in seconds since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is
-    ignored before ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time
-    limit takes precedence, because the final evaluation would exceed the time slice."""
+    """Return the first reason to stop after ``state.iteration``, or None: a signal, --exit-duration-in-mins, the end of
+    --train-iters or --train-samples, --exit-interval. All ranks must pass the same arguments. ``elapsed`` is in seconds
+    since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is ignored before
+    ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time limit takes
+    precedence, because the final evaluation would exceed the time slice."""
     if received is not None:
         # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
         code = 0 if cfg.save is not None or cfg.exit_signal_handler else 128 + received

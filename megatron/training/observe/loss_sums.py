@@ -43,8 +43,9 @@ class LossSums:
         return self
 
     def share(self, group: Group, names: list[str] | None = None) -> LossSums:
-        """Broadcast the sums from the last rank of the pipeline ``group``, which computes the losses; return self.
-        ``names``: loss names from an earlier call; without them the names are broadcast too (the host waits)."""
+        """Broadcast the sums from the last rank of the pipeline ``group``, which computes the losses, replacing those
+        of the other ranks; return self. ``names``: loss names from an earlier call, from which the last rank must not
+        deviate (UserError); without them the names are broadcast too (the host waits)."""
         if group.size > 1:
             source = group.ranks[-1]
             names = self._agreed_names(group, names)

@@ -277,7 +277,8 @@ class MetricsFile:
 
     def flush(self, durable: bool = False) -> None:
         """Write the queue, so that it survives this process; with ``durable`` also fsync, so that it survives the
-        machine. An fsync blocks training for milliseconds: use it for evaluations, checkpoints and the end only."""
+        machine. Never raises: on an OSError, warn once and keep the queue. An fsync blocks training for milliseconds:
+        use it for evaluations, checkpoints and the end only."""
         if not self.waiting and not (durable and self._unsynced):
             return
         try:

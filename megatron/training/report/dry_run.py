@@ -56,7 +56,9 @@ def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
 
 
 def preflight(cfg: PretrainConfig) -> bool:
-    """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0.
+    """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0. Rank 0 also looks
+    at tokenizer, data files and stored settings. With --use-checkpoint-args or --load-hf only the folders are checked,
+    and the result is False.
 
     Args:
         cfg: parsed, not yet resolved settings.

@@ -58,7 +58,8 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
 def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
 ) -> Any:
-    """Return the tokenizer, or None if the run needs none.
+    """Build the tokenizer, look into the data files, and check that samples can be made of them; return the tokenizer,
+    or None if it was not built. Runs all checks before it raises. Builds no index and no data set.
 
     Args:
         num_samples: wanted of train, valid and test.

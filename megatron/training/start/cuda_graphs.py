@@ -86,7 +86,9 @@ class GraphedForwardBackward:
         num_microbatches: int, loss_transform: Callable[[Tensor], Tensor] | None = None, **shapes: Any,
     ) -> list[MicroBatchResult]:  # fmt: skip
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
-        over data-parallel ranks. Returns the results as clones, since replays overwrite their outputs."""
+        over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; the next one records the first
+        micro-batch, and from then on all are replayed. Copies batches to the device. Returns replayed results as
+        clones, since replays overwrite their outputs."""
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1

@@ -55,9 +55,10 @@ class BertTask(LanguageModelTask):
         return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """Add ``pair_weight`` to the micro-batches: masked tokens per text pair in the global batch, so that the mean
-        over pairs and the mean over masked tokens contribute equally. Collective all-reduce over data-parallel
-        ranks."""
+        """Read the next ``num_microbatches`` batches and return an iterator over copies with ``pair_weight``: masked
+        tokens per text pair in the global batch, so that the mean over pairs and the mean over masked tokens contribute
+        equally. Collective all-reduce over data-parallel ranks. Without the order head, or without data, return
+        ``data_iterator`` unchanged."""
         if not self.cfg.bert_binary_head or data_iterator is None:
             return data_iterator
         batches = list(islice(data_iterator, num_microbatches))
@@ -72,7 +73,8 @@ class BertTask(LanguageModelTask):
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """Extend :meth:`Task.micro_batches` by the row lengths of --use-packed-sequence, which pipeline stages need for
-        p2p; each stage reads all batches. Raises UserError if a row has too many masked tokens."""
+        p2p; for that each stage reads all batches now. If the head predicts masked positions only, a row with too many
+        masked tokens raises UserError when its batch is read."""
         if predicted_per_rank(self.cfg) is not None:
             # checked here: in get_batch the batches of a CUDA graph are already on the device
             data_iterator = map(self._within_bound, data_iterator)

@@ -77,8 +77,9 @@ class Trace(NamedTuple):
 def trace(
     cfg: PretrainConfig, make_task: Callable[[PretrainConfig], Task], groups: ProcessGroups, steps: int
 ) -> Iterator[Trace]:
-    """Train ``steps`` steps on the ranks of ``groups`` and yield a trace per step. Weights are live tensors, and the
-    list of gradients is reused: read both before the next step."""
+    """Build the run's components, train ``steps`` steps on the ranks of ``groups`` and yield a trace per step, after
+    one of the initial weights. Collective. Gradients are this rank's reduced shards, times the gradient factor. Weights
+    are live tensors, and the list of gradients is reused: read both before the next step."""
     parts = build_components(cfg, make_task(cfg), groups)
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update

@@ -176,9 +176,9 @@ class Monitor(threading.Thread):
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
     def _judge(self, rank: int) -> Failure | None:
-        """Return a failure of ``rank`` if its heartbeat stopped, or None. If its main thread makes no progress, ask all
-        ranks for their stacks (blocks up to ``limits.spreading`` s); the returned failure may then name another
-        rank."""
+        """Return a failure of ``rank`` if its heartbeat stopped, or None; None if it has finished. If its main thread
+        makes no progress, ask all ranks for their stacks (blocks up to ``limits.spreading`` s); the returned failure
+        may then name another rank."""
         heartbeat = self.store.heartbeat(rank) or UNHEARD
         if self.store.finished(rank):
             return None
@@ -225,7 +225,8 @@ class Monitor(threading.Thread):
         """Report the main thread's error and wait until other ranks know, since this process may host the store. Called
         by the main thread; blocks. If the error may only be a ``consequence`` of another rank's failure, wait until
         that rank is found, else declare the rank with the least progress. If another rank failed first, the process
-        ends in this call. Otherwise call ``speak`` before declaring: a launcher may end this process right after."""
+        ends in this call. If the failure is this rank's or common to all, call ``speak`` before declaring it: a
+        launcher may end this process right after."""
         self.own_error = own.failure.detail
         self.wake.set()
         if consequence:
