@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
     """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages, whose virtual rank is
-    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes. Raises UserError if
-    sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
+    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes. Raises UserError
+    if sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
     pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
