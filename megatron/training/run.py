@@ -231,8 +231,8 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
 
 def _train_and_evaluate(trainer: Trainer) -> int:
     """Train, unless --skip-train is set, then run the final validation and test; return the exit code,
-    UNSAVED_EXIT_CODE if the last save failed. An interrupted run skips remaining evaluations and logs a warning.
-    Collective."""
+    UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end skips the final evaluations, and a
+    signal skips the remaining ones. Collective."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
     if not cfg.skip_train:

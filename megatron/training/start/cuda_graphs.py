@@ -41,9 +41,9 @@ Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
 
 
 def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-    """Capture ``run`` as a CUDA graph on ``stream`` without executing it. Return a function that replays it on the
-    current stream and returns the captured output tensors, always the same ones, overwritten by each replay. Other
-    threads may use CUDA meanwhile."""
+    """Call ``run`` once under CUDA graph capture on ``stream``: its kernels are recorded, not executed. Return a
+    function that replays them on the current stream and returns the captured output tensors, always the same ones,
+    overwritten by each replay. Other threads may use CUDA meanwhile."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
