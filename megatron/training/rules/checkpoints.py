@@ -49,8 +49,8 @@ def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
 
 def save_folder_is_unused_without_load(cfg: PretrainConfig) -> Problems:
     """Reject a --save folder that already holds ``iter_NNNNNNN`` checkpoints if --load is not set; the message names
-    the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py``
-    compares the folders if --load is set."""
+    the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py`` checks
+    the other cases, such as another --load folder."""
     if cfg.save is None or cfg.load is not None or cfg.skip_train or cfg.start_over or cfg.dry_run:
         return
     found = glob.glob(os.path.join(glob.escape(cfg.save), "iter_" + "[0-9]" * 7))
