@@ -52,11 +52,9 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand ``argv[0]``; return the exit code.
-
-    Args:
-        argv: subcommand and its arguments; None: this process's command line.
-    """
+    """Run the subcommand ``argv[0]`` (pretrain or a tool); return the exit code. ``argv`` None means this process's
+    command line. Help and --version are printed here. An unknown or missing subcommand gives EXIT_BAD_INPUT and a
+    message on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         (sys.stdout if words else sys.stderr).write(usage())
@@ -76,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_tool(name: str, arguments: Sequence[str]) -> int:
-    """Run a tool; an error that the user can fix ends in one message and :data:`EXIT_BAD_INPUT`."""
+    """Import and run a tool of :data:`TOOLS`; return its exit code. UserError and OSError become one message on stderr
+    and the error's exit code or :data:`EXIT_BAD_INPUT`; a closed pipe gives 1, Ctrl-C 130. Other errors propagate."""
     try:
         return import_module(f"megatron.tools.{TOOLS[name][0]}").main(arguments)
     except BrokenPipeError:
@@ -96,7 +95,8 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 def pretrain(arguments: Sequence[str]) -> int:
-    """Train the model family ``arguments[0]``; with --nproc, replace this process by torchrun."""
+    """Train the model family ``arguments[0]`` in this process; return the exit code. With --nproc, replace this process
+    by torchrun instead and never return. Help, an unknown family or a bad --nproc value prints a message."""
     if not arguments or arguments[0] not in MODELS:
         asked = {"-h", "--help"} & set(arguments[:1])
         (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE)

@@ -24,6 +24,8 @@ def git_commit(root: Path = ROOT) -> str | None:
 
 
 def _checked_out(root: Path) -> str | None:
+    """Return the commit hash that HEAD of the checkout ``root`` names, also in a linked worktree and for packed
+    references; None if the branch has no commit. Raises OSError for missing files."""
     folder = root / ".git"
     if folder.is_file():  # a linked worktree: "gitdir: FOLDER"
         folder = root / folder.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
@@ -40,7 +42,8 @@ def _checked_out(root: Path) -> str | None:
 
 
 def _installed(root: Path) -> str | None:
-    """Read the commit that pip recorded for ``pip install git+URL``."""
+    """Return the commit that pip recorded for ``pip install git+URL``; None if the package is not installed, or
+    ``root`` is not the installed copy. Raises KeyError if pip recorded no commit."""
     try:
         found = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError:

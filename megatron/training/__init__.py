@@ -15,6 +15,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of ``__all__`` from its ``megatron.compat`` module on first access. Raises AttributeError for any
+    other name. Does not store the result in this module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {"print_rank_0": "training_utils", "print_rank_last": "training_utils",

@@ -61,7 +61,8 @@ def parse_args(
     needs_data: bool = True,
     model_family: str = "gpt",
 ) -> PretrainConfig:
-    """Return the settings of a command line, not yet resolved (see :func:`validate_args`).
+    """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
+    --yaml-cfg, which takes precedence over ``args_defaults``. Rank 0 logs renamed and ineffective flags as warnings.
 
     Args:
         argv: the command line without the program; None: this program's.
@@ -120,8 +121,9 @@ def parse_args(
 
 
 def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
-    """Return the resolved settings of a run on ``world_size`` ranks, with all derived settings filled in. ``announce``:
-    log overridden and ineffective flags.
+    """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
+    A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.
+    ``announce``: log overridden and ineffective flags.
 
     Raises:
         ConfigError: lists every contradiction and every setting that is not available.
@@ -141,7 +143,9 @@ def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True
 
 @contextmanager
 def exit_on_config_error(prog: str = "") -> Iterator[None]:
-    """Turn a :class:`ConfigError` into a list of problems on stderr (rank 0 only) and exit status 2."""
+    """Turn a :class:`ConfigError` in the body into ``SystemExit`` with status 2, after reporting it to the launcher.
+    Rank 0 prints the list of problems on stderr; other ranks only wait ``SECONDS_TO_SPEAK`` first, so that rank 0 can
+    print. Other errors pass."""
     try:
         yield
     except ConfigError as error:
@@ -176,7 +180,8 @@ def log_arguments(cfg: PretrainConfig) -> None:
 
 
 def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
-    """Return settings sorted by name, with dots up to column 48: all, or those passed or different from defaults."""
+    """Return a text of settings sorted by name, with dots up to column 48 and a title: all settings, or only those that
+    were passed or differ from defaults. Includes a script's custom flags and the derived ``params_dtype``."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     values["explicit"] = " ".join(sorted(values["explicit"])) or None
     if not everything:
@@ -204,6 +209,9 @@ def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Prob
 
 
 def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:
+    """Read the file of --yaml-cfg; return (field -> value, problems), both empty for None. A missing PyYAML, an
+    unreadable file, or content that is no mapping gives one problem and no values; otherwise each bad entry gives a
+    problem with the path in front. Does not raise."""
     if path is None:
         return {}, []
     if importlib.util.find_spec("yaml") is None:
@@ -250,7 +258,9 @@ class _ExtraFlags:
         self.defaults = {name: value for name, value in changed.items() if value != fields[name]}
 
     def read(self, found: Sequence[Segment]) -> tuple[dict[str, Any], list[Problem]]:
-        """Return the values of the script's custom flags, including defaults, and problems."""
+        """Parse the segments ``found`` with the script's custom flags only. Return (values by dest, including defaults,
+        no problems), or ({}, [one problem]) if argparse rejects them. Without custom flags both are empty. Does not
+        exit."""
         if not self.actions:
             return {}, []
         parser = _RaisingParser(add_help=False, allow_abbrev=False)

@@ -35,7 +35,8 @@ PROGRAMS = {
 
 
 def pretrain(name: str, called: str, argv: Sequence[str] | None = None) -> int:
-    """Run the program ``name``; return the exit code.
+    """Run the program ``name``; return the exit code. Raises SystemExit with status 2, after a list of problems on
+    stderr, for a wrong configuration, and with 0 after --help or --version. A dry run returns 0.
 
     Parses the command line first, so that ``--help`` and wrong flags are answered before torch is imported.
 

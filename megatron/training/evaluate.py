@@ -30,8 +30,9 @@ class EvalSet:
 
 
 def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
-    """Return a provider's validation or test data (None, one data set or a list) as named sets. Raises UserError for a
-    different number of names."""
+    """Return a provider's validation or test data (None, one data set or a list) as named sets. A single data set has
+    no name; lists use ``names`` or their indices and drop None entries. Raises UserError if the number of names
+    differs."""
     if dataset is None:
         return []
     if not isinstance(dataset, list | tuple):
@@ -70,7 +71,9 @@ class Evaluator:
                 chunk.train()
 
     def _losses(self, eval_set: EvalSet) -> dict[str, float]:
-        """Return the mean losses of one set; broadcast over the pipeline, all-reduced over ``dp_cp``."""
+        """Run forward passes over one set; return the mean of each loss as floats, equal on all ranks. Sums are
+        broadcast over the pipeline and all-reduced over ``dp_cp``; waits for the device. Raises UserError if no token
+        contributes to the loss."""
         device = training_device()
         sampler = EvalSampler(self.shard, self.cfg.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)

@@ -30,6 +30,8 @@ class _RankFilter(logging.Filter):
         self.rank = rank
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Drop records below WARNING on ranks other than 0, and put the rank in front of the message of those that
+        pass, in place and once. Rank 0 passes all records unchanged."""
         if self.rank and record.levelno < logging.WARNING:
             return False
         if self.rank and not getattr(record, "rank_marked", False):
@@ -46,7 +48,9 @@ def show_crashes() -> None:
 
 
 def configure_logging(level: int | None = None) -> None:
-    """Send the library's log to stdout: rank 0 in full, other ranks only warnings and errors."""
+    """Send the log of the ``megatron`` loggers to stdout at ``level`` (None: INFO): rank 0 in full, other ranks only
+    warnings and errors with a rank prefix. Replaces the handler of an earlier call and stops propagation to the root
+    logger."""
     library = logging.getLogger("megatron")
     library.setLevel(logging.INFO if level is None else level)
     library.propagate = False
@@ -102,7 +106,9 @@ def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> N
 
 
 def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) -> ProcessGroups:
-    """Set up device, process groups and seeds for a resolved configuration; return this rank's groups. Collective."""
+    """Set the CUDA device, environment defaults and deterministic mode, start torch.distributed (with ``store``; None:
+    from the environment), create all process groups, then seed python, numpy and torch. Return this rank's groups.
+    Collective over all ranks."""
     if cfg.deterministic_mode:
         make_deterministic()
     set_cuda_defaults()

@@ -20,7 +20,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 def layers_of_spec(cfg: PretrainConfig) -> Any:
     """Return the layers that ``--spec`` names: a spec for all layers, specs per layer, or the result of a function,
-    which receives the library's configuration if it has a ``config`` parameter. None without ``--spec``.
+    which receives the library's configuration if it has a ``config`` parameter. None without ``--spec`` or with
+    ``--spec local``. Imports the named module.
 
     Raises:
         UserError: ``--spec`` names another kind of object.
@@ -40,7 +41,9 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
 
 
 def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:
-    """Return the branch names of each layer of :func:`layers_of_spec`; None: names of a standard decoder layer."""
+    """Return the branch names of each layer: encoder then decoder layers for T5, else from --spec or
+    --use-parallel-residual. None: standard decoder layers. Imports torch for --spec; raises UserError if --spec is
+    invalid."""
     if cfg.model_family == "t5":
         return [ENCODER_LAYER] * cfg.num_layers + [DECODER_LAYER] * (cfg.decoder_num_layers or cfg.num_layers)
     if not (specs := specs_of_layers(cfg)):
@@ -68,7 +71,8 @@ PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.p
 
 
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
-    """Return the model description of resolved settings; ``vocab_size`` 0 means unknown."""
+    """Return the model description of resolved settings, torch-free unless --spec is set. ``vocab_size`` is unpadded; 0
+    means unknown. BERT's head is counted at the masked positions it computes, not at all tokens."""
     spec = layers_of_spec(cfg) if cfg.model_family == "gpt" else None
     described = describe_family(cfg, cfg, vocab_size, spec=spec)
     if cfg.model_family != "bert":

@@ -13,7 +13,8 @@ from megatron.training.config.resolve import needs_built_in_layers, overlaps_wit
 
 
 def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
-    """Yield one sentence per overridden or ineffective flag.
+    """Yield one sentence per setting that was chosen, overridden or has no effect: backend, split, overlaps,
+    tensor-parallel flags, layer implementation, strictness and flags of other features. Logs nothing.
 
     Args:
         given: settings as parsed.
@@ -38,6 +39,8 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
 
 
 def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+    """Yield a notice if built-in layers replace Transformer Engine, with the flags that need them, and one if attention
+    dropout makes attention built-in although the other layers use Transformer Engine."""
     if given.transformer_impl != resolved.transformer_impl:
         reasons = ", ".join(needs_built_in_layers(resolved))
         asked = f"--transformer-impl {given.transformer_impl}"
@@ -71,7 +74,9 @@ def _strictly(given: PretrainConfig) -> Iterator[str]:
 
 
 def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
-    """Yield notices about flags that have no effect with the other settings."""
+    """Yield notices about flags that have no effect with the other settings: saving without --save, recompute sizes,
+    FSDP, latent attention, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also notes
+    extra learned positions with latent attention, and the flex dispatcher."""
     saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
     for field in (*saving, "async_save"):
         value = getattr(given, field)

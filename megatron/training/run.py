@@ -71,10 +71,11 @@ TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
 def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
-    """Train ``make_task(cfg, tokenizer)`` with ``cfg`` (parsed, not yet resolved); return the exit code. ``hooks``
-    observe the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A
-    ``UserError`` (flags, data, checkpoints, environment) is reported as one message and a non-zero code;
-    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and propagates."""
+    """Train ``make_task(cfg, tokenizer)`` with ``cfg`` (parsed, not yet resolved); return the exit code. First applies
+    the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
+    the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
+    (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG
+    adds the traceback. Any other exception is a bug and propagates."""
     initialize.configure_logging(cfg.logging_level)
     initialize.show_crashes()
     try:
@@ -101,7 +102,9 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
 
 
 def _refuse(error: UserError) -> int:
-    """Report an error that the user must fix; return the exit code."""
+    """Report an error that the user must fix to the launcher and, unless it was reported, on stderr; return its exit
+    code. Configuration errors, equal on all ranks, are printed by rank 0 only. MEGATRON_LOGGING_LEVEL=DEBUG adds the
+    traceback. Does not raise."""
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
     tell_launcher(error_message(error))
@@ -112,7 +115,9 @@ def _refuse(error: UserError) -> int:
 
 
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
-    """Initialize, build, train and evaluate; return the exit code. Failures reach the watchdog before hooks close."""
+    """Initialize, check inputs, build, train and evaluate; return the exit code (1 if a hook failed to produce a
+    requested result). Collective. A failed allocation becomes an OutOfMemory report. Failures reach the watchdog before
+    hooks close; the process groups stay."""
     with ExitConditions(cfg) as exits:  # a signal during startup stops the run before its first iteration
         groups = initialize.initialize_megatron(cfg, watchdog.store)
         tokenizer = _checked_inputs(cfg, groups.world)
@@ -151,8 +156,9 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
 
 
 def _train_and_close(trainer: Trainer, watchdog: Watchdog) -> int:
-    """Train and evaluate, close hooks and the checkpointer, and return the exit code. A failure reaches the watchdog
-    before anything is closed."""
+    """Train and evaluate, then close hooks and the checkpointer in any case (waits for a background save); return the
+    exit code. A failure reaches the watchdog before anything is closed, and is replaced by the error that explains it
+    (`_cause`) if there is one."""
     parts = trainer.parts
     try:
         return _train_and_evaluate(trainer)
@@ -224,7 +230,9 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
 
 
 def _train_and_evaluate(trainer: Trainer) -> int:
-    """Train, then run the final evaluations unless the run was interrupted; return the exit code."""
+    """Train, unless --skip-train is set, then run the final validation and test; return the exit code,
+    UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end skips the final evaluations, and a
+    signal skips the remaining ones. Collective."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
     if not cfg.skip_train:
@@ -243,7 +251,9 @@ def _train_and_evaluate(trainer: Trainer) -> int:
 
 
 def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
-    """Build model, optimizer, schedule, checkpointer and data, and load the initial checkpoint. Collective."""
+    """Build model, data-parallel wrappers, optimizer, schedule (None with --skip-train), checkpointer and data, and
+    load the initial checkpoint or Hugging Face weights. Logs kernels and parameter counts. Collective. Releases the
+    lock of --save if loading fails."""
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model)
     report_parameters(model, groups)
@@ -263,7 +273,9 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
 
 
 def _load(parts: Components, cfg: PretrainConfig) -> Components:
-    """Fill ``parts`` with the checkpoint's state and the data; return it."""
+    """Load the checkpoint, or without one --load-hf weights, then build the data sets, the training iterator at the
+    checkpoint's position, and the evaluation sets. Changes ``parts`` in place and returns it. Collective. Raises
+    UserError for bad custom samples."""
     task, groups = parts.task, parts.groups
     state = parts.checkpointer.load()
     if state is None and cfg.load_hf:
@@ -279,7 +291,9 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
 
 
 def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
-    """Check the first samples of data sets from a custom task, unless the task has a custom ``get_batch`` too."""
+    """Check the first sample of each data set from a task with a custom data set provider. Skips tasks that also have a
+    custom ``get_batch``, the external loader, and lists of validation sets. Raises UserError for missing keys, shapes
+    or dtypes."""
     cls = type(task)
     own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
     provider, get_batch = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
@@ -292,7 +306,8 @@ def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
 
 
 def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
-    """Return the optimizer settings of a run."""
+    """Return the optimizer settings of a run, copied from the resolved flags: learning rates, regularization,
+    precision, Apex parts and sharding. Reads no model and changes nothing."""
     return OptimizerConfig(
         **(group_values(RegularizationConfig, cfg) | group_values(MixedPrecisionConfig, cfg)),
         lr=cfg.lr,
@@ -307,7 +322,8 @@ def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
-    """Return the description of the run for hooks at the start."""
+    """Return the description of the run and this process that hooks receive in ``on_train_start``. ``state`` is the
+    live object, not a copy; unset --train-iters gives 0. Names the GPU, or "CPU"."""
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
@@ -317,8 +333,9 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
 
 
 def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
-    """Return an iterator over this rank's micro-batches from the checkpoint's position. Raises UserError without
-    data."""
+    """Return an iterator over this rank's micro-batches {name: tensor}, from the checkpoint's position on. ``single``
+    raises UserError when the samples are used up; ``cyclic`` reshuffles each epoch; ``external`` iterates ``dataset``
+    from its start. Raises UserError without data."""
     if cfg.dataloader_type == "external":
         return iter(dataset)
     if dataset is None:

@@ -56,7 +56,8 @@ def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
 
 
 def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
-    """Raise ``CheckpointError`` if the settings belong to another model family; settings without a family are GPT's."""
+    """Raise ``CheckpointError`` if the stored settings belong to another model family; the message names the programs
+    that train it. Settings without ``model_family`` count as GPT. Compares nothing else."""
     family = stored.get("model_family", "gpt")
     if family != model_family:
         programs = [program for program, trained in PROGRAMS.items() if trained == family]
@@ -112,7 +113,8 @@ def settings_to_compare(architecture: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
-    """Raise CheckpointError unless the dense MLP width equals expert width x granularity."""
+    """For upcycling, raise CheckpointError unless the dense checkpoint's ffn_hidden_size equals --moe-ffn-hidden-size x
+    --moe-upcycling-granularity. Passes if either width is unknown. The message names a fix."""
     dense, width, slices = args.get("ffn_hidden_size"), cfg.moe_ffn_hidden_size, cfg.moe_upcycling_granularity
     if width is None or not isinstance(dense, int) or dense == width * slices:
         return
@@ -162,7 +164,9 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
 
 
 def _named_checkpoint(folder: str | None, step: int | None) -> str | None:
-    """Return the directory that --ckpt-step or the tracker of ``folder`` names; None if it does not exist."""
+    """Return the checkpoint directory that ``step`` (--ckpt-step), or else the tracker of ``folder``, names. Returns
+    None if ``folder`` is None, the tracker is missing or unreadable, or the directory does not exist. Never raises
+    these errors."""
     if folder is None:
         return None
     with suppress(OSError, CheckpointError):

@@ -44,7 +44,8 @@ class TrainedModel:
 
 
 def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel:
-    """Return model, settings and tokenizer of a --save directory or a Hugging Face folder.
+    """Return model (evaluation mode, single process), settings and tokenizer of a --save directory, or of a Hugging
+    Face folder if there is no checkpoint and ``step`` is None. Loads weights only.
 
     Args:
         folder: value for --load.
@@ -69,6 +70,9 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
 
 
 def _load_hugging_face(folder: str, tool: str) -> TrainedModel:
+    """Return the model of a Hugging Face folder on this process's device, in evaluation mode, with settings from its
+    config.json. Sequence lengths are the model's maximum positions. Raises UserError for a family of another tool, or
+    without a tokenizer."""
     family = _checked_family(load_hf_settings(folder), folder, tool)
     cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED], needs_data=False, model_family=family))
     if cfg.tokenizer_type is None:

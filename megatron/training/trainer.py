@@ -53,7 +53,9 @@ class Trainer:
         """Iteration and results of the last evaluation of the validation sets."""
 
     def train(self) -> conditions.ExitReason:
-        """Run iterations, evaluations and saves until the first reason to stop; return that reason. Collective."""
+        """Run iterations, evaluations and saves until the first reason to stop; log and return that reason. Checks
+        before the first iteration, so that a complete run makes none. An exit condition saves before it stops, if
+        --save is set. Collective; hooks are called, but not started or closed."""
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
         self.restart_timer()
@@ -76,7 +78,9 @@ class Trainer:
         return reason
 
     def train_step(self) -> StepMetrics:
-        """Run one optimizer step on one global batch and update the counters; return its measurements."""
+        """Run one optimizer step on one global batch, set the learning rate before it, and update the counters; return
+        its measurements, which may still be device tensors. Batches of --iterations-to-skip are only read.
+        Collective."""
         size = batch_sizes.running_global_batch_size(
             self.cfg, self.state.consumed_train_samples, self.cfg.data_parallel_size
         )
@@ -106,9 +110,11 @@ class Trainer:
         return self.last_mark - before
 
     def _update(self, size: int) -> StepMetrics:
-        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer. Waits for the
-        device only with fp16 (loss scale on the host) and with --no-check-for-nan-in-loss-and-grad (counts skipped
-        steps)."""
+        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer; return the
+        measurements, with a learning rate of 0. With fp16 and with --no-check-for-nan-in-loss-and-grad waits for the
+        device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
+        iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
+        the loss."""
         optimizer = self.parts.optimizer
         local, sums, factor, statistics = self._forward_backward(size)
         self.return_memory(1)
@@ -144,8 +150,10 @@ class Trainer:
         return metrics
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
-        """Accumulate and reduce the gradients of the global batch in ``main_grad``. Returns local losses, losses over
-        all ranks, the factor that normalizes the gradients to the mean loss per valid token, and module statistics."""
+        """Zero ``main_grad``, then accumulate and reduce the gradients of the global batch in it. Collective: losses
+        are broadcast over the pipeline and all-reduced over ``dp_cp``. Returns local losses, losses over all ranks, the
+        factor that normalizes the gradients to the mean loss per valid token (not yet applied), and module
+        statistics."""
         parts, cfg = self.parts, self.cfg
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients in range until the true count is known
         for chunk in parts.model:
@@ -171,7 +179,9 @@ class Trainer:
         return local_losses, sums, mean_factor(expected_tokens, sums.num_tokens), statistics
 
     def _skip_batch(self, size: int) -> StepMetrics:
-        """Consume a global batch without updating the weights (--iterations-to-skip)."""
+        """Read this rank's micro-batches of a global batch without computing or updating anything
+        (--iterations-to-skip). Counts the samples as skipped and returns metrics with ``skipped`` set and without
+        losses."""
         for _ in range(size // (self.cfg.micro_batch_size * self.parts.groups.dp.size)):
             next(self.parts.train_iterator)  # type: ignore[arg-type]
         self.state.skipped_train_samples += size
@@ -181,6 +191,8 @@ class Trainer:
         )  # fmt: skip
 
     def _count(self, size: int, metrics: StepMetrics) -> None:
+        """Advance ``state`` by one iteration of ``size`` samples and, if the task counts them, its FLOPs. A skipped
+        update counts in ``skipped_iterations`` only if it computed losses, as with fp16 overflows."""
         state = self.state
         state.iteration += 1
         state.consumed_train_samples += size
@@ -190,7 +202,9 @@ class Trainer:
             state.floating_point_operations += self.flops_per_sample * size
 
     def evaluate(self, sets: list[EvalSet] | None = None, name: Any = "validation", final: bool = False) -> None:
-        """Evaluate ``sets`` (default: validation sets) and call the hooks; does nothing without sets. Collective."""
+        """Evaluate ``sets`` (None: the validation sets) and call ``on_evaluate`` of the hooks; does nothing without
+        sets. First raises for non-finite losses so far. A final validation reuses results of this iteration.
+        Collective; waits for the device."""
         sets = self.parts.valid_sets if sets is None else sets
         if not sets:
             return
@@ -206,7 +220,9 @@ class Trainer:
         self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
-        """Return the results of --eval-interval at the last iteration as final ones (same weights and samples)."""
+        """Return copies, marked as final, of the validation results of this same iteration: same weights and samples.
+        Returns None if another evaluation is needed: not final, not validation, none at this iteration, or external
+        data, whose iterators have advanced."""
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation
@@ -234,7 +250,8 @@ class Trainer:
         self.tell_saved(checkpointer.finish_save(wait))
 
     def tell_saved(self, report: SaveReport | None) -> None:
-        """Call the hooks for a finished save if it succeeded."""
+        """Call ``on_saved`` and then ``on_save_timed`` of the hooks for a finished save that succeeded. Does nothing
+        for None or a failed save. Not collective."""
         if report is not None and report.saved:
             self.hooks.on_saved(report.state)
             self.hooks.on_save_timed(
@@ -265,7 +282,8 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def collect_garbage(self, force: bool) -> None:
-        """With --manual-gc, collect garbage here only; ``force`` also disables automatic collection."""
+        """With --manual-gc, run Python's garbage collection every --manual-gc-interval iterations, or now with
+        ``force``, which also disables automatic collection for the process. Does nothing without --manual-gc."""
         if not self.cfg.manual_gc:
             return
         if force:

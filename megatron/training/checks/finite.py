@@ -55,7 +55,9 @@ class FiniteCheck:
     def note(
         self, iteration: int, consumed_samples: int, losses: Mapping[str, Tensor], num_tokens: Tensor, held: Tensor
     ) -> None:
-        """Start to copy loss sums (``name -> [sum, count]``), tokens and ``held`` (bool) to the host asynchronously."""
+        """Queue the values of one iteration for `read`: loss sums (``name -> [sum, count]``, only sums are kept),
+        tokens and ``held`` (bool: update skipped). Starts an asynchronous copy to pinned host memory in fp64; no device
+        sync. Keeps ``held`` for the next `skip_update`."""
         self._held = held
         values = torch.stack([*(pair[0].double() for pair in losses.values()), num_tokens.double(), held.double()])
         copied = None
@@ -67,8 +69,9 @@ class FiniteCheck:
         self._waiting.append(_Iteration(iteration, consumed_samples, list(losses), values, copied))
 
     def read(self, keep: int = 0) -> None:
-        """Raise for the first skipped iteration; leave the newest ``keep`` unread. Waits for their copies. Raises
-        :class:`NonFiniteError`, or UserError if no token contributed to the loss."""
+        """Check the noted iterations in order, except the newest ``keep``, and raise for the first one with an invalid
+        value. Waits for their copies only. Raises UserError if no token contributed to the loss,
+        :class:`NonFiniteError` for a loss sum or a gradient norm that is not finite."""
         while len(self._waiting) > keep:
             each = self._waiting.popleft()
             if each.copied is not None:

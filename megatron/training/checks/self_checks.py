@@ -84,7 +84,8 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
 
 
 def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
-    """Return this rank's rectangles, without replicas that an earlier data-parallel rank reports."""
+    """Return this rank's rectangles as JSON lists [name, global shape, offsets, lengths, virtual stage, tied], without
+    replicas that an earlier data-parallel rank reports. DTensor shards are always included."""
     tied = {(s.tied_to or name) for chunk in chunks for name, p in chunk.named_parameters()
             if (s := getattr(p, "spec", None)) is not None and (s.tied_to or "embedding" in s.grad)}  # fmt: skip
     found = []
@@ -100,7 +101,8 @@ def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> lis
 
 
 def _layers_by_stack(model: ModelDescription | None, num_layers: int) -> Mapping[str, int]:
-    """Return the number of layers by stack name; {"": num_layers} without a description, which matches any stack."""
+    """Return the number of layers by stack name (such as encoder), counted from the parameter names of the description.
+    Returns {"": num_layers} without a description, which matches any stack."""
     found: dict[str, int] = {}
     for branches in () if model is None else model.layers:
         names = {match[1] or "" for branch in branches for each in branch.params if (match := _LAYER.search(each.name))}
@@ -116,8 +118,10 @@ def find_problems(
     model: ModelDescription | None = None,
     task: str = "the task",
 ) -> Iterable[str]:
-    """Yield messages for missing or duplicate parameters. ``num_parameters`` and ``model`` describe the full model
-    (None: unknown); ``task`` is the class name used in messages."""
+    """Yield messages for missing or surplus layers, differences from the description, untied parameters on several
+    stages, different global shapes, rectangles that do not cover a parameter exactly once, and a wrong total count.
+    ``num_parameters`` and ``model`` describe the full model (None: unknown); ``task`` is the class name used in
+    messages."""
     by_name: dict[str, list[Holding]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -149,7 +153,8 @@ def find_problems(
 
 
 def _wrong_layers(held: Iterable[tuple[str, int]], stacks: Mapping[str, int]) -> Iterable[str]:
-    """Yield messages for missing and surplus layers of each stack."""
+    """Yield one message per stack for layers that no rank holds, and one for layers beyond the expected number.
+    ``held``: (stack, 0-based index); messages count from 1. The stack name "" matches all stacks."""
     for stack, num_layers in stacks.items():
         layers = {index for name, index in held if stack in ("", name)}
         of, flag = (f" of the {stack}", "") if len(stacks) > 1 else ("", "--num-layers ")
@@ -160,7 +165,9 @@ def _wrong_layers(held: Iterable[tuple[str, int]], stacks: Mapping[str, int]) ->
 
 
 def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-    """Yield differences in name or shape between built and described parameters."""
+    """Yield differences between built and described parameters: a branch or parameter on no rank, another number of
+    elements, or built names without a description. Layers that are missing completely are left to `_wrong_layers`; tied
+    parameters may be absent."""
     described = {each.name: each.shape for each in model.params() if each.tied_to is None}
     for index, branches in enumerate(model.layers):
         absent = [branch for branch in branches if not any(each.name in built for each in branch.params)]
@@ -188,7 +195,8 @@ def _layers(indices: Sequence[int], of: str = "") -> str:
 def describe_layout(
     grid: RankGrid, pieces: Sequence[Holding], model: ModelDescription | None = None
 ) -> Iterable[str]:  # fmt: skip
-    """Yield lines for the log: the rank grid, and the contents of each pipeline stage."""
+    """Yield lines for the log: the rank grid, the rank groups of each axis with more than one rank (at most 8 lists of
+    8 ranks), and per virtual stage its ranks, contents and parameter count. Logs nothing itself."""
     sizes = " x ".join(f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items())
     yield f"layout: {counted(grid.world_size, 'rank')} = {sizes}; order {grid.order}, fastest first"
     for axis, name in _AXES.items():
@@ -215,7 +223,8 @@ def _shown(lists: Sequence[Sequence[int]]) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Return numbers as ranges: ``1-4, 7``."""
+    """Return sorted numbers as text, with runs of consecutive numbers as ranges: ``1-4, 7``. Two consecutive numbers
+    also form a range. Empty text for no numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -226,7 +235,9 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
-    """Return a stage's contents as text. ``everywhere``: names on all stages; ``branches``: parameter -> branch."""
+    """Return a stage's contents as text: embedding, layer ranges (counted from 1, per stack, with the branches of
+    incomplete layers), final norm, output layer. ``everywhere``: names on all stages; ``branches``: parameter ->
+    branch."""
     names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)
     parts = ["embedding"] if embedding and stage == 0 else []
@@ -274,7 +285,8 @@ class ReplicaCheck(Hook):
         self.check(state)
 
     def check(self, state: TrainState) -> None:
-        """Raise :class:`ReplicasDiffer` on every rank if any replicas differ. Collective over the world."""
+        """Compare all replicated weights and optimizer state of all ranks bit by bit. Raise :class:`ReplicasDiffer` on
+        every rank if any differ; it names parameters and ranks. Collective over the world; waits for the device."""
         parts = self.parts
         found = check_replicas(parts.model, parts.groups, parts.optimizer.replicas())
         everywhere = all_gather_json([list(each) for each in found], parts.groups.world)

@@ -11,7 +11,9 @@ from megatron.core.config.ranges import Dim, Range
 
 
 def parse_split(text: str) -> list[float]:
-    """``"949,50,1"`` -> three shares; stray quotes and spaces are tolerated. ``ValueError`` with the reason."""
+    """Parse ``"949,50,1"``; return exactly three floats (train, validation, test), not normalized, with 0 for missing
+    ones. Accepts ``/`` as separator, stray quotes and spaces. Raises ``ValueError`` with the reason for more than
+    three, negative, non-finite or all-zero numbers."""
     parts = [part for part in text.strip("'\" ").replace("/", ",").split(",") if part.strip("'\" ")]
     try:
         shares = [float(part.strip("'\" ")) for part in parts]

@@ -22,6 +22,8 @@ def environment_problems() -> list[Problem]:
 
 
 def _problems() -> Iterator[Problem]:
+    """Yield a problem per launcher variable (``_RANGES``) that is set but is no integer in its range, and for a RANK or
+    LOCAL_RANK that is not below its world size. Unset variables are no problem."""
     fix = "the launcher sets it; unset it for a run without one"
     readable = {}
     for name, (low, high) in _RANGES.items():

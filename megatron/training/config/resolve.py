@@ -30,7 +30,8 @@ def rank_order(cfg: PretrainConfig) -> str:
 
 
 def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
-    """The frozen settings of a run on ``world_size`` ranks.
+    """Return a copy of ``cfg`` with all derived settings of a run on ``world_size`` ranks filled in, and ``resolved``
+    set. Switches off settings without effect. Neither checks rules nor logs; unreadable values stay for the rules.
 
     Args:
         gpus: whether ranks have GPUs; None: look.
@@ -55,8 +56,9 @@ def _copy(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig:
 
 
 def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
-    """Overlaps of the two halves of a micro-batch that cannot be had, by field, and why: what they overlap, and no
-    result, depends on them."""
+    """Return the requested overlap fields (--tp-comm-overlap, --overlap-moe-expert-parallel-comm) that cannot split a
+    micro-batch into halves, each with the first applicable reason: --use-torch-fsdp2, recomputation of a full layer, or
+    routing that depends on the full micro-batch. `resolve` turns them off; results do not depend on them."""
     whole = {"mlp", "layernorm", "mla_up_proj", "moe", "shared_experts"} & set(cfg.recompute_modules or ())
     reasons = {
         "--use-torch-fsdp2 gathers a layer's weights as a whole": cfg.use_torch_fsdp2,
@@ -70,7 +72,8 @@ def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
 
 
 def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
-    """Return the set flags that built-in layers support and Transformer Engine's layers do not."""
+    """Return the set flags that built-in layers support and Transformer Engine's layers do not, as text for messages;
+    with any of them `resolve` switches --transformer-impl to local. Empty if there are none."""
     tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
     if groups is None:
         groups = 1 if cfg.group_query_attention else cfg.num_attention_heads
@@ -89,7 +92,9 @@ def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
 
 
 def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return settings of features that are not enabled: scripts vary one flag and keep the related flags."""
+    """Return new values that switch off settings of features that are not enabled: save intervals without --save,
+    recompute method and layers without full recomputation, the distributed optimizer under --use-torch-fsdp2. Scripts
+    vary one flag and keep related flags."""
     values: dict[str, Any] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
@@ -102,7 +107,9 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
-    """Defaults for the implementation of layers and for the communication backend."""
+    """Return defaults and corrections: built-in layers where Transformer Engine lacks a flag, nccl or gloo by ``gpus``,
+    selective recomputation for --recompute-activations, no sequence parallelism or TP overlap with one tensor-parallel
+    rank, profile rank 0."""
     values: dict[str, Any] = {}
     if cfg.transformer_impl == "transformer_engine" and needs_built_in_layers(cfg):
         values["transformer_impl"] = "local"
@@ -118,6 +125,9 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
 
 
 def _network(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return the sizes that follow from others: encoder and decoder layers, FFN and expert width, head size, query
+    groups (heads, or 1 for --group-query-attention), embedding init, and a vocabulary multiple of 1 if padding is
+    disabled."""
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
     values: dict[str, Any] = {"num_layers": num_layers, **following_sizes(cfg)}
     values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers
@@ -131,6 +141,8 @@ def _network(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _precision(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return precision settings that follow from others: fp32 gradient reduction unless --grad-reduce-in-bf16, fp32
+    softmax with query-key layer scaling, and no NaN check under fp16 with a dynamic loss scale."""
     values: dict[str, Any] = {}
     if not cfg.grad_reduce_in_bf16:
         values["accumulate_allreduce_grads_in_fp32"] = True
@@ -142,6 +154,8 @@ def _precision(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _data(cfg: PretrainConfig) -> dict[str, Any]:
+    """Return the data settings that follow from others: equal --seq-length and --encoder-seq-length if one is unset,
+    the ``single`` loader, and the default split (1,1,1 for mock data; 969,30,1 for single-source data)."""
     values: dict[str, Any] = {}
     length = cfg.seq_length if cfg.seq_length is not None else cfg.encoder_seq_length
     values["seq_length"] = length
@@ -156,7 +170,9 @@ def _data(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _batches(cfg: PretrainConfig) -> dict[str, Any]:
-    """Needs the sequence length; fills the data-parallel size and the batch sizes."""
+    """Return the data-parallel size (at least 1) and unset batch sizes. The global batch is the last size of a step
+    schedule, else micro-batch x DP; evaluation uses the training sizes, rounded down to a valid size with
+    --decrease-batch-size-if-needed. Needs the sequence length."""
     replica = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
     data_parallel_size = max(cfg.world_size // replica, 1) if replica > 0 else 1
     values: dict[str, Any] = {"data_parallel_size": data_parallel_size}
@@ -180,7 +196,8 @@ def _batches(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
-    """Needs the batch sizes; fills the lengths of training, learning-rate decay and weight-decay ramp."""
+    """Return --train-iters (0 with --skip-train; computed from --train-samples), the decay length, which defaults to
+    the training length in the same unit, and the ends of a constant weight decay. Needs the batch sizes."""
     values: dict[str, Any] = {}
     if cfg.skip_train and cfg.train_iters is None:
         values["train_iters"] = 0
@@ -200,7 +217,8 @@ def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _iterations(cfg: PretrainConfig, samples: int) -> int | None:
-    """None where a batch size is unreadable or too small for the ranks, which rules name."""
+    """Return the iterations that consume ``samples``, including batch-size ramps. Returns None if a batch-size schedule
+    is unreadable or a size is too small for the ranks, which rules report."""
     try:
         plateaus = batch_sizes.batch_size_plateaus(cfg)
     except batch_sizes.ScheduleError:

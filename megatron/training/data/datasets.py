@@ -47,7 +47,8 @@ def samples_per_split(cfg: PretrainConfig) -> NumSamples:
 
 
 def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return the data flags as arguments common to all data set configurations."""
+    """Return the constructor arguments common to all data set configurations: seed, sequence length, blends, split,
+    cache and loading options, tokenizer. Reads the files of --data-args-path; builds no data set."""
     blend, blend_per_split = get_blend_and_blend_per_split(cfg)
     return {
         "random_seed": cfg.seed,
@@ -67,8 +68,9 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def select_data_set(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """Return the data set class of the model family, and its configuration. Without a ``tokenizer`` the data set can
-    select documents but not create samples."""
+    """Return (data set class, its configuration) of the model family; builds no data set. GPT with --mock-data gets its
+    mock class; other families ignore --mock-data here. Without a ``tokenizer`` the data set can select documents but
+    not create samples."""
     options = data_source_options(cfg, tokenizer)
     if cfg.model_family == "gpt":
         bounds = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"

@@ -80,6 +80,9 @@ class TrainSampler:
         self.consumed_samples, self.total_samples = consumed_samples, total_samples
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield this rank's micro-batches as lists of (stream position, data set index), from ``consumed_samples`` on.
+        Follows batch-size changes. Ends before a global batch that exceeds ``total_samples``. Raises UserError if a
+        batch size does not divide."""
         position = self.consumed_samples
         while True:
             size = self.batch_size_at(position)
@@ -119,6 +122,8 @@ class KeyedDataset:
         self.dataset = dataset
 
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+        """Return a shallow copy of sample ``index`` with ``sample_index``, the stream position. For a ``PADDING``
+        index, return sample 0 with a zero loss mask and ``sample_index`` = PADDING."""
         position, index = key
         sample = dict(self.dataset[max(index, 0)])
         if index == PADDING:
@@ -128,7 +133,8 @@ class KeyedDataset:
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stack numpy samples into tensors [b, …]; concatenate ragged ``cu_seqlens`` as bounds in the flattened [b * s]."""
+    """Stack numpy samples into CPU tensors [b, …] by the keys of the first sample; dtypes stay. Concatenate ragged
+    ``cu_seqlens`` into one int32 tensor of bounds in the flattened [b * s] tokens."""
     batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -173,8 +179,9 @@ class _Loader(DataLoader):
 
 
 def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool) -> DataLoader:
-    """Return a DataLoader over ``dataset`` whose iterator yields {name: tensor}, with ``sample_index``. ``sampler``
-    yields lists of (stream position, index). Keeps torch's global generator unchanged."""
+    """Return a torch DataLoader over ``dataset`` whose iterator yields {name: tensor [b, …]} on the host, with
+    ``sample_index``. ``sampler`` yields lists of (stream position, index). Does not advance torch's global generator.
+    Workers ignore the signals that the trainer catches."""
     return _Loader(
         KeyedDataset(dataset),  # type: ignore[arg-type]  # map-style by its keys, not by range(len)
         batch_sampler=sampler,

@@ -36,6 +36,8 @@ def check_first_sample(dataset: Any, expected: Mapping[str, Any], source: str) -
 
 
 def _differences(key: str, value: Any, expected: np.ndarray) -> list[str]:
+    """Return at most one message about ``value``: no array, another shape, or another kind of dtype. Integers must stay
+    integers except in ``loss_mask``; bit width does not matter; floats may also be integers or bool."""
     try:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -69,10 +69,11 @@ def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitRea
 def decide(
     cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
-    """Return the reason to stop after ``state.iteration``, or None. All ranks must pass the same arguments. ``elapsed``
-    is in seconds since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is
-    ignored before ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time
-    limit takes precedence, because the final evaluation would exceed the time slice."""
+    """Return the first reason to stop after ``state.iteration``, or None: a signal, --exit-duration-in-mins, the end of
+    --train-iters or --train-samples, --exit-interval. All ranks must pass the same arguments. ``elapsed`` is in seconds
+    since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is ignored before
+    ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time limit takes
+    precedence, because the final evaluation would exceed the time slice."""
     if received is not None:
         # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
         code = 0 if cfg.save is not None or cfg.exit_signal_handler else 128 + received
@@ -102,7 +103,8 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
 
 
 def as_signal(value: signal.Signals | str | int) -> signal.Signals:
-    """Return the signal for a name ("SIGTERM", "TERM") or number. Raises UserError that names --exit-signal."""
+    """Return the signal for a number, a name ("SIGTERM") or a name without SIG ("TERM"); names are case-sensitive.
+    Raises UserError that names --exit-signal for unknown values."""
     try:
         if isinstance(value, str):
             return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
@@ -142,6 +144,9 @@ class ExitConditions:
         return free | ({as_signal(self.cfg.exit_signal)} if self.cfg.exit_signal_handler else set())
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Handle a caught signal. The first one is only stored, and rank 0 writes a line to stderr. A later SIGINT
+        kills the data-loader workers and exits at once with code 130; one within ``DOUBLE_DELIVERY_SECONDS`` and other
+        signals are ignored."""
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
             if is_first_rank():
@@ -183,7 +188,8 @@ class ExitConditions:
         return elapsed
 
     def close(self) -> None:
-        """Restore the previous handlers; after a signal, ignore all signals but Ctrl-C: the process is exiting."""
+        """Restore the previous signal handlers. If this rank received a signal, ignore all caught signals except SIGINT
+        instead, because the process is exiting. May be called several times."""
         for number, handler in self._previous.items():
             ignored = self.signalled and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ignored else handler)
@@ -255,8 +261,9 @@ def _leaving_flag() -> Any:
 
 
 def agree(elapsed: float, received: int) -> tuple[float, int]:
-    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. Collective all-reduce on
-    the host group, without a device sync."""
+    """Return the maximum ``elapsed`` and the maximum signal number (0: none) over all ranks. Collective all-reduce of a
+    CPU tensor over all ranks (gloo), without a device sync. Returns the arguments without torch.distributed or with one
+    rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return elapsed, received
     over_hosts = dist.get_backend() == "gloo"

@@ -109,6 +109,9 @@ class Hooks(Hook):
         self._tell_all("on_train_start", run)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        """Call ``on_step`` of every hook after each iteration. At log points also call each hook's ``on_steps`` and
+        ``on_log``, hook by hook; this waits for the device once. Collects and reads nothing if no hook overrides these
+        two methods."""
         is_log_point = self._reads and self.interval.add(state, metrics)
         steps = self.interval.unseen() if is_log_point else []
         summary = self.interval.close(state) if is_log_point else None
@@ -150,6 +153,9 @@ class Hooks(Hook):
             self._tell(hook, event, *arguments)
 
     def _tell(self, hook: Hook, event: str, *arguments: Any) -> None:
+        """Call the method ``event`` of one hook. If it raises and the hook has ``only_for`` set, log a warning and
+        remove the hook for the rest of the run; errors of other hooks are raised. Ignores hooks that were removed
+        before."""
         if hook not in self.hooks:
             return
         try:

@@ -61,7 +61,9 @@ def only_for(flag: str, hook: Hook) -> Hook:
 
 
 def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
-    """Return the TensorBoard and wandb hooks; their packages are imported only if requested."""
+    """Return the TensorBoard and wandb hooks that --tensorboard-dir and --wandb-project request, TensorBoard first.
+    Imports their packages only if requested; a failure later disables only that hook. Raises UserError without
+    --wandb-exp-name or a package. Does not check the rank."""
     hooks: list[Hook] = []
     tags = Tags(
         loss_scale=cfg.log_loss_scale_to_tensorboard,
@@ -93,7 +95,8 @@ def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFi
 
 
 def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return the arguments of ``wandb.init``; files go to --wandb-save-dir, else <save>/wandb, else ./wandb."""
+    """Return the arguments of ``wandb.init``: project, name, entity, ``dir`` (--wandb-save-dir, else <save>/wandb, else
+    ./wandb) and ``config``, which holds all settings as JSON types. Creates no folder."""
     default_dir = Path(cfg.save) / "wandb" if cfg.save else Path("wandb")
     return {
         "project": cfg.wandb_project,
@@ -114,7 +117,9 @@ def plain(value: Any) -> Any:
 
 
 def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
-    """Return the hooks of --profile and --record-memory-history on --profile-ranks (default: rank 0)."""
+    """Return the hooks of --profile and --record-memory-history, or an empty list on ranks outside --profile-ranks
+    (default: rank 0). Uses torch's profiler with --use-pytorch-profiler or on a CPU, else CUDA markers for an external
+    profiler. On a CPU, warn that memory history is not recorded."""
     hooks: list[Hook] = []
     if run.rank not in (cfg.profile_ranks or [0]):
         return hooks

@@ -46,7 +46,9 @@ class StdoutHandler(logging.StreamHandler):
 
 
 def stdout_logger() -> logging.Logger:
-    """Return the logger of all printing hooks; its lines go to standard output only."""
+    """Return the logger that all printing hooks share, with one handler that writes plain message lines to the current
+    ``sys.stdout``. Sets its level to INFO and stops propagation, so that log files and the root logger do not receive
+    the lines."""
     lines = logging.getLogger("megatron.training.hooks.stdout")
     if not any(isinstance(handler, StdoutHandler) for handler in lines.handlers):
         lines.addHandler(StdoutHandler())
@@ -56,7 +58,9 @@ def stdout_logger() -> logging.Logger:
 
 
 def training_line(summary: IntervalSummary, train_iters: int, tflops: float | None, now: datetime) -> str:
-    """Return the iteration line. ``tflops`` is per device; None omits the field."""
+    """Return the iteration line of a log interval in Megatron-LM's format: counters, milliseconds per iteration, mean
+    losses, and the last iteration's learning rate, batch size, loss scale and norms. Omits absent norms and, with None,
+    ``tflops`` (per device)."""
     last = summary.last
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {summary.iteration:8d}/{train_iters:8d}",
@@ -83,7 +87,8 @@ def training_line(summary: IntervalSummary, train_iters: int, tflops: float | No
 
 
 def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
-    """Return the evaluation line between two lines of dashes."""
+    """Return three lines: a rule of dashes, one line with value and perplexity of each loss, and the rule again. The
+    line names the split only for final or test results, and the data set if there are several."""
     suffix = f"-{result.dataset}" if result.dataset else ""
     place = f"iteration {iteration}" + (f" on {result.name} set" if result.final or result.name == "test" else "")
     line = f" validation{suffix} loss at {place} | "
@@ -108,7 +113,8 @@ class RemainingTime:
         self.said = 0.0
 
     def line(self, iteration: int, train_iters: int, now: datetime) -> str | None:
-        """Return the line for this log point; None if it is too early or too soon after the last line."""
+        """Return the line with the remaining time and the expected end. Returns None at the first call, which starts
+        the measurement, within ``REMAINING_SECONDS`` after the last line, and at the end of training."""
         seconds = self.clock()
         if self.first is None:
             self.first, self.said = (iteration, seconds), seconds
@@ -135,6 +141,8 @@ class ConsoleHook(Hook):
         self.train_iters = run.train_iters
 
     def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        """Print the iteration line; with a ``throughput``, its TFLOP/s field and a second line with the rates. Print
+        the remaining time on a separate line when it is due."""
         now = datetime.now()
         if self.throughput is None:
             self.lines.info(training_line(summary, self.train_iters, None, now))

@@ -33,7 +33,8 @@ are skipped.
 
 
 def opened_files(datasets: Iterable[Any]) -> Iterator[IndexedDataset]:
-    """Yield the token files inside nested blends, splits and lists of data sets; ignore other types of data sets."""
+    """Yield the `IndexedDataset` objects in ``datasets``, also those nested in lists and in the attributes ``dataset``
+    and ``datasets`` of other objects. Ignores other types and None. May yield one file several times."""
     for dataset in datasets:
         if isinstance(dataset, IndexedDataset):
             yield dataset
@@ -65,7 +66,9 @@ class DataFilesHook(Hook):
         self.check()
 
     def check(self) -> None:
-        """Raise for a truncated file; warn once about any other change, which does not affect the mapped data."""
+        """Compare all files now; raise IndexedDatasetError for a truncated file. Log any other change as a warning,
+        each once; it does not affect the mapped data. Then skip checks at log points until this check has taken at most
+        1 % of the time."""
         start = time.monotonic()
         for data in self.files:
             for change in data.changes():
@@ -77,7 +80,8 @@ class DataFilesHook(Hook):
 
 
 def truncated_file(datasets: Iterable[Any]) -> IndexedDatasetError | None:
-    """Return the error that names a truncated file of ``datasets``, or None if there is no such file."""
+    """Compare all token files inside ``datasets`` with their state when opened; return (not raise) the error of the
+    first truncated file, or None. Ignores other changes."""
     try:
         for data in opened_files(datasets):
             list(data.changes())
@@ -108,6 +112,9 @@ class BusErrorGuard(Hook):
         self._library.signal(signal.SIGBUS, self._previous)
 
     def _report(self, number: int) -> None:
+        """Handle SIGBUS inside the faulting read. If a data file was truncated, print its error, report it to the
+        launcher and exit the process immediately with the error's exit code. Otherwise restore the previous handler and
+        return; the read then faults again."""
         error = truncated_file(self.datasets)
         if error is None:
             self._library.signal(signal.SIGBUS, self._previous)

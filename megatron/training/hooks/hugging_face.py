@@ -45,6 +45,8 @@ class HuggingFaceHook(Hook):
             self._thread.join()
 
     def _convert(self, name: str) -> None:
+        """Convert the checkpoint ``<save>/name`` to ``<save>/hf/name``; runs in the background thread. Logs any error
+        and appends it to ``self.failure``, which the loop reads at the end; never raises."""
         try:
             convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name, self.model_type)
         except Exception as error:  # an exception that ends a thread would go unnoticed

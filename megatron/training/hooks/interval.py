@@ -88,7 +88,9 @@ class Interval:
         return [step for step in steps if not step.metrics.invalid]
 
     def close(self, state: TrainState) -> IntervalSummary | None:
-        """Return the summary of the materialized iterations, or None without any; start the next interval."""
+        """Return the summary of the interval's iterations: mean losses, counts of skipped and NaN iterations, seconds,
+        FLOPs. Returns None if no iteration is valid. Start the next interval in both cases. Call `unseen` first, which
+        materializes the values."""
         steps = [step for step in self.steps if not step.metrics.invalid]
         self.steps, self._num_shown = [], 0
         if not steps:
@@ -107,7 +109,8 @@ class Interval:
 
 
 def mean_losses(steps: list[Step]) -> dict[str, float]:
-    """Return the mean of each loss over the iterations that report it and were not skipped."""
+    """Return the unweighted mean of each loss over the iterations that report it and were not skipped. A loss that no
+    such iteration reports is absent."""
     values: dict[str, list] = {}
     for step in steps:
         if not step.metrics.skipped:

@@ -35,6 +35,8 @@ class ProgressHook(Hook):
         self._append("Starting job")
 
     def on_saved(self, state: TrainState) -> None:
+        """Append a line for the completed checkpoint: iteration, TFLOP/s per GPU of this job and cumulative since the
+        first consecutive job with this number of GPUs, total FLOPs, and billions of tokens."""
         flops = state.floating_point_operations
         job_seconds = time.monotonic() - self.start_time
         first_start, first_flops = self._first_job()
@@ -51,6 +53,8 @@ class ProgressHook(Hook):
         return flops / max(seconds, 1e-9) / self.world_size / 1e12
 
     def _append(self, text: str) -> None:
+        """Append one tab-separated line: time, SLURM job ID, number of GPUs, ``text``. Creates the folder. Logs a
+        warning if the file cannot be written; training continues."""
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now():{TIME_FORMAT}}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n"
         try:
@@ -61,7 +65,9 @@ class ProgressHook(Hook):
             logger.warning("cannot write %s (%s): training continues without this line", self.path, error.strerror)
 
     def _first_job(self) -> tuple[datetime, float]:
-        """Return the start of the first of the last consecutive jobs with this number of GPUs, and the FLOPs before."""
+        """Read ``progress.txt`` and return the start time of the first of the last consecutive jobs with the same
+        number of GPUs, and the total FLOPs before it. Skips unreadable lines. Without any, returns the current time and
+        0."""
         start, flops_before, flops, gpus = datetime.now(), 0.0, 0.0, None
         text = b""
         with suppress(OSError):

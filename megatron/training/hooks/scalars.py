@@ -26,6 +26,9 @@ class Tags:
         return kinds.get(record["kind"], self._of_evaluation)(record)
 
     def _of_step(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return the tags of one iteration: learning-rate, batch-size, each loss and module statistic under its name,
+        loss-scale and world-size if selected, grad-norm, num-zeros, params-norm and weight-decay. Omits absent
+        values."""
         values = {
             "learning-rate": record["learning_rate"],
             "batch-size": record["global_batch_size"],
@@ -41,7 +44,9 @@ class Tags:
         return {tag: float(value) for tag, value in values.items() if value is not None}
 
     def _of_evaluation(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return the evaluation tags; test sets use separate tags, so that they do not overwrite validation points."""
+        """Return ``LOSS validation`` or ``LOSS test`` per loss, with ``-DATASET`` appended for named data sets, and the
+        same tag plus `` ppl`` if perplexity is selected. Test sets use separate tags, so that they do not overwrite
+        validation points."""
         suffix = f"-{record['dataset']}" if "dataset" in record else ""
         values = {}
         for name, value in record_losses(record).items():
@@ -56,8 +61,9 @@ class Tags:
         return {f"save-checkpoint-{tag}": float(record[name]) for tag, name in names.items()}
 
     def _of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return ``iteration-time`` (s) and, if selected, tokens-per-second, throughput (TFLOP/s per device), mfu,
-        memory (bytes) and NAME-time (s) per timer."""
+        """Return ``iteration-time`` (s); with ``throughput`` also tokens-per-second, throughput (TFLOP/s per device)
+        and mfu, the last two only if known; with ``memory`` the values of `memory_bytes`; with ``timers`` NAME-time (s)
+        per timer."""
         values = {"iteration-time": record["seconds_per_iteration"]}
         if self.throughput:
             values["tokens-per-second"] = record["tokens_per_second"]

@@ -41,6 +41,8 @@ class TensorBoardHook(Hook):
         self.writer: SummaryWriter | None = None
 
     def on_train_start(self, run: RunInfo) -> None:
+        """Open the writer. If the run rolled back (a history file was cut), tell TensorBoard to drop points from the
+        next iteration on, and rewrite the earlier points by samples, which that would also drop."""
         if not any(file.num_cut for file in self.history):
             self.writer = SummaryWriter(**self.writer_options)
             return

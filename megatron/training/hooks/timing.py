@@ -21,7 +21,9 @@ class Clock:
     device: str = "cpu"
 
     def record(self, summary: IntervalSummary) -> dict[str, Any]:
-        """Return the ``timing.jsonl`` record of one log interval."""
+        """Return the ``timing.jsonl`` record of one log interval: counters, seconds per iteration, tokens per second,
+        TFLOP/s per device and MFU (None if unknown), `memory_bytes` now, and, if timers ran, their latest milliseconds
+        (maximum over ranks). Reads the wall clock; writes nothing."""
         rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
         record: dict[str, Any] = {
             "kind": "timing",

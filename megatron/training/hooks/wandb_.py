@@ -37,6 +37,8 @@ class WandbHook(Hook):
         self.run: Any = None
 
     def on_train_start(self, run: RunInfo) -> None:
+        """Create wandb's folder and start or resume the run with ``wandb.init``. Log a warning if the resumed run is
+        already past this iteration, because wandb then keeps its old rows and drops new ones up to there."""
         Path(self.init_options["dir"]).mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(**self.init_options)
         if self.run.step > run.state.iteration:

@@ -23,7 +23,8 @@ class LossSums:
         self.pairs: dict[str, Tensor] = {}
 
     def add(self, results: Iterable[MicroBatchResult]) -> LossSums:
-        """Add the results of one forward-backward pass to the sums; return self."""
+        """Add the token counts and ``logged`` pairs of all micro-batches of one forward-backward pass to the local
+        sums, moved to ``device``; return self. Adds out of place: earlier tensors stay unchanged. No communication."""
         for result in results:
             self.num_tokens = self.num_tokens + result.num_tokens.to(self.device, torch.float64)
             for name, pair in result.logged.items():
@@ -32,7 +33,8 @@ class LossSums:
         return self
 
     def all_reduce(self, group: Group) -> LossSums:
-        """All-reduce the sums over ``group`` in place; return self. Every rank must have logged the same names."""
+        """All-reduce token count and loss pairs over ``group`` in one collective, replacing the sums; return self.
+        Every rank must have logged the same names in the same order, which is not checked. Nothing for one rank."""
         if group.size > 1:
             flat = torch.cat([self.num_tokens.reshape(1), *self.pairs.values()])
             dist.all_reduce(flat, group=group.handle)
@@ -41,8 +43,9 @@ class LossSums:
         return self
 
     def share(self, group: Group, names: list[str] | None = None) -> LossSums:
-        """Broadcast the sums from the last rank of the pipeline ``group``, which computes the losses; return self.
-        ``names``: loss names from an earlier call; without them the names are broadcast too (the host waits)."""
+        """Broadcast the sums from the last rank of the pipeline ``group``, which computes the losses, replacing those
+        of the other ranks; return self. ``names``: loss names from an earlier call, from which the last rank must not
+        deviate (UserError); without them the names are broadcast too (the host waits)."""
         if group.size > 1:
             source = group.ranks[-1]
             names = self._agreed_names(group, names)
@@ -55,6 +58,9 @@ class LossSums:
         return self
 
     def _agreed_names(self, group: Group, known: list[str] | None) -> list[str]:
+        """Return the loss names of the last pipeline rank. Without ``known``, broadcast them over ``group`` (blocks the
+        host). With it, return ``known`` without communication; the last rank raises UserError if its names have
+        changed."""
         if known is None:
             names = [list(self.pairs)]
             dist.broadcast_object_list(names, src=group.ranks[-1], group=group.handle, device=self.device)

@@ -140,7 +140,8 @@ def check_finite(
 
 
 def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> dict[str, Any]:
-    """Return the ``metrics.jsonl`` record of one iteration; ``metrics`` must have been materialized."""
+    """Return the ``metrics.jsonl`` record of one iteration: losses at the top level, then the measurements that are not
+    None, and ``statistics`` if there are any. ``metrics`` must have been materialized. Contains no wall-clock value."""
     record: dict[str, Any] = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
     optional = {
@@ -162,7 +163,8 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
 
 
 def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> dict[str, Any]:
-    """Return the ``metrics.jsonl`` record of one evaluated data set."""
+    """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid" or "test", counters, losses at
+    the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
     record: dict[str, Any] = {
         "kind": "valid" if result.name == "validation" else "test",
         "iteration": iteration,
@@ -194,7 +196,8 @@ def record_losses(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Encode a record as one line. Floats use repr, which restores the same bits; non-finite ones become strings."""
+    """Return a record as one JSON line in UTF-8 with a newline. Floats use repr, which restores the same bits;
+    non-finite ones become strings. Values must be plain: tensors raise TypeError."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -205,7 +208,8 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Return the record of one complete line, or None for a torn or foreign one."""
+    """Return the record of one line, with strings such as "nan" as floats again. Returns None for a line without a
+    newline (torn), invalid JSON, or a record without an integer ``iteration``."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -273,7 +277,8 @@ class MetricsFile:
 
     def flush(self, durable: bool = False) -> None:
         """Write the queue, so that it survives this process; with ``durable`` also fsync, so that it survives the
-        machine. An fsync blocks training for milliseconds: use it for evaluations, checkpoints and the end only."""
+        machine. Never raises: on an OSError, warn once and keep the queue. An fsync blocks training for milliseconds:
+        use it for evaluations, checkpoints and the end only."""
         if not self.waiting and not (durable and self._unsynced):
             return
         try:
@@ -287,6 +292,9 @@ class MetricsFile:
             self._warned = False
 
     def _write(self, data: bytes, durable: bool) -> None:
+        """Append ``data`` to the file, creating the folder; with ``durable`` also fsync. First truncate the remainder
+        of a failed write. On an OSError, truncate to the size before this write and raise it. Does not change the
+        queue."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_to_append(self.path, buffering=0) as file:
             size = file.tell() if self._size is None else self._size
@@ -305,7 +313,8 @@ class MetricsFile:
         self._size, self._unsynced = size + len(data), not durable
 
     def _cut(self, iteration: int) -> None:
-        """Move the records that :meth:`resume` removes to the ``.cut`` file, then replace the file; fsync both."""
+        """Move the records that :meth:`resume` removes to the ``.cut`` file, then replace the file atomically; fsync
+        both. Sets ``num_cut`` and logs it. Does nothing if no record must go. Raises OSError."""
         def stays(line: bytes) -> bool:
             record = decode(line)
             return record is not None and record["iteration"] <= iteration and not record.get("final", False)

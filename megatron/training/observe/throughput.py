@@ -64,8 +64,9 @@ def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
 
 
 def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | None:
-    """Return the model FLOPs utilization (0 to 1) of ``tflops`` per device; None for an unknown device. Raises
-    :class:`ThroughputError` above 1."""
+    """Return the model FLOPs utilization (0 to 1): model TFLOP/s per device over the dense peak of ``device_name`` in
+    ``precision``. Returns None for an unknown device, or one without an fp8 peak. Raises :class:`ThroughputError` above
+    1."""
     peak = peak_tflops(device_name, precision)
     if peak is None:
         return None
@@ -106,7 +107,9 @@ class Throughput:
         self._reported = False
 
     def rate(self, flops: float, num_tokens: float, elapsed: float) -> Rate:
-        """Return the rates for ``flops`` (0: not counted) and ``num_tokens`` of all devices in ``elapsed`` seconds."""
+        """Return the rates for ``flops`` (0: not counted) and ``num_tokens``, both of all devices, in ``elapsed``
+        seconds. Without flops, tflops and mfu are None; without elapsed time, all rates are 0 or None. An MFU above 1
+        becomes None and is logged once; nothing is raised."""
         if elapsed <= 0:
             return Rate(None, 0.0, 0.0, None)
         tokens = num_tokens / elapsed
@@ -129,7 +132,8 @@ def device_name() -> str:
 
 
 def cuda_memory_megabytes() -> dict[str, float]:
-    """Return this process's CUDA memory in MiB, by the names of the memory line."""
+    """Return this process's CUDA memory in MiB with the keys "allocated", "max allocated", "reserved" and "max
+    reserved", in that order. Reads the allocator of the current device; does not reset peaks."""
     sizes = {
         "allocated": torch.cuda.memory_allocated(),
         "max allocated": torch.cuda.max_memory_allocated(),
@@ -140,7 +144,9 @@ def cuda_memory_megabytes() -> dict[str, float]:
 
 
 def memory_bytes(device: str) -> dict[str, int]:
-    """Return memory values for TensorBoard and ``timing.jsonl``: CUDA allocator sizes, or resident set on a CPU."""
+    """Return memory values for TensorBoard and ``timing.jsonl``: bytes reserved, allocated and allocated at the peak,
+    and the number of allocations on ``cuda``; for any other device the current and peak resident set of this
+    process."""
     if device == "cuda":
         stats = torch.cuda.memory_stats()
         return {

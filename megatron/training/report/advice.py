@@ -51,7 +51,8 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
 
 
 def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | None:
-    """Return ``cfg`` with other values, resolved again; None if a rule rejects them."""
+    """Return a copy of ``cfg`` with other values, resolved again for the same world size; None if a rule rejects them.
+    Checks as in a dry run, so that this machine's packages and GPUs do not matter."""
     other = copy.copy(cfg)
     vars(other).update({"resolved": False, "dry_run": True, **values})
     try:
@@ -62,7 +63,8 @@ def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | No
 
 
 def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (topic, changed fields, flags to type)."""
+    """Yield candidate changes as (topic, changed fields, flags to type): recomputation, sharding, half the micro-batch,
+    sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither rules nor memory."""
     if cfg.recompute_granularity != "full":
         selective = ["layernorm", "mlp"] if cfg.num_moe_experts is None else ["layernorm", "moe_act"]
         names = " ".join(selective)
@@ -100,7 +102,8 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """Yield rows of the dry run: whether the fullest rank fits a GPU of --gpu-memory, and what helps if not."""
+    """Yield rows of the dry run: whether the fullest rank fits --gpu-memory less ``LIBRARIES_GIB``, and, if not, the
+    changes that save the most with their GiB. Yields nothing without --gpu-memory."""
     if cfg.gpu_memory is None:
         return
     need = peak_memory(cfg, vocab_size) / 2**30

@@ -37,7 +37,8 @@ Rows = Iterator[tuple[str, Any]]
 
 
 def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
-    """Return (vocabulary size, its source) without building the tokenizer, or (None, "unknown") if that is required."""
+    """Return (unpadded vocabulary size, its source): --vocab-size, the byte-level size, or the entries of --vocab-file
+    (JSON or one per line). Returns (None, "unknown") if the tokenizer must be built or the file is unreadable."""
     if cfg.vocab_size is not None:
         return cfg.vocab_size, "--vocab-size"
     if cfg.tokenizer_type == "ByteLevelTokenizer":
@@ -55,7 +56,9 @@ def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
 
 
 def preflight(cfg: PretrainConfig) -> bool:
-    """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0.
+    """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0. Rank 0 also looks
+    at tokenizer, data files and stored settings. With --use-checkpoint-args or --load-hf only the folders are checked,
+    and the result is False.
 
     Args:
         cfg: parsed, not yet resolved settings.
@@ -79,7 +82,8 @@ def preflight(cfg: PretrainConfig) -> bool:
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:
-    """Return the report of ``--dry-run`` for a resolved and checked configuration."""
+    """Return the full text of ``--dry-run`` for a resolved and checked configuration: layout, pipeline, model, memory,
+    batches, schedule, and what is missing on this machine. Omits empty sections. Prints nothing."""
     vocab_size, source = known_vocab_size(cfg)
     model = describe_run(cfg, vocab_size or 0)
     sections = {
@@ -111,6 +115,8 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 
 
 def _layout(cfg: PretrainConfig) -> Rows:
+    """Yield rows: ranks as the product of the parallel sizes, the same for experts if there are any, the rank order,
+    and the backends of communication, layers and attention."""
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
@@ -125,6 +131,9 @@ def _layout(cfg: PretrainConfig) -> Rows:
 
 
 def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None, source: str) -> Rows:
+    """Yield rows: layer and head sizes, T5's decoder, the vocabulary and its padding, parameters in total and per
+    layer, and, if present, multi-token prediction, experts and active parameters. Without ``vocab_size`` counts exclude
+    the embedding."""
     heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
     if cfg.multi_latent_attention:
         sizes = f"{cfg.qk_head_dim} + {cfg.qk_pos_emb_head_dim} rotated (values {cfg.v_head_dim})"
@@ -156,6 +165,8 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
 
 
 def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
+    """Yield rows: each batch-size plateau with its micro-batches, FLOPs per token and per rank, predicted time,
+    training length, and evaluation. ``flops`` is per sample; None omits the rows that need it."""
     dp, micro, length = cfg.data_parallel_size, cfg.micro_batch_size, cfg.seq_length
     for plateau in batch_sizes.batch_size_plateaus(cfg):
         steps = plateau.size // (micro * dp)
@@ -178,6 +189,8 @@ def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
 
 
 def _schedule(cfg: PretrainConfig) -> Rows:
+    """Yield rows: learning-rate range, warm-up and decay lengths in samples, the rate at 0, 25, 50, 75 and 100 % of the
+    decay, and weight decay. Yields a single row if nothing is trained."""
     if cfg.skip_train or cfg.lr is None:
         yield "learning rate", "none: nothing is trained"
         return

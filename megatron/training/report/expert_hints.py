@@ -18,7 +18,8 @@ DEVICE_GIB = 80e9 / 2**30
 
 
 def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """Yield at most one row of advice; none for a model without experts."""
+    """Yield at most one hint: EP instead of expert TP if it divides; else a larger EP if the estimate exceeds an 80 GB
+    GPU; else a smaller EP if experts span hosts of 8 GPUs and it still fits. Yields nothing without experts."""
     experts, ep, etp = cfg.num_moe_experts, cfg.expert_model_parallel_size, expert_tensor_ranks(cfg)
     if experts is None:
         return

@@ -59,6 +59,9 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
 def _rank_memory(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], kept: int
 ) -> RankMemory:  # fmt: skip
+    """Return the memory of a pipeline rank that holds ``chunks``. ``kept``: its peak of saved activations in bytes,
+    which is divided among kinds in proportion to one micro-batch of each chunk. Working memory is summed over chunks,
+    plus the largest backward pass."""
     states = [_chunk_state(cfg, model, chunk) for chunk in chunks]
     weights, gradients, optimizer, working = (sum(column) for column in zip(*states))
     working += max(_backward_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
@@ -86,7 +89,8 @@ class Stored(NamedTuple):
 
 
 def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stored]:
-    """Return the parameters of a stage's pieces in build order, without those tied to another one of the stage."""
+    """Return the parameters of ``pieces`` with their shapes on a tensor- and expert-parallel rank, in build order.
+    Omits parameters tied to another one in ``pieces``; a parameter of several components gives one entry each."""
     params = [each for piece in pieces for each in piece.params]
     sizes = {
         "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
@@ -100,7 +104,9 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
 
 
 def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
-    """Return bytes of (weights, gradients, optimizer state, gathered weights plus unreduced gradients of one unit)."""
+    """Return bytes of (weights, gradients, optimizer state, working memory) of one stage. Working memory, gathered
+    weights plus unreduced gradients of one unit, is nonzero only under FSDP. Experts with another reduction group have
+    separate buffers."""
     parameters = stored_parameters(cfg, stage_pieces(model, stage))
     if not parameters:
         return 0, 0, 0, 0
@@ -118,7 +124,8 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
 def _buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, int, int]:
-    """Return :func:`_chunk_state` of parameters in one buffer, whose gradients ``num_ranks`` ranks reduce."""
+    """Return :func:`_chunk_state` of parameters in one gradient buffer that ``num_ranks`` ranks reduce, with bucket
+    padding, for the largest optimizer shard. Reverses the list ``parameters`` in place."""
     parameters.reverse()
     sizes = [each.elements for each in parameters]
     shards = num_ranks // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
@@ -141,7 +148,8 @@ def _buffer_state(
 def _fully_sharded_state(
     cfg: PretrainConfig, parameters: Sequence[Stored], layers: Sequence[Sequence[Piece]]
 ) -> tuple[int, int, int, int]:
-    """Return :func:`_chunk_state` with FSDP: full-precision row shards, plus gathered and non-layer parameters."""
+    """Return :func:`_chunk_state` with FSDP: full-precision row shards of weights, gradients and moments (padded to
+    equal rows), plus, as working memory, gathered layers, non-layer parameters and the largest unreduced gradients."""
     shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances
     rows = sum(-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters)
     units = [sum(each.elements for each in stored_parameters(cfg, layer)) for layer in layers]
@@ -217,7 +225,8 @@ LAYER_INPUTS = "inputs of recomputed layers"
 
 def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> dict[str, float]:
     """Return the bytes of :func:`stage_activations` by the name of the piece that saves them (``attention``,
-    ``feed-forward`` …), including :data:`LAYER_INPUTS`."""
+    ``feed-forward`` …) for one micro-batch. With full recomputation, recomputed layers count by their inputs only, as
+    :data:`LAYER_INPUTS`. Omits zero entries."""
     layers, recomputed = layers_held(model, stage), _recomputed(cfg)
     full = cfg.recompute_granularity == "full"
     found: dict[str, float] = defaultdict(float)
@@ -240,7 +249,8 @@ def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: Sta
 
 
 def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
-    """Return the temporary bytes of one layer's backward pass: its gradients, and its recomputed activations."""
+    """Return the temporary bytes of one layer's backward pass on one micro-batch: gradients of the largest branch, two
+    residual streams, and with full recomputation the activations of a recomputed group of layers. 0 without layers."""
     if not layers:
         return 0
     again = _recomputed(cfg)
@@ -268,7 +278,8 @@ def _branch_gradients(branch: Piece, again: frozenset[str]) -> float:
 
 
 def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """Yield table rows: GiB per pipeline rank, with a mark at the maximum, and micro-batches in flight."""
+    """Yield the rows of the memory table: a header, GiB per pipeline rank by kind with a mark at the maximum, and the
+    micro-batches in flight. ``vocab_size`` 0 means unknown and adds no bytes."""
     ranks = estimate_memory(cfg, vocab_size)
     precision = "fp16" if cfg.fp16 else "bf16" if cfg.bf16 else "fp32"
     columns = ("weights", "gradients", "optimizer", "activations", "working", "total")

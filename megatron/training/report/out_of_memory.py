@@ -51,7 +51,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure(model: Iterable[nn.Module], optimizer: Any) -> HeldMemory:
-    """Return the memory in use on this rank. Reads sizes only: no allocation, no wait for the device."""
+    """Return the bytes in use on this rank by kind: weights, gradients (``main_grad`` and ``grad``), optimizer state,
+    and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     masters, moments = optimizer.masters.values(), optimizer.moments.values()
     seen: set[int] = set()
@@ -71,7 +72,8 @@ def measure_device() -> HeldMemory:
 
 
 def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
-    """Return the storage bytes of ``tensors`` (local shard of a DTensor) not yet in ``seen``; add them to ``seen``."""
+    """Return the storage bytes of ``tensors`` (local shard of a DTensor; None is skipped) not yet in ``seen``, a set of
+    storage addresses that this call extends in place. A view counts with its full storage."""
     total = 0
     for tensor in tensors:
         if tensor is None:
@@ -88,9 +90,11 @@ def out_of_memory(
     error: BaseException, cfg: PretrainConfig, held: HeldMemory, *, vocab_size: int = 0, pipeline_rank: int = 0,
     where: str,
 ) -> OutOfMemory:  # fmt: skip
-    """Return the error that replaces a failed allocation.
+    """Return (not raise) the error that replaces a failed allocation: requested size, table of memory in use and
+    estimate, and the flags that save the most. Without an estimate (custom model) it gives general advice.
 
     Args:
+        vocab_size: unpadded; 0 means unknown.
         where: current phase of the rank, for the first line.
     """
     found = _REQUEST.search(str(error))
@@ -120,6 +124,9 @@ def _size(found: re.Match[str]) -> str:
 
 
 def _table(held: HeldMemory, estimate: RankMemory | None) -> Iterator[str]:
+    """Yield the lines of the table in GiB: weights, gradients, optimizer state and the rest, in use and estimated ("-"
+    if unknown), then the estimated activations by kind."""
+
     def cell(size: int | None) -> str:
         return f"{'-':>11}" if size is None else f"{size / 2**30:11.2f}"
 

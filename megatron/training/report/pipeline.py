@@ -27,7 +27,8 @@ def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piec
 
 
 def stage_pieces(model: ModelDescription, stage: StageContents) -> list[Piece]:
-    """Return the contents of a stage in order, including its copy of the embedding for multi-token prediction."""
+    """Return the contents of a stage in order: embedding, residual branches, head, prediction layers. A stage with
+    multi-token prediction but without the embedding begins with a tied copy of it."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     first = [model.embedding] * stage.embedding
     if stage.num_mtp and not stage.embedding:
@@ -88,7 +89,8 @@ def enough_microbatches(cfg: PretrainConfig) -> int:
 
 
 def bubble_fraction(cfg: PretrainConfig, vocab_size: int | None) -> float:
-    """Return the bubble fraction, the share of time that ranks wait; for long schedules extrapolated from one round."""
+    """Return the bubble fraction, the share of time (0 to 1) that ranks wait, from a simulation weighted by FLOPs
+    without communication. Long schedules are simulated in part and extrapolated by one steady round."""
     number, few = count_microbatches(cfg), enough_microbatches(cfg)
     timeline = simulated_timeline(cfg, few, vocab_size)
     if few == number:
@@ -107,7 +109,8 @@ def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None)
 
 
 def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) rows of the report; none without a pipeline."""
+    """Yield (name, value) rows of the report: contents of each pipeline rank, schedule, bubble fraction, and layers x
+    micro-batches in flight per rank. Yields nothing with one pipeline rank."""
     ranks = cfg.pipeline_model_parallel_size
     if ranks == 1:
         return

@@ -35,7 +35,8 @@ class Rate:
 
 
 def measured_rates() -> list[Rate]:
-    """Return the rows of ``rates.tsv``."""
+    """Return all rows of the packaged ``rates.tsv``, in file order. Reads the file at each call; comment lines start
+    with ``#``. Raises ValueError for a malformed row."""
     lines = files("megatron.training.report").joinpath("rates.tsv").read_text(encoding="utf-8").splitlines()
     cells = [line.split("\t") for line in lines if not line.startswith("#")]
     return [

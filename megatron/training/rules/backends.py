@@ -18,7 +18,8 @@ _LOCAL = "--transformer-impl local"
 
 
 def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
-    """A dry run asks about flags, not about the machine it runs on."""
+    """Reject --transformer-impl transformer_engine if the package is not installed, or else if this machine has no GPU.
+    Checks nothing in a dry run, which does not depend on the machine."""
     if cfg.transformer_impl != ENGINE or cfg.dry_run:
         return
     if not is_installed(ENGINE):
@@ -40,6 +41,9 @@ def nccl_has_gpus(cfg: PretrainConfig) -> Problems:
 
 
 def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
+    """Reject --flash-attention-version together with an --attention-backend other than auto or flash,
+    --transformer-impl transformer_engine, context parallelism (except version 4) or attention dropout, without --bf16
+    or --fp16, and, except in a dry run, if that version is not installed. One problem per violated condition."""
     version, field = cfg.flash_attention_version, "flash_attention_version"
     if version is None:
         return
@@ -62,7 +66,9 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
 
 
 def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
-    """Only this backend does, also with --transformer-impl transformer_engine."""
+    """Reject --attn-logit-softcapping together with --attention-backend flash or fused, and together with
+    --flash-attention-version. Only the plain torch backend caps logits, also with --transformer-impl
+    transformer_engine."""
     if not cfg.attn_logit_softcapping:
         return
     if cfg.attention_backend in ("flash", "fused"):
@@ -73,7 +79,9 @@ def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
 
 
 def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
-    """Problems when the user chooses cuDNN's attention."""
+    """Reject --attention-backend fused if it means cuDNN and cuDNN does not support --seq-length. Checks nothing for
+    Transformer Engine, for context parallelism in blocks (no a2a), or where cuDNN is not used (no GPU, fp32, dropout,
+    --flash-attention-version). A dry run assumes a GPU."""
     in_blocks = cfg.context_parallel_size > 1 and "a2a" not in cfg.cp_comm_type  # odd blocks go to the flash kernel
     if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or in_blocks:
         return
@@ -85,7 +93,8 @@ def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
 
 
 def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
-    """The packages' norm kernels always have a bias in LayerNorm."""
+    """Reject --disable-norm-bias with LayerNorm if --transformer-impl transformer_engine or --apex-parts norm computes
+    the norms: their LayerNorm kernels always have a bias. RMSNorm is not checked."""
     if cfg.norm_bias or cfg.normalization != "LayerNorm":
         return
     if cfg.transformer_impl == ENGINE:
@@ -95,7 +104,9 @@ def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
 
 
 def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
-    """A dry run asks about flags, not about the machine it runs on."""
+    """Reject --apex-parts that contradict other flags: wgrad without fused gradient accumulation or with
+    --use-torch-fsdp2, norm with Transformer Engine, adam with another optimizer, any part with fp64. Except in a dry
+    run, also reject parts whose packages are missing, and a machine without a GPU."""
     parts = list(dict.fromkeys(cfg.apex_parts))
     clashes = [
         ("wgrad", not cfg.gradient_accumulation_fusion,
@@ -118,6 +129,10 @@ def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
 
 
 def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
+    """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
+    --use-packed-sequence, attention sinks in BERT or T5, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or
+    --overlap-param-gather with several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, and
+    (not in a dry run) no GPU."""
     field = "cuda_graph_impl"
     if cfg.cuda_graph_impl != "local":
         return

@@ -32,7 +32,9 @@ def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
 
 
 def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
-    """A mistyped folder; whether it holds a usable checkpoint is seen when it is opened."""
+    """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
+    and --load with --exit-on-missing-checkpoint. Does not look for usable checkpoints inside. Checks nothing in a dry
+    run."""
     if cfg.dry_run:
         return
     resumes = cfg.load is not None and os.path.isdir(cfg.load)
@@ -46,7 +48,9 @@ def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
 
 
 def save_folder_is_unused_without_load(cfg: PretrainConfig) -> Problems:
-    """The most common case of ``checkpoint/history.py``, which compares the histories of two folders."""
+    """Reject a --save folder that already holds ``iter_NNNNNNN`` checkpoints if --load is not set; the message names
+    the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py`` checks
+    the other cases, such as another --load folder."""
     if cfg.save is None or cfg.load is not None or cfg.skip_train or cfg.start_over or cfg.dry_run:
         return
     found = glob.glob(os.path.join(glob.escape(cfg.save), "iter_" + "[0-9]" * 7))
@@ -58,7 +62,9 @@ def save_folder_is_unused_without_load(cfg: PretrainConfig) -> Problems:
 
 
 def fast_folder_is_another_one(cfg: PretrainConfig) -> Problems:
-    """Checkpoints that replace one another in the folder of those that are kept would delete them."""
+    """Reject --non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir, and a
+    --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir equal to --save (absolute paths, links not
+    followed): non-persistent checkpoints replace one another and would delete persistent ones."""
     if cfg.non_persistent_ckpt_type == "local" and cfg.non_persistent_local_ckpt_dir is None:
         yield problem(cfg, "non_persistent_ckpt_type", "needs --non-persistent-local-ckpt-dir DIRECTORY")
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
@@ -75,6 +81,8 @@ def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
 
 
 def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
+    """Reject --load-hf together with --pretrained-checkpoint, --use-checkpoint-args, --spec or --moe-use-upcycling, one
+    problem each. Checks nothing without --load-hf; --load together with --load-hf is allowed."""
     if cfg.load_hf is None:
         return
     if cfg.pretrained_checkpoint:
@@ -96,7 +104,9 @@ def exports_follow_saves(cfg: PretrainConfig) -> Problems:
 
 
 def exported_models_have_a_family(cfg: PretrainConfig) -> Problems:
-    """A model that no family can hold would train, and fail at its first export."""
+    """Reject --save-hf-interval if no Hugging Face family can represent the model: custom --spec layers whose weights
+    differ from the standard ones, or a setting that the family rejects. Needs --save, else checks nothing. Imports
+    torch. Errors in sizes or --spec are left to other rules."""
     if cfg.save_hf_interval is None or not cfg.save:
         return
     from megatron.core.export.hf.family import complete, described  # imports torch, which a command line does without

@@ -31,8 +31,8 @@ def problem(cfg: PretrainConfig, field: str, reason: str, fix: str = "") -> Prob
 
 
 def impossible_values(cfg: PretrainConfig) -> list[Problem]:
-    """Values outside of their flag's range or form; of settings that a program made, since text is checked when it is
-    read."""
+    """Return one problem per field whose value is outside its flag's range or form. Text from the command line was
+    checked when it was parsed, so this finds values that a program set. Checks single fields only, not combinations."""
     found = []
     for spec in group_flags(*GROUPS):
         value = getattr(cfg, spec.field)

@@ -20,7 +20,8 @@ def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
 
 
 def layers_support_context_parallelism(cfg: PretrainConfig) -> Problems:
-    """Unreadable --spec values are reported by another rule."""
+    """Reject context parallelism with --spec layers whose classes do not declare support for it, one problem per class.
+    Checks nothing without --spec or with ``--spec local``. Unreadable --spec values are left to another rule."""
     if cfg.context_parallel_size == 1 or cfg.spec in (None, ["local"]) or not cfg.num_layers:
         return
     from megatron.core.transformer.context_parallel_support import FIX, undeclared, undeclared_classes
@@ -41,7 +42,9 @@ def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:
 
 
 def all_to_all_divides_heads(cfg: PretrainConfig) -> Problems:
-    """All-to-all gives each rank of its group equal numbers of heads and key-value heads."""
+    """Reject --num-attention-heads and --num-query-groups that are no multiple of TP times the all-to-all ranks: CP for
+    ``--cp-comm-type a2a``, the first of --hierarchical-context-parallel-sizes for ``a2a+p2p``. Checks nothing without
+    context parallelism."""
     tp, cp, levels = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
     sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
     for kind in sorted(set(cfg.cp_comm_type) & set(sizes)):
@@ -57,6 +60,8 @@ def all_to_all_divides_heads(cfg: PretrainConfig) -> Problems:
 
 
 def two_levels_make_up_the_ranks(cfg: PretrainConfig) -> Problems:
+    """Require --hierarchical-context-parallel-sizes with --cp-comm-type a2a+p2p if CP > 1, reject it without that type,
+    and reject all but two positive sizes whose product is the context-parallel size."""
     cp, levels = cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
     field, wanted = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.cp_comm_type
     pairs = ", ".join(f"{size} {cp // size}" for size in range(2, cp) if cp % size == 0) or f"{cp} 1"

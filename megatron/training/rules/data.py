@@ -14,6 +14,9 @@ PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
+    """Require exactly one data source: --data-path, --data-args-path, --per-split-data-args-path, the
+    --train/valid/test-data-path flags (together one source) or --mock-data. Each further source is a problem. None is
+    needed with --dataloader-type external."""
     single = [field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg, field)]
     sources = single + (["train_data_path"] if any(getattr(cfg, field) for field in PER_SPLIT) else [])
     sources += ["mock_data"] if cfg.mock_data else []
@@ -34,6 +37,8 @@ def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
 
 
 def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
+    """Reject a --split that gives no training data unless --skip-train is set, and one that gives no validation data
+    although --eval-interval and --eval-iters are nonzero. Checks nothing without a split."""
     if cfg.split is None:
         return
     train, valid, _ = parse_split(cfg.split)
@@ -63,6 +68,8 @@ def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
+    """Require --tokenizer-type and then each flag that this type needs (``TOKENIZER_FILES``), such as --vocab-file and
+    --merge-file; --tokenizer-model for types without an entry. Does not look at the files."""
     if cfg.tokenizer_type is None:
         yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return
@@ -73,7 +80,9 @@ def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
 
 
 def named_files_exist(cfg: PretrainConfig) -> Problems:
-    """A dry run asks about flags, not about the machine it runs on."""
+    """Reject --vocab-file, --merge-file and data argument files that are no regular files, and --load, --save,
+    --pretrained-checkpoint or non-persistent folders whose path cannot be accessed. Folders that do not exist pass.
+    Checks nothing in a dry run."""
     if cfg.dry_run:
         return
     for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):

@@ -13,6 +13,8 @@ def buckets_have_one_size(cfg: PretrainConfig) -> Problems:
 
 
 def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
+    """Reject --num-distributed-optimizer-instances > 1 without --use-distributed-optimizer or --use-torch-fsdp2, and a
+    number that does not divide DP x CP."""
     instances, ranks = cfg.num_distributed_optimizer_instances, cfg.data_parallel_size * cfg.context_parallel_size
     if instances <= 1:
         return
@@ -34,6 +36,9 @@ def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Proble
 
 
 def torch_fsdp2_excludes_other_sharding(cfg: PretrainConfig) -> Problems:
+    """Reject --use-torch-fsdp2 with pipeline parallelism, --ddp-bucket-size, --ddp-num-buckets, or as many optimizer
+    instances as DP x CP ranks (if more than one). Without --use-torch-fsdp2 reject
+    --torch-fsdp2-no-reshard-after-forward."""
     if not cfg.use_torch_fsdp2:
         if not cfg.torch_fsdp2_reshard_after_forward:
             yield problem(cfg, "torch_fsdp2_reshard_after_forward", "requires --use-torch-fsdp2")

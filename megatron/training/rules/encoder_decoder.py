@@ -7,6 +7,8 @@ from megatron.training.rules.common import Problems, flag_names, missing, proble
 
 
 def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
+    """For models other than T5, reject --decoder-num-layers, --decoder-seq-length, --scale-decoder-outputs and
+    --position-embedding-type relative, one problem each."""
     if cfg.model_family == "t5":
         return
     for field in ("decoder_num_layers", "decoder_seq_length"):
@@ -46,6 +48,9 @@ REFUSED = {
 
 
 def t5_does_without(cfg: PretrainConfig) -> Problems:
+    """For T5 only, reject the flags in ``REFUSED`` (parallel residual, embedding LayerNorm, attention and RoPE layer
+    patterns, layers per virtual stage), ``--softmax-type learnable``, and --num-query-groups that is no multiple of the
+    tensor-parallel size."""
     if cfg.model_family != "t5":
         return
     for field, fix in REFUSED.items():
@@ -60,6 +65,8 @@ def t5_does_without(cfg: PretrainConfig) -> Problems:
 
 
 def relative_positions_fit(cfg: PretrainConfig) -> Problems:
+    """For T5 with --position-embedding-type relative, require an even --relative-attention-num-buckets and a
+    --relative-attention-max-distance of more than half of it. Checks nothing otherwise."""
     if cfg.position_embedding_type != "relative" or cfg.model_family != "t5":
         return
     buckets, distance = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance

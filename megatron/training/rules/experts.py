@@ -29,6 +29,9 @@ def layers_with_experts_are_named(cfg: PretrainConfig) -> Problems:
 
 
 def experts_split_evenly(cfg: PretrainConfig) -> Problems:
+    """Require --num-experts to be a multiple of the expert-parallel size, --moe-ffn-hidden-size of the
+    expert-tensor-parallel size, and --moe-shared-expert-intermediate-size of the tensor-parallel size. Checks nothing
+    without experts."""
     experts, ep = cfg.num_moe_experts, cfg.expert_model_parallel_size
     if experts is None:
         return
@@ -46,6 +49,8 @@ def experts_split_evenly(cfg: PretrainConfig) -> Problems:
 
 
 def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
+    """Require EP x expert-TP x PP to divide the world size; if it does, require --num-distributed-optimizer-instances
+    to divide the remaining expert data-parallel ranks. Checks nothing without experts."""
     ep, etp, pp = cfg.expert_model_parallel_size, expert_tensor_ranks(cfg), cfg.pipeline_model_parallel_size
     if cfg.num_moe_experts is None:
         return
@@ -71,6 +76,9 @@ def experts_require_sequence_parallelism(cfg: PretrainConfig) -> Problems:
 
 
 def routers_can_choose(cfg: PretrainConfig) -> Problems:
+    """Reject router settings that cannot work: top-k above --num-experts; top-1 softmax after selection (without
+    --moe-router-pre-softmax or sinkhorn), whose weight is always 1; expert bias with softmax scores; sinkhorn with
+    expert bias, groups or non-softmax scores. Checks nothing without experts."""
     experts, top, scores = cfg.num_moe_experts, cfg.moe_router_topk, cfg.moe_router_score_function
     if experts is None:
         return
@@ -89,6 +97,9 @@ def routers_can_choose(cfg: PretrainConfig) -> Problems:
 
 
 def quantiles_divide_the_choices(cfg: PretrainConfig) -> Problems:
+    """For quantile_balancing, reject expert bias, router groups and a capacity factor, a top-k equal to --num-experts,
+    and a number of experts that does not divide micro-batch size x --seq-length x top-k. Checks nothing for other
+    balancing types."""
     experts, top = cfg.num_moe_experts, cfg.moe_router_topk
     if experts is None or not _uses(cfg, "quantile_balancing"):
         return
@@ -105,6 +116,9 @@ def quantiles_divide_the_choices(cfg: PretrainConfig) -> Problems:
 
 
 def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
+    """Require --moe-router-num-groups and --moe-router-group-topk together; groups must divide --num-experts, group
+    top-k must not exceed the groups, and the selected groups must hold top-k experts (a multiple of them unless
+    --moe-router-group-score-topk is set). Checks nothing without experts."""
     experts, groups, chosen = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_topk
     if experts is None or (groups is None and chosen is None):
         return
@@ -124,6 +138,8 @@ def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
 
 
 def group_scores_have_groups(cfg: PretrainConfig) -> Problems:
+    """Reject --moe-router-group-score-topk without --moe-router-num-groups, or if it is larger than the number of
+    experts per group. Checks nothing without experts."""
     experts, groups, scored = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_score_topk
     if experts is None or scored is None:
         return
@@ -139,6 +155,8 @@ def _uses(cfg: PretrainConfig, kind: str) -> bool:
 
 
 def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
+    """Require one --moe-aux-loss-coeff per --moe-router-load-balancing-type, zero for types that are no loss (sinkhorn,
+    quantile_balancing, none). Several types must be distinct and all be losses. Checks nothing without experts."""
     kinds, coefficients = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
     if cfg.num_moe_experts is None:
         return
@@ -154,6 +172,8 @@ def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
 
 
 def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
+    """Reject --moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor, and a capacity factor together
+    with sinkhorn. Checks nothing without experts."""
     if cfg.num_moe_experts is None:
         return
     if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
@@ -170,6 +190,8 @@ def static_rows_are_gathered(cfg: PretrainConfig) -> Problems:
 
 
 def upcycling_has_a_dense_model(cfg: PretrainConfig) -> Problems:
+    """For --moe-use-upcycling, require --num-experts, a checkpoint (--load or --pretrained-checkpoint), and a
+    --moe-upcycling-granularity that divides --num-experts. Does not look at the checkpoint."""
     slices, experts = cfg.moe_upcycling_granularity, cfg.num_moe_experts
     if not cfg.moe_use_upcycling:
         return
@@ -184,6 +206,8 @@ def upcycling_has_a_dense_model(cfg: PretrainConfig) -> Problems:
 
 
 def shared_experts_are_there(cfg: PretrainConfig) -> Problems:
+    """Reject --moe-shared-expert-overlap and --moe-shared-expert-gate in a model with experts if
+    --moe-shared-expert-intermediate-size is not set."""
     if cfg.moe_shared_expert_intermediate_size is not None:
         return
     for field in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):

@@ -32,6 +32,9 @@ ALLOWED: Mapping[str, object] = MappingProxyType(
 
 
 def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:
+    """For BERT and T5, reject each GPT-only flag in ``NOT_FOR_ENCODERS`` (experts, MTP, latent attention, document
+    resets, multipliers, --spec, RoPE scaling) that is set to a value other than its neutral one. Checks nothing for
+    GPT."""
     if cfg.model_family == "gpt":
         return
     for field, (reason, fix) in NOT_FOR_ENCODERS.items():
@@ -41,6 +44,8 @@ def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:
 
 
 def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
+    """Reject --use-packed-sequence for models other than BERT (the fix for GPT names --reset-attention-mask), and for
+    BERT with a nonzero --attention-dropout."""
     field = "use_packed_sequence"
     if not cfg.use_packed_sequence:
         return
@@ -54,6 +59,8 @@ def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
 
 
 def a_normed_embedding_is_the_first_norm(cfg: PretrainConfig) -> Problems:
+    """Reject --embed-layernorm together with --norm-placement post, --use-parallel-residual or
+    --apply-residual-connection-post-layernorm, one problem each."""
     if not cfg.embed_layernorm:
         return
     fix = "choose one of the two"

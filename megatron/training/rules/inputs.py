@@ -33,7 +33,9 @@ class Line(Problem):
 
 
 def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Problem]:
-    """Return problems of the inputs that are named by flags without a ``known`` problem."""
+    """Build the tokenizer, look into the data files and compare the stored settings of checkpoints; return one problem
+    per line of their errors. Skips the tokenizer or the data files, and drops results, if ``known`` has a problem with
+    one of their flags. Returns nothing in a dry run. Assumes 8 for missing sequence lengths."""
     if cfg.dry_run:  # asks about flags, not about the machine that it runs on
         return []
     flags = {problem.flag for problem in known}
@@ -56,7 +58,8 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
 def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
 ) -> Any:
-    """Return the tokenizer, or None if the run needs none.
+    """Build the tokenizer, look into the data files, and check that samples can be made of them; return the tokenizer,
+    or None if it was not built. Runs all checks before it raises. Builds no index and no data set.
 
     Args:
         num_samples: wanted of train, valid and test.

@@ -49,6 +49,8 @@ def how_to_start(cfg: PretrainConfig) -> str:
 
 
 def tensor_parallelism_divides_heads(cfg: PretrainConfig) -> Problems:
+    """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size, one problem
+    each. Query groups are checked by another rule."""
     tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
     sizes = [size for size in (heads, width) if size and size > 0]
     if tp > 1 and any(size % tp for size in sizes):
@@ -71,8 +73,9 @@ def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
 
 
 def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
-    """Sequence lengths must be multiples of TP x CP. With one tensor-parallel rank ``resolve`` has already turned
-    --sequence-parallel off."""
+    """With --sequence-parallel, require each sequence length to be a multiple of TP x CP: --seq-length, and
+    --decoder-seq-length for T5. With one tensor-parallel rank ``resolve`` has already turned --sequence-parallel
+    off."""
     tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
     for field, length in sequence_lengths(cfg):
         if cfg.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
@@ -93,6 +96,8 @@ def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
 
 
 def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
+    """With --recompute-granularity full, require --recompute-method and --recompute-num-layers, and reject
+    --recompute-activations. Checks nothing for selective recomputation."""
     granularity = cfg.recompute_granularity
     for field in ("recompute_method", "recompute_num_layers"):
         if granularity == "full" and getattr(cfg, field) is None:
@@ -102,6 +107,8 @@ def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
 
 
 def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
+    """Reject --recompute-modules without --recompute-granularity selective, and names that are not in
+    ``RECOMPUTED_MODULES``. One problem lists all unknown names."""
     known = ", ".join(RECOMPUTED_MODULES)
     if cfg.recompute_modules is not None and cfg.recompute_granularity != "selective":
         reason = "requires --recompute-granularity selective"
@@ -111,6 +118,8 @@ def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
 
 
 def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
+    """Reject --distribute-saved-activations without --recompute-granularity full, and together with
+    --sequence-parallel, which already splits the saved activations by position."""
     if not cfg.distribute_saved_activations:
         return
     if cfg.recompute_granularity != "full":

@@ -36,6 +36,9 @@ def sentinels_have_a_tokenizer(cfg: PretrainConfig) -> Problems:
 
 
 def t5s_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:
+    """For T5 without --mock-data, reject tokenizer types that accept no sentinel tokens. For other types that may bring
+    none (not in ``OWN_SENTINELS``), require --vocab-extra-ids or --tokenizer-special-tokens; BertWordPieceCase may also
+    leave --vocab-extra-ids unset."""
     if cfg.model_family != "t5" or cfg.mock_data or cfg.tokenizer_type is None:
         return
     if cfg.tokenizer_type in WITHOUT_SENTINELS:
@@ -53,6 +56,8 @@ PLACES = {"bert": 3, "t5": 2}
 
 
 def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
+    """For BERT and T5 without --mock-data, require --seq-length to leave at least 2 tokens besides the special ones (3
+    in BERT, 2 in T5). If it does, require --mask-prob times these tokens to be at least 1."""
     places = PLACES.get(cfg.model_family)
     if places is None or cfg.mock_data or cfg.seq_length is None:
         return
@@ -66,6 +71,9 @@ def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
 
 
 def the_decoder_takes_the_spans(cfg: PretrainConfig) -> Problems:
+    """For T5 without --mock-data, require --decoder-seq-length to hold the expected masked tokens, one sentinel per
+    span and a start token. For WordPiece tokenizers without --tokenizer-special-tokens, require --vocab-extra-ids, if
+    set, to be at least the expected number of spans."""
     if cfg.model_family != "t5" or cfg.mock_data or (cfg.seq_length or 0) < 4:
         return
     from megatron.data.word_masking import LONGEST_NGRAM, expected_masks  # here: --help does without numpy

@@ -17,6 +17,8 @@ def architecture_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def custom_layers_are_found(cfg: PretrainConfig) -> Problems:
+    """Import the object that --spec names, which runs its module's code; reject --spec if the import fails. ``--spec
+    local`` and no --spec need no import. Does not check what the object is."""
     if cfg.spec in (None, ["local"]):
         return
     try:
@@ -31,6 +33,8 @@ def predictions_are_there_to_be_repeated(cfg: PretrainConfig) -> Problems:
 
 
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
+    """Reject a --hidden-size that is no multiple of --num-attention-heads if the head size derives from it. Checks
+    nothing with an explicit --kv-channels, another derived head size, or multi-latent attention."""
     hidden, heads = cfg.hidden_size, cfg.num_attention_heads
     if not hidden or not heads or heads < 1 or "kv_channels" in cfg.explicit or cfg.multi_latent_attention:
         return
@@ -40,6 +44,8 @@ def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
 
 
 def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
+    """Reject an explicit --num-query-groups other than the number of heads without --group-query-attention, and one
+    that does not divide --num-attention-heads."""
     groups, heads = cfg.num_query_groups, cfg.num_attention_heads
     if not groups or not heads or groups < 1:
         return
@@ -62,6 +68,8 @@ def position_table_is_consistent(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
+    """Reject --use-rope-scaling, --rotary-seq-len-interpolation-factor and --rotary-interleaved unless
+    --position-embedding-type is rope or yarn. Checks nothing for multi-latent attention."""
     if cfg.multi_latent_attention:
         return
     rotary = cfg.position_embedding_type in ("rope", "yarn")
@@ -84,6 +92,9 @@ def yarn_knows_its_original_context(cfg: PretrainConfig) -> Problems:
 
 
 def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
+    """For --multi-latent-attention, require an explicit --kv-lora-rank (unless --use-checkpoint-args), --q-lora-rank
+    with --mla-down-proj-fusion, and an even, nonzero number of rotated channels, which --rotary-percent reduces only
+    for ``--rope-type rope``."""
     if not cfg.multi_latent_attention:
         return
     if "kv_lora_rank" not in cfg.explicit and not cfg.use_checkpoint_args:
@@ -100,7 +111,9 @@ def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
 
 
 def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
-    """Reject settings that only the other kind of attention has."""
+    """With --multi-latent-attention, reject settings of ordinary attention, one problem each: grouped queries,
+    --qk-l2-norm, --qk-layernorm-across-heads, --rotary-base-local, --no-rope-freq, --softmax-scale, --add-qkv-bias,
+    --rotary-interleaved, RoPE scaling and interpolation, and --position-embedding-type yarn."""
     if not cfg.multi_latent_attention:
         return
     reasons = {
@@ -125,6 +138,8 @@ def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
 
 
 def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
+    """Without --multi-latent-attention, reject ``mla_up_proj`` in --recompute-modules and a --rope-type that differs
+    from --position-embedding-type."""
     if cfg.multi_latent_attention:
         return
     if "mla_up_proj" in (cfg.recompute_modules or ()):
@@ -135,6 +150,9 @@ def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
 
 
 def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
+    """Reject more than one of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu; the exact-GELU flag with an
+    activation other than GELU or --geglu; and the clamp value and linear offset of gated units without a gated
+    activation."""
     chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]
     if len(chosen) > 1:
         yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "give one activation")
@@ -159,6 +177,8 @@ def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
 
 
 def norms_across_heads_need_separate_heads(cfg: PretrainConfig) -> Problems:
+    """For --qk-layernorm-across-heads without latent attention, require --qk-layernorm, RMSNorm, and query groups that
+    are a multiple of the tensor-parallel size."""
     if not cfg.qk_layernorm_across_heads or cfg.multi_latent_attention:
         return
     field, tp, groups = "qk_layernorm_across_heads", cfg.tensor_model_parallel_size, cfg.num_query_groups
@@ -180,6 +200,8 @@ def residual_streams_have_one_form(cfg: PretrainConfig) -> Problems:
 
 
 def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
+    """For --rotary-base-local without latent attention, require --window-size and --position-embedding-type rope or
+    yarn. Another rule rejects it with latent attention."""
     if cfg.rotary_base_local is None or cfg.multi_latent_attention:
         return
     if cfg.window_size is None:
@@ -189,6 +211,8 @@ def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
 
 
 def layers_without_rotation_have_others_with_it(cfg: PretrainConfig) -> Problems:
+    """For --no-rope-freq without latent attention, require --position-embedding-type rope or yarn and, if it is a list,
+    one entry per layer. Does not require that any layer rotates."""
     pattern = cfg.no_rope_freq
     if pattern is None or cfg.multi_latent_attention:
         return

@@ -43,6 +43,8 @@ def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
 
 
 def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
+    """With one pipeline rank, reject each flag about stages, virtual stages, pipeline layouts, embedding and loss
+    accounting, --pipeline-schedule and --delay-wgrad-compute that is set."""
     if cfg.pipeline_model_parallel_size != 1:
         return
     whole = "whole_layers_in_pipeline_split"
@@ -54,6 +56,9 @@ def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
 
 
 def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
+    """Check --pipeline-model-parallel-layout: syntax (the only problem reported if it fails), number of layers, no
+    split layers with --whole-layers-in-pipeline-split, stages a multiple of the pipeline ranks, all MTP layers in the
+    last stage, and no pipeline rank without any module."""
     text, ranks = cfg.pipeline_model_parallel_layout, cfg.pipeline_model_parallel_size
     if text is None:
         return
@@ -83,7 +88,8 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
 
 
 def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageContents]) -> Problems:
-    """Multi-token prediction needs the stage of the output layer, which then also holds a copy of the embedding."""
+    """Reject a layout whose number of ``m`` differs from --mtp-num-layers, or else one with an ``m`` outside the last
+    stage: MTP needs the output layer's stage, which then also holds a copy of the embedding."""
     wanted, found = cfg.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
     if found != wanted:
         reason = f"has {found} m for --mtp-num-layers {wanted}"
@@ -102,7 +108,8 @@ def _branches(cfg: PretrainConfig) -> BranchNames | None:
 
 
 def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
-    """The rule above has reported problems of layout strings."""
+    """Reject --num-layers if the automatic split cannot fill all pipeline stages, including virtual ones. Checks
+    nothing with one pipeline rank or with a layout string, which another rule checks."""
     ranks = cfg.pipeline_model_parallel_size
     if not cfg.num_layers or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
         return
@@ -117,6 +124,9 @@ def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
 
 
 def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
+    """Reject 1f1b and zero-bubble-h2 with several chunks per rank, interleaved with one, and --delay-wgrad-compute with
+    a schedule other than zero-bubble. Then check the micro-batch group size. Checks nothing with one pipeline rank or
+    an invalid layout."""
     if cfg.pipeline_model_parallel_size < 2 or not cfg.num_layers:
         return
     try:
@@ -135,6 +145,9 @@ def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
 
 
 def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
+    """Reject --microbatch-group-size-per-virtual-pipeline-stage with one chunk per rank; otherwise require it to be at
+    least the pipeline-parallel size, and at most the larger of that and the micro-batches of the largest global
+    batch."""
     field, ranks = "microbatch_group_size_per_virtual_pipeline_stage", cfg.pipeline_model_parallel_size
     size = getattr(cfg, field)
     if size is None:
@@ -151,7 +164,8 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
 
 
 def _most_microbatches(cfg: PretrainConfig) -> int | None:
-    """None where batch sizes are missing or unreadable, which other rules name."""
+    """Return the number of micro-batches of the largest global batch, also of a batch-size ramp or step schedule.
+    Returns None if batch sizes or the sequence length are missing or unreadable, which other rules report."""
     if not cfg.micro_batch_size or not cfg.seq_length:
         return None
     try:

@@ -14,7 +14,9 @@ def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def global_batch_divides(cfg: PretrainConfig) -> Problems:
-    """Also each size of a ramp or step schedule."""
+    """Reject --step-batch-size-schedule together with --global-batch-size or --rampup-batch-size, unreadable schedules,
+    and each global batch size, also of a ramp or step schedule, that is no multiple of micro-batch size x DP or is
+    smaller than that. --decrease-batch-size-if-needed permits larger non-multiples."""
     clash = cfg.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
         fields = flag_names(*sorted(clash))
@@ -39,6 +41,8 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
 
 
 def evaluation_batch_divides(cfg: PretrainConfig) -> Problems:
+    """If an evaluation batch size is explicit, require --eval-global-batch-size to be a multiple of
+    --eval-micro-batch-size x DP. Checks nothing otherwise."""
     size, micro = cfg.eval_global_batch_size, cfg.eval_micro_batch_size
     if not {"eval_global_batch_size", "eval_micro_batch_size"} & cfg.explicit or not size or not micro:
         return
@@ -58,6 +62,8 @@ def _near(size: int, unit: int) -> str:
 
 
 def duration_is_given_once(cfg: PretrainConfig) -> Problems:
+    """Reject --train-samples with an explicit --train-iters. Unless --skip-train is set, require one of them, at least
+    one global batch of --train-samples, and --train-iters of at least 1."""
     if cfg.train_iters is not None and cfg.train_samples is not None and "train_iters" in cfg.explicit:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
     if cfg.train_iters is None and cfg.train_samples is None and not cfg.skip_train:
@@ -69,6 +75,9 @@ def duration_is_given_once(cfg: PretrainConfig) -> Problems:
 
 
 def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
+    """Reject --lr-decay, --lr-warmup and --lr-wsd-decay lengths in iterations if training counts samples, and lengths
+    in samples if it counts iterations. Only explicit, nonzero values count. Checks nothing if both durations are
+    given."""
     iters = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
     samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
     by_samples = cfg.train_samples is not None
@@ -82,6 +91,8 @@ def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
 
 
 def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
+    """Require --lr unless --skip-train is set. With it, reject a --min-lr or --lr-warmup-init above --lr,
+    --decoupled-min-lr without --decoupled-lr, and a --decoupled-min-lr above --decoupled-lr."""
     if cfg.lr is None:
         if not cfg.skip_train:
             yield missing("lr")
@@ -99,6 +110,8 @@ def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def warmup_is_shorter_than_the_decay(cfg: PretrainConfig) -> Problems:
+    """With --lr-warmup-fraction, reject --lr-warmup-iters and --lr-warmup-samples; without it, require the warmup to be
+    shorter than the decay, in the unit (iterations or samples) of the training duration."""
     unit = "samples" if cfg.train_samples is not None else "iters"
     warmup, decay = getattr(cfg, f"lr_warmup_{unit}"), getattr(cfg, f"lr_decay_{unit}")
     if cfg.lr_warmup_fraction is not None:
@@ -111,6 +124,8 @@ def warmup_is_shorter_than_the_decay(cfg: PretrainConfig) -> Problems:
 
 
 def wsd_knows_its_decay(cfg: PretrainConfig) -> Problems:
+    """For --lr-decay-style WSD, require --lr-wsd-decay-iters, or -samples if training counts samples, between 1 and the
+    total decay length. Checks nothing for other styles."""
     unit = "samples" if cfg.train_samples is not None else "iters"
     length, decay = getattr(cfg, f"lr_wsd_decay_{unit}"), getattr(cfg, f"lr_decay_{unit}")
     if cfg.lr_decay_style != "WSD":
@@ -122,6 +137,8 @@ def wsd_knows_its_decay(cfg: PretrainConfig) -> Problems:
 
 
 def weight_decay_ramp_is_complete(cfg: PretrainConfig) -> Problems:
+    """With a constant weight decay, reject an explicit start or end value that differs from --weight-decay. With other
+    --weight-decay-incr-style values, require --start-weight-decay and --end-weight-decay, with 0 <= start <= end."""
     start, end = cfg.start_weight_decay, cfg.end_weight_decay
     given = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
     if cfg.weight_decay_incr_style == "constant":
@@ -149,6 +166,9 @@ def weights_are_gathered_where_gradients_overlap(cfg: PretrainConfig) -> Problem
 
 
 def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
+    """Without --use-precision-aware-optimizer, reject non-fp32 optimizer dtypes. With it, require Adam, and reject fp16
+    or fp8 moments, bf16 moments whose beta is too close to 1 (1 - beta < 2**-7), fp16 master weights, and bf16 main
+    gradients without --grad-reduce-in-bf16."""
     if not cfg.use_precision_aware_optimizer:
         for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(cfg, field) != "fp32":
@@ -174,6 +194,8 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
 
 
 def saving_is_complete(cfg: PretrainConfig) -> Problems:
+    """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval. Does
+    not require --save-interval with --save."""
     if cfg.log_progress and not cfg.save:
         yield problem(cfg, "log_progress", "needs --save DIRECTORY")
     keep, every = cfg.save_retain_interval, cfg.save_interval
@@ -183,6 +205,8 @@ def saving_is_complete(cfg: PretrainConfig) -> Problems:
 
 
 def loading_has_a_source(cfg: PretrainConfig) -> Problems:
+    """Without --load, reject --ckpt-step and --exit-on-missing-checkpoint, and, unless --pretrained-checkpoint is set,
+    --finetune and --use-checkpoint-args."""
     if cfg.load:
         return
     for field in ("ckpt_step", "exit_on_missing_checkpoint"):
@@ -194,6 +218,8 @@ def loading_has_a_source(cfg: PretrainConfig) -> Problems:
 
 
 def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
+    """Reject --multiple-validation-sets without --full-validation, --validation-set-names without
+    --multiple-validation-sets, and a number of names that differs from the number of --valid-data-path values."""
     if cfg.multiple_validation_sets and not cfg.full_validation:
         yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
     if cfg.validation_set_names and not cfg.multiple_validation_sets:
@@ -204,6 +230,8 @@ def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
 
 
 def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
+    """With --wandb-project, require --wandb-exp-name, the wandb package (not in a dry run), and --wandb-save-dir or
+    --save. TensorBoard flags are not checked here."""
     if cfg.wandb_project and not cfg.wandb_exp_name:
         yield missing("wandb_exp_name", "is required with --wandb-project")
     if cfg.wandb_project and not cfg.dry_run and not is_installed("wandb"):

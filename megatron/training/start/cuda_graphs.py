@@ -41,8 +41,9 @@ Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
 
 
 def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-    """Capture ``run`` as a CUDA graph; return a function that replays it and returns the same output tensors,
-    overwritten by each replay."""
+    """Call ``run`` once under CUDA graph capture on ``stream``: its kernels are recorded, not executed. Return a
+    function that replays them on the current stream and returns the captured output tensors, always the same ones,
+    overwritten by each replay. Other threads may use CUDA meanwhile."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -85,7 +86,9 @@ class GraphedForwardBackward:
         num_microbatches: int, loss_transform: Callable[[Tensor], Tensor] | None = None, **shapes: Any,
     ) -> list[MicroBatchResult]:  # fmt: skip
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
-        over data-parallel ranks. Returns the results as clones, since replays overwrite their outputs."""
+        over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; the next one records the first
+        micro-batch, and from then on all are replayed. Copies batches to the device. Returns replayed results as
+        clones, since replays overwrite their outputs."""
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1
@@ -113,8 +116,9 @@ class GraphedForwardBackward:
     def _record(
         self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, factor: Tensor
     ) -> _Recording:
-        """Capture forward and backward of one micro-batch with static copies of ``batch`` and ``factor``. Computes
-        nothing."""
+        """Capture forward and backward of one micro-batch with static copies of ``batch`` and ``factor``, the gradient
+        of the loss. Computes nothing and leaves ``main_grad`` unchanged; the first replay does. Backward runs in
+        ``no_sync``, without data-parallel reduction."""
         inputs = {name: value.clone() for name, value in batch.items()}
         gradient = factor.clone()
 
@@ -129,7 +133,8 @@ class GraphedForwardBackward:
         return _Recording(inputs, gradient, self.record(run, self.stream))
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor], factor: Tensor) -> MicroBatchResult:
-        """Copy inputs into the static tensors and replay. Raises UserError if names, shapes or dtypes of the batch
+        """Copy ``batch`` and ``factor`` into the static tensors, replay, and return clones of token count and logged
+        values. Gradients are added to ``main_grad``. Raises UserError if names, shapes or dtypes of the batch
         changed."""
         if (found := _form(batch)) != (recorded := _form(recording.inputs)):
             raise UserError(

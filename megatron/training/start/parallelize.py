@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
-    """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages. Raises UserError if
-    sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
+    """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages, whose virtual rank is
+    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes. Raises UserError
+    if sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
     pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
@@ -53,7 +54,8 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
 
 @contextmanager
 def building_chunk(chunk: int | None) -> Iterator[None]:
-    """Set the virtual pipeline rank in ``parallel_state`` while a model provider builds this chunk; None: no effect."""
+    """Context manager: set the virtual pipeline rank in ``parallel_state`` to ``chunk`` while a model provider builds
+    this chunk, then reset it to None, also after an error. ``chunk`` None has no effect."""
     if chunk is None:
         yield
         return
@@ -103,8 +105,9 @@ def report_choices(model_chunks: Sequence[nn.Module]) -> None:
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """Log the parameter count of each model-parallel rank, in the form that users' scripts match. Collective over
-    ``tp_pp`` (all-gather); waits for the device."""
+    """Log the parameter count of each model-parallel rank, one line each, in Megatron-LM's form that scripts parse.
+    Collective over ``tp_pp`` (all-gather); waits for the device. Counts this rank's local parameters, FSDP shards at
+    their global size."""
     count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
     counts = torch.tensor([count], device=training_device())
     if groups.tp_pp.size > 1:

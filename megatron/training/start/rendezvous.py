@@ -55,8 +55,9 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> Place | None:
-        """Read the launcher's variables; None without a launcher or for one rank. Raises RendezvousError or
-        ``ValueError`` for invalid values."""
+        """Read rank, world size and store address from the launcher's variables. Return None without RANK or
+        MASTER_ADDR, or with fewer than two ranks. Raises RendezvousError for a bad RANK or MASTER_PORT, ``ValueError``
+        for other values that are no integers."""
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
             return None
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -72,8 +73,8 @@ class Place:
 
 
 def _is_listening(place: Place, timeout: float) -> bool:
-    """Whether a program accepts connections at the store's address within ``timeout`` seconds. Checked first because
-    torch's connection errors contain pages of C++ frames."""
+    """Whether a program accepts TCP connections at the store's address; retries for up to ``timeout`` seconds (blocks).
+    Does not check that it is a store. Called first because torch's connection errors contain pages of C++ frames."""
     limit = time.monotonic() + timeout
     while (left := limit - time.monotonic()) > 0:
         try:
@@ -221,8 +222,9 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
 
 
 def _sign_in(store: dist.Store, place: Place) -> None:
-    """Register this process. Raises RendezvousError if another process registered as this rank: a second one would
-    enter the collectives of a running job."""
+    """Register this process under its rank in the store (atomic compare-and-set). Raises RendezvousError, naming host
+    and process, if another process has registered as this rank: a second one would enter the collectives of a running
+    job."""
     own = Arrival.of_this_process(place.world_size)
     written = Arrival(**json.loads(store.compare_set(f"arrival/{place.rank}", "", json.dumps(asdict(own)))))
     if written != own:

@@ -35,7 +35,8 @@ class BertTask(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build a :class:`BertModel` from the flags; initial weights depend only on the seed and parameter names."""
+        """Build this pipeline stage of a :class:`BertModel` from the flags, with the order head unless
+        --bert-no-binary-head. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)
         return BertModel(
@@ -54,9 +55,10 @@ class BertTask(LanguageModelTask):
         return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """Add ``pair_weight`` to the micro-batches: masked tokens per text pair in the global batch, so that the mean
-        over pairs and the mean over masked tokens contribute equally. Collective all-reduce over data-parallel
-        ranks."""
+        """Read the next ``num_microbatches`` batches and return an iterator over copies with ``pair_weight``: masked
+        tokens per text pair in the global batch, so that the mean over pairs and the mean over masked tokens contribute
+        equally. Collective all-reduce over data-parallel ranks. Without the order head, or without data, return
+        ``data_iterator`` unchanged."""
         if not self.cfg.bert_binary_head or data_iterator is None:
             return data_iterator
         batches = list(islice(data_iterator, num_microbatches))
@@ -71,7 +73,8 @@ class BertTask(LanguageModelTask):
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """Extend :meth:`Task.micro_batches` by the row lengths of --use-packed-sequence, which pipeline stages need for
-        p2p; each stage reads all batches. Raises UserError if a row has too many masked tokens."""
+        p2p; for that each stage reads all batches now. If the head predicts masked positions only, a row with too many
+        masked tokens raises UserError when its batch is read."""
         if predicted_per_rank(self.cfg) is not None:
             # checked here: in get_batch the batches of a CUDA graph are already on the device
             data_iterator = map(self._within_bound, data_iterator)
@@ -84,7 +87,8 @@ class BertTask(LanguageModelTask):
         return arguments
 
     def _within_bound(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``batch``. Raises UserError if a row has more masked tokens than the head predicts."""
+        """Return ``batch`` unchanged. Raises UserError if a row has more masked tokens than the head predicts
+        (``most_masked``). Reads values of ``loss_mask``, so the batch must be on the host."""
         cfg, found = self.cfg, int(batch["loss_mask"].count_nonzero(1).max())
         if found > (most := most_masked(cfg)):
             raise UserError(
@@ -161,7 +165,9 @@ class BertTask(LanguageModelTask):
         return (each * counts).sum(), counts.sum()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Return the token losses and order logits of the next micro-batch, and its loss function."""
+        """Take the next micro-batch and run the model. Return the output, (token losses, order logits or None) on the
+        last stage, and its loss function with the batch bound. Token losses are [b, s], or [b, k] if only k positions
+        are predicted."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text"],
@@ -175,7 +181,8 @@ class BertTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Return a random sample, possibly with padding."""
+        """Return a random sample with the keys of the data set as numpy arrays [s]: text, types, labels (-1 where not
+        masked), loss_mask, padding_mask, and is_random (0 or 1). Advances ``generator``; some samples have padding."""
         length = self.cfg.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
         used = np.arange(length) < self.random_length(generator, length)

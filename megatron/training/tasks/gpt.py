@@ -31,7 +31,8 @@ class GPTTask(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build a :class:`GPTModel` from the flags; initial weights depend only on the seed and parameter names."""
+        """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
+        layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config, own = core_transformer_config_from_args(cfg), layers_of_spec(cfg)
         engine = cfg.transformer_impl == "transformer_engine"
@@ -61,7 +62,8 @@ class GPTTask(LanguageModelTask):
         return on_device(batch, documents)
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
-        """Return the token losses of the next micro-batch, and its loss function."""
+        """Take the next micro-batch and run the model. Return the output, on the last stage token losses [b, s], and
+        its loss function with the batch bound; other stages return hidden states."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["tokens"],
@@ -74,7 +76,9 @@ class GPTTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Return a random sample; with --reset-attention-mask, of documents of random lengths."""
+        """Return a random sample with the keys of the data set as numpy arrays [s]: tokens, next-token labels,
+        loss_mask (about 70 % ones), position_ids. With --reset-attention-mask add ``cu_seqlens`` of four documents of
+        random lengths and restart positions."""
         length = self.cfg.seq_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
         mask = (generator.random(length) < 0.7).astype(np.float32)

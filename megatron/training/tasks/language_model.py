@@ -27,7 +27,9 @@ class LanguageModelTask(Task):
     """Task for token models that ``model_description.py`` describes."""
 
     def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, Any]:
-        """Return the constructor arguments common to all models, without configuration and layer specs."""
+        """Return the constructor arguments common to all models, without configuration and layer specs: vocabulary and
+        positions, rotary settings, seed, process groups, and this stage's residual branches. ``vp_stage`` None means
+        chunk 0."""
         cfg = self.cfg
         return {
             "vocab_size": self.vocab_size,

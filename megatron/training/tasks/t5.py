@@ -24,7 +24,8 @@ class T5Task(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build a :class:`T5Model` from the flags; initial weights depend only on the seed and parameter names."""
+        """Build this pipeline stage of a :class:`T5Model` from the flags; encoder and decoder share one configuration.
+        Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)
         encoder, decoder = get_t5_block_specs(
@@ -60,7 +61,8 @@ class T5Task(LanguageModelTask):
         return {**on_device(own), "lengths": lengths}
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
-        """Return the token losses of the next micro-batch, and its loss function."""
+        """Take the next micro-batch and run the model. Return the output, on the last stage token losses of the decoder
+        [b, s], and its loss function with the batch bound."""
         batch = self.get_batch(data_iterator)
         output = model(
             batch["text_enc"],
@@ -72,7 +74,8 @@ class T5Task(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Return a random sample; both texts may have padding."""
+        """Return a random sample with the keys of the data set as numpy arrays: text_enc, enc_mask [e] and text_dec,
+        labels (-1 in padding), loss_mask, dec_mask [s]. Both texts may have padding, of independent lengths."""
         encoder, decoder = self.cfg.seq_length, self.cfg.decoder_seq_length
         used, written = (np.arange(length) < self.random_length(generator, length)
                          for length in (encoder, decoder))  # fmt: skip

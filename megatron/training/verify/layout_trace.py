@@ -46,7 +46,8 @@ class SyntheticSamples(RandomSamples):
 
 
 def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) -> type[LanguageModelTask]:
-    """Return a subclass of ``task_class`` that trains on :class:`SyntheticSamples`, without tokenizer and files."""
+    """Return a subclass of ``task_class`` that trains on :class:`SyntheticSamples`, with the fixed ``vocab_size`` and
+    random text lengths, without tokenizer and files. It has no validation and test data."""
 
     class OnSyntheticData(task_class):  # type: ignore[misc, valid-type]
         @property
@@ -76,8 +77,9 @@ class Trace(NamedTuple):
 def trace(
     cfg: PretrainConfig, make_task: Callable[[PretrainConfig], Task], groups: ProcessGroups, steps: int
 ) -> Iterator[Trace]:
-    """Train ``steps`` steps on the ranks of ``groups`` and yield a trace per step. Weights are live tensors, and the
-    list of gradients is reused: read both before the next step."""
+    """Build the run's components, train ``steps`` steps on the ranks of ``groups`` and yield a trace per step, after
+    one of the initial weights. Collective. Gradients are this rank's reduced shards, times the gradient factor. Weights
+    are live tensors, and the list of gradients is reused: read both before the next step."""
     parts = build_components(cfg, make_task(cfg), groups)
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
@@ -126,7 +128,8 @@ Reference = list[ReferenceStep]
 
 
 def make_reference(traces: Iterable[Trace]) -> Reference:
-    """Return the traces of a single-rank run with copies of all tensors."""
+    """Consume the traces of a single-rank run and return one ReferenceStep per trace, with clones of all gradients and
+    weights by name. Runs the training steps if ``traces`` is a generator."""
     steps = []
     for one in traces:
         kinds = {"gradient": one.gradients, "weight": one.weights}
@@ -154,7 +157,9 @@ class StepReport(NamedTuple):
 
 
 def compare(one: Trace, reference: ReferenceStep) -> StepReport:
-    """Compare this rank's rectangles with the same rectangles of the reference; a missing tensor has infinite error."""
+    """Compare this rank's gradient and weight rectangles with the same rectangles of the reference. Return all errors,
+    without judging them; a tensor that is missing or has another shape has infinite error. Also hashes each rectangle
+    (waits for the device)."""
     cells = []
     for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
         for shard in shards:
@@ -167,7 +172,8 @@ def compare(one: Trace, reference: ReferenceStep) -> StepReport:
 
 
 def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
-    """Return the error relative to the tensor's largest magnitude, or to the gradient norm for an all-zero tensor."""
+    """Return the largest absolute difference divided by the full reference tensor's largest magnitude, or by the
+    gradient norm (else 1) if that is all-zero. 0 for an empty shard, infinity for NaN."""
     local = shard.local.detach()
     if local.numel() == 0:
         return 0.0
@@ -212,7 +218,9 @@ class Verdict:
 
 
 def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], tolerance: float) -> Verdict:
-    """Combine all ranks' reports (``reports[rank][step]``) into one verdict."""
+    """Combine all ranks' reports (``reports[rank][step]``) into one verdict. Losses and norms must agree on every rank,
+    tensors be covered exactly once, and weight replicas be bit-identical. ``tolerance`` is relative; step 0 (initial
+    weights) must match exactly."""
     verdict = Verdict()
     for step, expected in enumerate(reference):
         ranks = [report[step] for report in reports]
@@ -235,7 +243,8 @@ def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], toleran
 def _scalars(
     step: int, kind: str, expected: dict[str, float], found: Sequence[dict[str, float]], limit: float
 ) -> list[Difference]:
-    """Return differences of scalar values; every rank must report every value."""
+    """Return the differences above ``limit`` (relative, absolute for an expected 0) of scalar values, by rank. A rank
+    with other names than expected gives one infinite difference; NaN always differs."""
     differences = []
     for rank, values in enumerate(found):
         if set(values) != set(expected):
@@ -253,7 +262,8 @@ def _scalars(
 def _tensors(
     step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Compared], limit: float
 ) -> tuple[list[Difference], tuple[float, str]]:
-    """Return the differences of the tensors of one kind, in reference order, and (largest error, tensor name)."""
+    """Return (differences of the tensors of one kind, (largest error, its tensor name)), unexpected names last. Checks
+    coverage by all ranks, bit-equal replicas (weights only), and errors above ``limit``."""
     by_name: dict[str, list[Compared]] = {name: [] for name in expected}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)

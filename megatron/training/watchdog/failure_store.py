@@ -95,7 +95,8 @@ class FailureStore:
         return self._store.check([f"raised/{rank}" for rank in self.ranks])
 
     def reports(self) -> dict[int, Report]:
-        """Return the reports received so far, by rank."""
+        """Return the main-thread errors that ranks have reported so far, by rank; ranks without a report are absent.
+        One request per rank. Does not wait for missing reports."""
         found = {rank: self._read(f"raised/{rank}") for rank in self.ranks}
         return {
             rank: Report(each["what"], Failure(**each["failure"]), each["elsewhere"])

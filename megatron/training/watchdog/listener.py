@@ -38,7 +38,8 @@ class Listener(threading.Thread):
         self._looked = time.monotonic()
 
     def catch_sigterm(self) -> None:
-        """Install a SIGTERM handler and wake-up descriptor; main thread only. Keeps an existing handler."""
+        """Install a SIGTERM handler, a wake-up descriptor and fork hooks that keep both out of child processes. Does
+        nothing outside the main thread, or if SIGTERM already has a handler. `stop` restores SIGTERM."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._catching = True
@@ -74,8 +75,9 @@ class Listener(threading.Thread):
         self._forget()
 
     def run(self) -> None:
-        """Wait for SIGTERM and exits of local ranks and wake the monitor at once; check that the monitor itself is not
-        blocked; after SIGTERM end the process when the monitor has had its rounds."""
+        """Wait for SIGTERM and exits of local ranks, and start the monitor's next round at once. Also end the process
+        if the monitor is blocked, or, after SIGTERM, once the monitor has had its rounds. Wakes at least once per
+        monitor interval. Returns when the monitor is stopped."""
         poll = select.poll()
         for descriptor in (self._reader, *self.monitor.local_ranks.descriptors):
             poll.register(descriptor, select.POLLIN)
@@ -93,7 +95,9 @@ class Listener(threading.Thread):
                 self._terminate(time.monotonic() - self._terminated)
 
     def _look_at_the_monitor(self) -> None:
-        """End the process if the monitor has waited too long for the store."""
+        """End the process, blaming the store, if the monitor's current round has waited for it longer than
+        ``limits.heartbeat``; not while the run is finishing or already ending. A suspension of this process restarts
+        the measured wait."""
         now = time.monotonic()
         if now - self._looked > self.monitor.limits.heartbeat / 2 and self.monitor.round_began is not None:
             self.monitor.round_began = now  # this process was suspended in the middle of a round

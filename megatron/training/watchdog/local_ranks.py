@@ -46,7 +46,8 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running; False for zombies."""
+        """Whether the process is running; False for zombies. Uses the pidfd; without one, the state and start time in
+        /proc, so that another process with the same ID counts as not running. Never raises OSError."""
         if self.handle is not None:
             poll = select.poll()
             poll.register(self.handle, select.POLLIN)
@@ -96,7 +97,8 @@ def _presence_name(place: Place, rank: int) -> str:
 
 
 def find_process(place: Place, rank: int) -> Process | None:
-    """Return the process of ``rank`` on this host; None unless a process of this user holds that rank in this job."""
+    """Connect to the socket of ``rank`` (waits up to 5 s) and return the process that the kernel reports as its owner.
+    Returns None, never an error, if no process of this user holds that rank of this job on this host."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError, AttributeError):
         connection.settimeout(5.0)
         connection.connect(_presence_name(place, rank))

@@ -107,8 +107,9 @@ class Monitor(threading.Thread):
             faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
-        """Run one round per interval until stopped. After a suspension of the process discard old heartbeats, which
-        would look like silence."""
+        """Run one round per interval until `stop` is called; an earlier `wake` starts the next round at once. After a
+        suspension of the process, clear the seen heartbeats of other ranks and forgive this rank's silence, which would
+        otherwise count as a failure."""
         last = time.monotonic()
         while not self.stopped:
             self.round_began = now = time.monotonic()
@@ -122,8 +123,9 @@ class Monitor(threading.Thread):
             self.wake.clear()
 
     def _attempt_round(self) -> None:
-        """Run one round. A lost store is reported with the time since its first failure; any other error is logged and
-        training continues."""
+        """Run one round. Pass an error of the store (RuntimeError, OSError) to `_store_is_gone` with the seconds since
+        its first failure, which a successful round resets; log any other error and let training continue. Never
+        raises."""
         try:
             self._round()
             self._store_lost = None
@@ -135,7 +137,9 @@ class Monitor(threading.Thread):
             logger.exception("the watchdog failed; training continues")
 
     def _round(self) -> None:
-        """Publish, read the failure, answer and judge once. Raises RuntimeError or OSError if the store is lost."""
+        """Publish this rank's heartbeat, re-arm the C-level timer, then read the failure: if one is declared,
+        acknowledge it and end the process. Else answer an open inquiry, judge the other ranks and declare what was
+        found, which the next round reads. Raises RuntimeError or OSError if the store is lost."""
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason
@@ -172,9 +176,9 @@ class Monitor(threading.Thread):
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
     def _judge(self, rank: int) -> Failure | None:
-        """Return a failure of ``rank`` if its heartbeat stopped, or None. If its main thread makes no progress, ask all
-        ranks for their stacks (blocks up to ``limits.spreading`` s); the returned failure may then name another
-        rank."""
+        """Return a failure of ``rank`` if its heartbeat stopped, or None; None if it has finished. If its main thread
+        makes no progress, ask all ranks for their stacks (blocks up to ``limits.spreading`` s); the returned failure
+        may then name another rank."""
         heartbeat = self.store.heartbeat(rank) or UNHEARD
         if self.store.finished(rank):
             return None
@@ -221,7 +225,8 @@ class Monitor(threading.Thread):
         """Report the main thread's error and wait until other ranks know, since this process may host the store. Called
         by the main thread; blocks. If the error may only be a ``consequence`` of another rank's failure, wait until
         that rank is found, else declare the rank with the least progress. If another rank failed first, the process
-        ends in this call. Otherwise call ``speak`` before declaring: a launcher may end this process right after."""
+        ends in this call. If the failure is this rank's or common to all, call ``speak`` before declaring it: a
+        launcher may end this process right after."""
         self.own_error = own.failure.detail
         self.wake.set()
         if consequence:
@@ -266,8 +271,9 @@ class Monitor(threading.Thread):
         return len(reports) == len(self.arrivals) and len({each.what for each in reports.values()}) == 1
 
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
-        """Poll until ``condition`` holds, ``seconds`` have passed or the process is exiting. Ignores errors of the
-        store; the monitor's round handles a lost store."""
+        """Block the calling thread, polling every 0.05 s, until ``condition`` holds, ``seconds`` have passed or
+        ``leaving`` is set. Does not return which. Ignores errors of the store; the monitor's round handles a lost
+        store."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit and not self.leaving:
             with contextlib.suppress(RuntimeError, OSError):
@@ -289,7 +295,9 @@ class Monitor(threading.Thread):
         return Failure(None, f"rank 0 on {self.arrivals[0].host} holds it and is gone or out of reach ({reason})")
 
     def _store_is_gone(self, error: Exception, seconds: float) -> None:
-        """Handle an error of the store that has lasted ``seconds``: end the process unless the run is finishing."""
+        """Handle an error of the store that has lasted ``seconds``. End the process if a local rank is dead or the
+        error has lasted too long, but not while the run is finishing. If this rank is already exiting on a known
+        failure, only set ``leaving``, which ends all waits."""
         if self.told and self.own_error:  # the store's host raised the same error and exited first: not a new failure
             self.leaving = True
             return
@@ -320,7 +328,8 @@ class Monitor(threading.Thread):
             os._exit(EXIT_CODE)
 
     def _report(self, failure: Failure) -> str:
-        """Return the text above the stacks: failure, its traceback (once per host) and the local error it caused."""
+        """Return the text written above the stacks: the failure, its traceback (on the failing rank and once per host),
+        the error of this rank if it is a consequence, and where this rank's main thread is."""
         own = failure.rank == self.rank
         head = f"watchdog: {failure}\n"
         if failure.detail and (own or self.local_ranks.is_first):

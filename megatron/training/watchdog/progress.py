@@ -120,7 +120,9 @@ class ProgressHook(Hook):
 
 
 def mark_task(task: Task, progress: Progress) -> None:
-    """Replace ``get_batch`` and ``forward_step`` of this task object by wrappers that mark progress."""
+    """Replace ``get_batch`` and ``forward_step`` of this task object, in place, by wrappers that mark progress before
+    and after each call; their arguments and results stay the same. Calls that may compile (first iteration, first
+    evaluation pass) get the long limit."""
     get_batch, forward_step = task.get_batch, task.forward_step
     compiled = {"training": -1, "evaluation": -1}  # first iteration that ran; -1: none so far
 

@@ -36,7 +36,8 @@ def write_line(text: str) -> None:
 
 
 def write_stacks(head: str, path: Path | None, *, also_stderr: bool = True) -> None:
-    """Write ``head`` and the Python stacks of all threads to stderr and to ``path`` (made if missing). Never raises."""
+    """Write ``head`` and the Python stacks of all threads to stderr (unless ``also_stderr`` is False) and to ``path``,
+    whose folder is created; None: no file. Ignores files that cannot be written."""
     with contextlib.ExitStack() as opened:
         files = [standard_error()] if also_stderr else []
         if path is not None:
@@ -67,7 +68,8 @@ def where_is(thread: int | None) -> Answer:
 
 
 def is_debugged(thread: int | None) -> bool:
-    """Whether a thread is at a debugger prompt."""
+    """Whether a frame of the thread's current stack belongs to pdb, bdb or pydevd, as at a debugger prompt. False if
+    the thread does not exist."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
@@ -77,7 +79,8 @@ def is_debugged(thread: int | None) -> bool:
 
 
 def waits_for_others(frame: FrameType | None) -> bool:
-    """Whether the stack is inside a collective, or its innermost line waits for the GPU or asynchronous work."""
+    """Whether any frame of the stack is in torch's collective functions, or the innermost source line waits for the GPU
+    or for asynchronous work (``.wait(``, ``synchronize(``, ``.item(``, ``.tolist(``, ``.cpu(``). False for None."""
     if frame is None:
         return False
     line = traceback.extract_stack(frame, limit=1)[0].line or ""

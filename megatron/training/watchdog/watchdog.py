@@ -48,8 +48,9 @@ class Watchdog:
         self._listener: Listener | None = None
 
     def __enter__(self) -> Watchdog:
-        """Meet the other ranks (blocks until all have arrived) and start monitor and listener; a single process watches
-        only itself."""
+        """Meet the other ranks (blocks until all have arrived) and start monitor and listener. A single process needs
+        no rendezvous and watches only itself. Does nothing if the watchdog is inactive. Raises ``RendezvousError`` if a
+        rank is missing. Returns itself."""
         if self.alone:
             store = FailureStore(dist.HashStore(), 0, 1)
             self._start(store, [Arrival.of_this_process(1)], LocalRanks({}, 0), agent_holds_store=False)
@@ -76,7 +77,8 @@ class Watchdog:
     def _start(
         self, store: FailureStore, arrivals: list[Arrival], local_ranks: LocalRanks, *, agent_holds_store: bool
     ) -> None:
-        """Create and start the monitor and listener threads; catch SIGTERM unless the run handles it itself."""
+        """Create the monitor and the listener of this rank and start both threads. First catch SIGTERM, unless the
+        configuration handles that signal itself (--save-on-signal, --exit-signal-handler)."""
         self._monitor = Monitor(
             store, arrivals, self.progress, Limits.of(self.timeout), local_ranks=local_ranks,
             agent_holds_store=agent_holds_store, folder=self.folder,
@@ -137,7 +139,9 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Report success or the failure to the other ranks, stop both threads and close their descriptors."""
+        """Mark this rank as finished, or report its error to the other ranks (see `failed`, blocks). Then stop both
+        threads and close their descriptors. Counts ``SystemExit`` with code 0 or None as success. Does not suppress the
+        error. Does nothing if inactive."""
         if self._monitor is None or self._listener is None:
             return
         if error is None or _is_success(error):
