@@ -108,7 +108,7 @@ class SchedulePlan:
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
             refuse("--weight-decay-incr-style", "constant", f"start {self.start_wd} and end {self.end_wd} differ")
         if self.lr_decay_style == "WSD":
-            if not self.wsd_decay_steps or self.wsd_decay_steps > self.lr_decay_steps:
+            if not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
                 refuse("--lr-wsd-decay-iters/samples", self.wsd_decay_steps,
                        f"--lr-decay-style WSD needs an annealing length between 1 and {self.lr_decay_steps} samples")
             if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:

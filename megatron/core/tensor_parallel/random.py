@@ -116,7 +116,9 @@ def model_parallel_cuda_manual_seed(
     _TRACKER.reset()
     _TRACKER.add(_DATA_PARALLEL, seed)
     _TRACKER.add(_MODEL_PARALLEL, seed + 2718 + tp)
-    _TRACKER.add(_EXPERT_PARALLEL, seed + 1024 + 100 * ep + etp)
+    of_experts = seed + 1024 + 100 * ep + etp
+    # from EP 18 on, Megatron-LM's formulas give both states of some ranks one seed (and its program ends there)
+    _TRACKER.add(_EXPERT_PARALLEL, of_experts + (1 << 20) * (of_experts == seed + 2718 + tp))
 
 
 _FURTHER = {

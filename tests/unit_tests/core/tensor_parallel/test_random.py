@@ -35,6 +35,15 @@ def test_a_forked_state_moves_on_and_leaves_the_generator_alone():
     assert torch.rand(2).tolist() == forked[0]
 
 
+def test_many_expert_ranks_have_states_apart_from_tensor_parallel_ones():
+    """1024 + 100 * 17 + 0 = 2718 + 6."""
+    states = []
+    for ep in (16, 17, 18):
+        model_parallel_cuda_manual_seed(5, tp_rank=6, ep_rank=ep, etp_rank=0)
+        states.append((drawn("model-parallel-rng"), drawn("expert-parallel-rng")))
+    assert len({tuple(each) for pair in states for each in pair}) == 4, "one tensor-parallel and three expert states"
+
+
 def test_mistakes_are_named():
     model_parallel_cuda_manual_seed(1)
     tracker = get_cuda_rng_tracker(True)
