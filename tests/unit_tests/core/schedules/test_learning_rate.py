@@ -121,7 +121,8 @@ def test_constant_weight_decay_is_constant():
 @pytest.mark.parametrize("changes, flag", [
     ({"lr": None}, "--lr"), ({"train_iters": None}, "--train-iters"), ({"lr_warmup_iters": 100}, "--lr-warmup"),
     ({"lr_decay_style": "WSD"}, "--lr-wsd-decay"),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": -3}, "--lr-wsd-decay"), ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
+    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": -3}, "--lr-wsd-decay"),
+    ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
     ({"min_lr": 2.0}, "--min-lr"), ({"lr_warmup_init": 2.0}, "--lr-warmup-init"),
     ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.3, "end_weight_decay": 0.1}, "--start-weight-decay"),
 ])  # fmt: skip
