@@ -27,7 +27,7 @@ FAMILY = "family: "
 ALL = "*"
 
 
-class Source(NamedTuple):
+class NameSource(NamedTuple):
     """The origin of a name."""
 
     module: str
@@ -36,16 +36,16 @@ class Source(NamedTuple):
 
 
 @functools.cache
-def table() -> dict[str, dict[str, Source]]:
+def table() -> dict[str, dict[str, NameSource]]:
     """Sources by module and name."""
-    found: dict[str, dict[str, Source]] = {}
+    found: dict[str, dict[str, NameSource]] = {}
     for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
             continue
         module, source, names = line.split("\t")
         for each in names.split():
             name, _, older = each.partition("=")
-            found.setdefault(f"megatron.{module}", {})[name] = Source(source, older or name)
+            found.setdefault(f"megatron.{module}", {})[name] = NameSource(source, older or name)
     return found
 
 

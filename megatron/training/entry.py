@@ -18,7 +18,7 @@ def experts_are_given(cfg: PretrainConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Program:
+class EntryProgram:
     """Pretraining program: its model family, default tokenizer type and an additional check of the settings."""
 
     model_family: str
@@ -27,10 +27,10 @@ class Program:
 
 
 PROGRAMS = {
-    "gpt": Program("gpt", "GPT2BPETokenizer"),
-    "moe": Program("gpt", "GPT2BPETokenizer", experts_are_given),
-    "bert": Program("bert", "BertWordPieceLowerCase"),
-    "t5": Program("t5", "BertWordPieceLowerCase"),
+    "gpt": EntryProgram("gpt", "GPT2BPETokenizer"),
+    "moe": EntryProgram("gpt", "GPT2BPETokenizer", experts_are_given),
+    "bert": EntryProgram("bert", "BertWordPieceLowerCase"),
+    "t5": EntryProgram("t5", "BertWordPieceLowerCase"),
 }
 
 

@@ -49,7 +49,7 @@ _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
 }
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """The name of the selected kernel and the reason; ``str`` gives both for the log."""
 
     kernel: str
@@ -90,21 +90,21 @@ def _version_4_is_usable(config: TransformerConfig) -> bool:
     return torch.cuda.is_available() and may_be_chosen and flash_attn_4.is_usable()
 
 
-def choose_kernel(request: Request) -> Choice:
+def choose_kernel(request: Request) -> KernelChoice:
     """Return the best supported kernel for ``request``; the reason lists rejected better ones. Unfused if requested or
     with dropout; without a GPU torch's SDPA, or unfused for key blocks, soft cap or bias. No device access. Raises
     UserError for a flash version with ``fused``, a 32- or 64-bit dtype with ``fused`` or ``flash``, or a flag without a
     supported kernel, with every reason."""
     if request.backend in ("unfused", "local"):
-        return Choice("unfused", f"--attention-backend {request.backend}")
+        return KernelChoice("unfused", f"--attention-backend {request.backend}")
     if request.dropout:
         reason = f"--attention-dropout {request.dropout:g}: kernels would draw masks that depend on the layout"
-        return Choice("unfused", reason)
+        return KernelChoice("unfused", reason)
     if request.flash_version is not None and request.backend == "fused":
         flag = f"--flash-attention-version {request.flash_version}"
         raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
     if request.capability is None and request.flash_version is None:
-        return Choice("unfused" if request.blocks or request.unusual_scores else "torch", request.situation)
+        return KernelChoice("unfused" if request.blocks or request.unusual_scores else "torch", request.situation)
     if request.dtype not in SIXTEEN_BIT and request.backend in ("fused", "flash"):
         raise UserError(
             f"--attention-backend {request.backend} takes bfloat16 or float16, not {request.situation}; train with "
@@ -113,7 +113,7 @@ def choose_kernel(request: Request) -> Choice:
     return _first_that_serves(request)
 
 
-def _first_that_serves(request: Request) -> Choice:
+def _first_that_serves(request: Request) -> KernelChoice:
     """Return the first candidate kernel that supports ``request``. Its reason holds the requested version, the
     situation, the reasons against earlier candidates, and remarks. Raises UserError with all reasons and a fix if no
     candidate supports it."""
@@ -126,7 +126,7 @@ def _first_that_serves(request: Request) -> Choice:
         reason = _SUPPORTS[name](request)
         if reason is None:
             others = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
-            return Choice(name, "; ".join([*remarks, request.situation, *others, *_remarks(name, request)]))
+            return KernelChoice(name, "; ".join([*remarks, request.situation, *others, *_remarks(name, request)]))
         refused[name] = reason
     raise UserError(f"{asked}: {'; '.join(refused.values())} ({request.situation}); {fix}")
 
@@ -178,7 +178,7 @@ def without_version_4(request: Request) -> Request:
 
 def make_kernel(
     request: Request, config: TransformerConfig, layer_number: int, scale: float
-) -> tuple[Choice, Kernel]:  # fmt: skip
+) -> tuple[KernelChoice, Kernel]:  # fmt: skip
     """Select and build the kernel of layer ``layer_number`` (from 1) with softmax scale ``scale``; return both.
 
     For a ring with a sliding window, first runs the GPU kernel on the ring's band tiles (once per process, head dim and
@@ -191,11 +191,13 @@ def make_kernel(
         logger.warning(
             "context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason
         )
-        choice = Choice("unfused", reason)
+        choice = KernelChoice("unfused", reason)
     return choice, _build(choice, request, scale, config, layer_number)
 
 
-def _build(choice: Choice, request: Request, scale: float, config: TransformerConfig, layer_number: int) -> Kernel:
+def _build(
+    choice: KernelChoice, request: Request, scale: float, config: TransformerConfig, layer_number: int
+) -> Kernel:  # fmt: skip
     """Build the chosen kernel with softmax scale ``scale``; layer number and ``config`` set the options of the unfused
     kernel. If ``auto`` chose flash-attn 4, returns ``WhereFaster`` with a second kernel for the tiles where that one
     was measured to be faster. Imports flash-attn 2 or 3 if chosen; UserError if this fails."""

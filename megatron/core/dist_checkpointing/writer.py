@@ -82,7 +82,7 @@ def save(
 
 
 @dataclass(frozen=True)
-class Part:
+class WritePlan:
     """The tensors that one rank writes."""
 
     tensors: list[ShardedTensor]
@@ -95,20 +95,20 @@ class Part:
         """Total size of this rank's tensors in bytes."""
         return sum(tensor.local.numel() * tensor.local.element_size() for tensor in self.tensors)
 
-    def without_data(self) -> Part:
+    def without_data(self) -> WritePlan:
         """Return a copy with meta tensors, so that training may modify or free the original memory."""
         return replace(self, tensors=[replace(each, local=each.local.to("meta")) for each in self.tensors])
 
 
-def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> Part:
+def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> WritePlan:
     """Assign each shard to one of the ranks that hold it, balanced by bytes. Collective over ``group``."""
     tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
     mine = _plan(tensors, group)
-    return Part(sorted((tensors[key] for key in mine), key=_stem), _empty_tensors(sharded_state_dict))
+    return WritePlan(sorted((tensors[key] for key in mine), key=_stem), _empty_tensors(sharded_state_dict))
 
 
 def write(
-    part: Part, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
+    part: WritePlan, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
     assets: Mapping[str, str | os.PathLike] | None = None, group: Group, fault: Fault = no_fault,
 ) -> int:  # fmt: skip
     """Write and publish what all ranks of ``group`` have planned; see :func:`save`.

@@ -26,7 +26,7 @@ _AXES = ("dp_cp", "tp", "edp", "ep", "etp", "embedding")
 """Axes to compare over. Any two ranks with the same rectangle are connected by steps along these axes."""
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """A replica that differs from the replica of the first rank in its group."""
 
     name: str
@@ -60,7 +60,7 @@ def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[Shar
 
 def check_replicas(
     modules: Sequence[nn.Module], groups: ProcessGroups, further: Iterable[ShardedTensor] = ()
-) -> list[Difference]:  # fmt: skip
+) -> list[ReplicaDifference]:  # fmt: skip
     """Return the replicas that are not bit-identical to the replica of the first rank in their group; empty if equal.
     Collective over all ranks; waits for the device. Each rank returns the differences within its groups, so every rank
     of a group returns the same entries for that group.
@@ -82,14 +82,14 @@ def check_replicas(
     return [difference for group in joined.values() for difference in _compare(mine, group)]
 
 
-def _compare(mine: list[list[Any]], group: Group) -> list[Difference]:
-    """All-gather (name, offsets, lengths, hash) entries over ``group`` and return a ``Difference`` for each entry whose
-    hash differs from the entry of the first rank with that name and rectangle. Every rank of the group gets the same
-    list, in rank order."""
+def _compare(mine: list[list[Any]], group: Group) -> list[ReplicaDifference]:
+    """All-gather (name, offsets, lengths, hash) entries over ``group`` and return one ``ReplicaDifference`` per entry
+    whose hash differs from the entry of the first rank with that name and rectangle. Every rank of the group gets the
+    same list, in rank order."""
     first: dict[tuple, int] = {}
     found = []
     for rank, entries in zip(group.ranks, all_gather_json(mine, group)):
         for name, offsets, lengths, value in entries:
             if first.setdefault((name, *offsets, *lengths), value) != value:
-                found.append(Difference(name, rank, group.name))
+                found.append(ReplicaDifference(name, rank, group.name))
     return found

@@ -23,7 +23,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-class Place(NamedTuple):
+class RankAction(NamedTuple):
     """An action and the rank that runs it."""
 
     rank: int
@@ -62,19 +62,19 @@ class Schedule:
         """Return the stage index of a rank's chunk, from 0."""
         return chunk * self.num_ranks + rank
 
-    def source(self, rank: int, action: Action) -> Place | None:
+    def source(self, rank: int, action: Action) -> RankAction | None:
         """Return the action whose output is the input of ``action``; it may run on the same rank. None for the first
         stage's F, the last stage's B, and W."""
         return self._neighbour(rank, action, {"F": -1, "B": 1, "W": 0}[action.kind])
 
-    def target(self, rank: int, action: Action) -> Place | None:
+    def target(self, rank: int, action: Action) -> RankAction | None:
         """Return the action that receives the output of ``action``; None for the last stage's F, the first stage's B,
         and W."""
         return self._neighbour(rank, action, {"F": 1, "B": -1, "W": 0}[action.kind])
 
-    def _neighbour(self, rank: int, action: Action, step: int) -> Place | None:
+    def _neighbour(self, rank: int, action: Action, step: int) -> RankAction | None:
         """Return the action of this kind and micro-batch ``step`` stages later; None for step 0 or beyond the ends."""
         stage = self.stage(rank, action.chunk) + step
         if step == 0 or not 0 <= stage < self.num_stages:
             return None
-        return Place(stage % self.num_ranks, action._replace(chunk=stage // self.num_ranks))
+        return RankAction(stage % self.num_ranks, action._replace(chunk=stage // self.num_ranks))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.groups.process_groups import Group, ProcessGroups
-from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
+from megatron.core.pipeline_parallel.actions import Action, RankAction, Schedule
 
 Message = tuple[Tensor, ...]
 
@@ -212,8 +212,8 @@ class Messages:
         self._wire: _Wire = _GroupWire(groups) if engines is None else _MailboxWire(engines, message)
         if sends_shapes:
             self._wire = _ShapedWire(groups)
-        self._posted: dict[Place, Callable[[], Message]] = {}
-        self._at_home: dict[Place, Message] = {}
+        self._posted: dict[RankAction, Callable[[], Message]] = {}
+        self._at_home: dict[RankAction, Message] = {}
         """Messages between chunks of this rank, by the action that produced them."""
 
     def post(self, action: Action) -> None:
@@ -227,7 +227,7 @@ class Messages:
         # post the receives of earlier messages first: otherwise this receive would match an earlier message
         while place not in self._posted:
             sent = expected.popleft()
-            self._posted[Place(place.rank, sent)] = self._wire.start_receive(
+            self._posted[RankAction(place.rank, sent)] = self._wire.start_receive(
                 lane, lane.number[sent], self.message.of(sent.microbatch)
             )
 
@@ -251,7 +251,7 @@ class Messages:
             return
         if place.rank == self.rank:
             # detach as a remote message would be: the next chunk's backward must stop here and send its gradient
-            self._at_home[Place(self.rank, action)] = tuple(tensor.detach() for tensor in message)
+            self._at_home[RankAction(self.rank, action)] = tuple(tensor.detach() for tensor in message)
             return
         made, wanted = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action.microbatch).shapes
         dtypes = {tensor.dtype for tensor in message}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
+from megatron.core.pipeline_parallel.actions import Action, RankAction, Schedule
 
 CostFunction = Callable[[int, Action], float]
 """(stage, action) -> duration in seconds."""
@@ -69,7 +69,7 @@ def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: f
     if the schedule splits backward. Raises DeadlockError if the schedule does not finish."""
     if cost is None:
         cost = unit_costs(weight=1.0) if schedule.splits_backward else unit_costs()
-    ends: dict[Place, float] = {}
+    ends: dict[RankAction, float] = {}
     events: list[list[Event]] = [[] for _ in schedule.actions]
     position = [0] * schedule.num_ranks
     clock = [0.0] * schedule.num_ranks
@@ -84,7 +84,7 @@ def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: f
                     break
                 start = max(clock[rank], ready)
                 clock[rank] = start + cost(schedule.stage(rank, action.chunk), action)
-                ends[Place(rank, action)] = clock[rank]
+                ends[RankAction(rank, action)] = clock[rank]
                 events[rank].append(Event(rank, action, start, clock[rank]))
                 position[rank] += 1
                 progress = True
@@ -93,7 +93,7 @@ def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: f
 
 
 def _input_time(
-    schedule: Schedule, ends: dict[Place, float], rank: int, action: Action, latency: float
+    schedule: Schedule, ends: dict[RankAction, float], rank: int, action: Action, latency: float
 ) -> float | None:
     """Return the time in seconds at which all inputs of ``action`` are available: the output of its source, plus
     ``latency`` from another rank, and for B the F, for W the B of this chunk and micro-batch. 0 without inputs; None if
@@ -102,7 +102,7 @@ def _input_time(
     if (source := schedule.source(rank, action)) is not None:
         needs.append((source, latency if source.rank != rank else 0.0))
     if action.kind != "F":
-        needs.append((Place(rank, action._replace(kind="F" if action.kind == "B" else "B")), 0.0))
+        needs.append((RankAction(rank, action._replace(kind="F" if action.kind == "B" else "B")), 0.0))
     times = [ends.get(place) for place, _ in needs]
     if None in times:
         return None

@@ -13,8 +13,8 @@ checkpoints expect. For a padded dim the global shape has the true size and ``st
 zeros and is not checkpointed; layers must not let it affect their results.
 
 If a rank's elements of a global tensor do not form a rectangle, the tensor consists of several parameters, each
-declared as a ``Part``. Example: K/V with fewer heads than tensor-parallel ranks, where several ranks hold the same head
-(``Nested``).
+declared as a ``SubTensor``. Example: K/V with fewer heads than tensor-parallel ranks, where several ranks hold one
+head (``Nested``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.random import philox
 from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
-    "AsBuilt", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate", "Shard",
+    "AsBuilt", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "SubTensor", "Partial", "Replicate", "Shard",
     "XavierUniform", "Zeros", "adopt_declarations", "data_parallel_groups", "global_name", "initialize_parameters",
     "is_counted_here", "local_rectangle", "parameter", "require_declarations", "spec_or_replicated",
 ]  # fmt: skip
@@ -88,7 +88,7 @@ class Nested:
     inner_size: int
 
 
-class Part(NamedTuple):
+class SubTensor(NamedTuple):
     """Part of a global tensor that one of several sibling parameters holds (over all ranks together)."""
 
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class ParameterSpec:
     """Number of dims of the nn.Parameter; excess leading logical dims are folded into its first dim."""
     stored: tuple[int, ...] = ()
     """Logical shape with padding; equal to ``shape`` if unpadded. For a part: the lengths of its rectangle."""
-    part: Part | None = None
+    part: SubTensor | None = None
     """Part of the global tensor that this parameter holds; None: all of it."""
     tied_to: str | None = None
     """Global name of the original parameter, if this is a tied copy on another pipeline stage."""
@@ -134,7 +134,7 @@ class ParameterSpec:
 
 
 def parameter(
-    shape: tuple[int, ...] | Part,
+    shape: tuple[int, ...] | SubTensor,
     *,
     init: Init,
     groups: ProcessGroups | None = None,
@@ -150,7 +150,7 @@ def parameter(
     is not divisible by the number of its shards.
 
     Args:
-        shape: logical global shape, or a ``Part`` of a tensor.
+        shape: logical global shape, or a ``SubTensor`` of a tensor.
         init: initialization.
         groups: this rank's process groups; required with a ``mesh``.
         mesh: placement by axis, e.g. ``{"tp": Shard(0)}`` or ``{"ep": Shard(0), "etp": Shard(2)}``.
@@ -159,7 +159,7 @@ def parameter(
         stored: logical shape with padding.
         dtype: dtype of the result.
     """
-    part, whole = (shape, shape.shape) if isinstance(shape, Part) else (None, shape)
+    part, whole = (shape, shape.shape) if isinstance(shape, SubTensor) else (None, shape)
     if stored is None:
         stored = whole if part is None else part.rectangle.lengths
     placed = dict(mesh or {})

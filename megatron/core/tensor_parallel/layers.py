@@ -29,7 +29,7 @@ from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
+from megatron.core.sharding.placement import Init, Nested, Replicate, Shard, SubTensor, Zeros, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.arguments import takes_megatron_arguments
@@ -193,8 +193,8 @@ def _shared_rows(
     ranks_per_block, own = groups.tp.size // blocks, rows - size.shared
     shape, none = (*size.shape, *rest), (0,) * len(rest)
     split, copied = Nested(Shard(0), Shard(1), ranks_per_block), Nested(Shard(0), Replicate(), ranks_per_block)
-    own_part = Part(shape, name, Rectangle((0, 0, *none), (blocks, own, *rest)))
-    shared_part = Part(shape, name, Rectangle((0, own, *none), (blocks, size.shared, *rest)))
+    own_part = SubTensor(shape, name, Rectangle((0, 0, *none), (blocks, own, *rest)))
+    shared_part = SubTensor(shape, name, Rectangle((0, own, *none), (blocks, size.shared, *rest)))
     common = {"ndim": 1 + len(rest), "groups": groups, **placed}
     return (
         parameter(own_part, mesh={"tp": split}, **common),

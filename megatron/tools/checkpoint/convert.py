@@ -171,7 +171,7 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
     free = shutil.disk_usage(target.folder).free
     if size - kept > free:
         raise CheckpointError(f"{target.final}: needs {(size - kept) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there")
-    progress = formats.Progress("converted", size)
+    progress = formats.CopyProgress("converted", size)
     progress.skip(kept)
     watched = dataclasses.replace(source, tensors=progress.watch(source.tensors))
     try:

@@ -122,7 +122,7 @@ def stamp(folder: str) -> list[list[Any]]:
     return [[str(each), each.stat().st_size, each.stat().st_mtime_ns] for each in files]
 
 
-class Progress:
+class CopyProgress:
     """Progress on stderr with rate and remaining time: a bar on a terminal, else one line every ten seconds."""
 
     def __init__(self, verb: str, total: int) -> None:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     kind, source = formats.open_checkpoint(args.folder, args.loader, args.ckpt_step)
     if args.other is not None:
         return compare(args, source, formats.open_checkpoint(args.other, args.other_loader)[1])
-    progress = formats.Progress("read", formats.total_bytes(source.tensors) if args.norms else 0)
+    progress = formats.CopyProgress("read", formats.total_bytes(source.tensors) if args.norms else 0)
     tensors = progress.watch(source.tensors)
     rows = {name: row(tensor, args.norms) for name, tensor in formats.in_order(tensors)}
     if args.norms:
@@ -106,7 +106,7 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
 
     Differing settings are printed, but do not affect the result. Reads all tensors that both contain."""
     both = [name for name, _ in formats.in_order(one.tensors) if name in other.tensors]
-    progress = formats.Progress("compared", formats.total_bytes({name: one.tensors[name] for name in both}))
+    progress = formats.CopyProgress("compared", formats.total_bytes({name: one.tensors[name] for name in both}))
     found: dict[str, Any] = {
         "only in the first": sorted(one.tensors.keys() - other.tensors.keys()),
         "only in the second": sorted(other.tensors.keys() - one.tensors.keys()),

@@ -74,7 +74,7 @@ def verify(args: argparse.Namespace, flags: list[str], step: int | None) -> list
 
 def damaged_tensors(source: Interchange) -> Iterator[str]:
     """Read every tensor; yield one message per tensor that is unreadable or contains NaN or infinity."""
-    progress = formats.Progress("verified", formats.total_bytes(source.tensors))
+    progress = formats.CopyProgress("verified", formats.total_bytes(source.tensors))
     for name, tensor in formats.in_order(progress.watch(source.tensors)):
         try:
             values = tensor.read().reshape(-1)

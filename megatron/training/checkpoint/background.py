@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.staging import Staging, default_limit
-from megatron.core.dist_checkpointing.writer import Blocks, Fault, Part
+from megatron.core.dist_checkpointing.writer import Blocks, Fault, WritePlan
 from megatron.core.groups.process_groups import Group
 
 NO_TIMEOUT = timedelta(days=30)
@@ -57,7 +57,7 @@ class BackgroundWriter:
         """Whether this rank's save is still running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, part: Part, work: Work, fault: Fault, name: str) -> None:
+    def start(self, part: WritePlan, work: Work, fault: Fault, name: str) -> None:
         """Start ``work`` in a thread and copy this rank's ``part`` to host memory; blocks until it is copied."""
         assert self._thread is None
         if self._staging is None:

@@ -20,7 +20,7 @@ WIDE_EXPERT = 4096
 
 
 @dataclass(frozen=True)
-class Rate:
+class MeasuredRate:
     """One measured row."""
 
     row: str
@@ -34,13 +34,13 @@ class Rate:
     device: str
 
 
-def measured_rates() -> list[Rate]:
+def measured_rates() -> list[MeasuredRate]:
     """Return all rows of the packaged ``rates.tsv``, in file order. Reads the file at each call; comment lines start
     with ``#``. Raises ValueError for a malformed row."""
     lines = files("megatron.training.report").joinpath("rates.tsv").read_text(encoding="utf-8").splitlines()
     cells = [line.split("\t") for line in lines if not line.startswith("#")]
     return [
-        Rate(row, kind, {axis[:2]: int(axis[2:]) for axis in axes.split()}, float(tflops), device)
+        MeasuredRate(row, kind, {axis[:2]: int(axis[2:]) for axis in axes.split()}, float(tflops), device)
         for row, kind, axes, tflops, device in cells
     ]
 
@@ -63,7 +63,7 @@ def used_axes(cfg: PretrainConfig) -> dict[str, int]:
     return {axis: size for axis, size in zip(AXES, sizes) if size > 1}
 
 
-def nearest_rate(cfg: PretrainConfig) -> Rate | None:
+def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
     """Return the slowest of the measured rows of this kind of model: one row per rank axis in use, and one without
     axes. The row of an axis is the largest that does not exceed this run's size; axes without a row are ignored. None
     for runs not in 16 bits, which were not measured."""

@@ -39,7 +39,7 @@ class RendezvousError(UserError, OSError):
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchInfo:
     """Rank, world size and store address of this process, as set by the launcher."""
 
     rank: int
@@ -54,7 +54,7 @@ class Place:
         return self.rank == 0 and not self.agent_holds_store
 
     @classmethod
-    def from_environment(cls) -> Place | None:
+    def from_environment(cls) -> LaunchInfo | None:
         """Read rank, world size and store address from the launcher's variables. Return None without RANK or
         MASTER_ADDR, or with fewer than two ranks. Raises RendezvousError for a bad RANK or MASTER_PORT, ``ValueError``
         for other values that are no integers."""
@@ -72,7 +72,7 @@ class Place:
         )  # fmt: skip
 
 
-def _is_listening(place: Place, timeout: float) -> bool:
+def _is_listening(place: LaunchInfo, timeout: float) -> bool:
     """Whether a program accepts TCP connections at the store's address; retries for up to ``timeout`` seconds (blocks).
     Does not check that it is a store. Called first because torch's connection errors contain pages of C++ frames."""
     limit = time.monotonic() + timeout
@@ -111,7 +111,7 @@ def machine_identity() -> str:
         return socket.gethostname()
 
 
-def open_store(place: Place, timeout: float, *, holds: bool = False) -> dist.Store:
+def open_store(place: LaunchInfo, timeout: float, *, holds: bool = False) -> dist.Store:
     """Open a separate connection to the run's store. With ``holds``, this process hosts the store while the result
     lives.
 
@@ -161,7 +161,7 @@ def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | N
         return None
 
 
-def _listening_socket(place: Place) -> int | None:
+def _listening_socket(place: LaunchInfo) -> int | None:
     """Return the descriptor of a socket on MASTER_ADDR only, so that other networks of this host cannot reach the
     store. None (listen on all addresses) if other hosts may resolve MASTER_ADDR to another address: a host name often
     resolves locally to a loopback address, and a service name to an address of no host."""
@@ -191,7 +191,7 @@ def _means_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
+def roll_call(store: dist.Store, place: LaunchInfo, timeout: float) -> list[Arrival]:
     """Register this rank, wait for all ranks, and return all entries, indexed by rank.
 
     Raises:
@@ -221,7 +221,7 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
     return arrivals
 
 
-def _sign_in(store: dist.Store, place: Place) -> None:
+def _sign_in(store: dist.Store, place: LaunchInfo) -> None:
     """Register this process under its rank in the store (atomic compare-and-set). Raises RendezvousError, naming host
     and process, if another process has registered as this rank: a second one would enter the collectives of a running
     job."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.start.rendezvous import Arrival, Place
+from megatron.training.start.rendezvous import Arrival, LaunchInfo
 
 ABORT_SECONDS = 2.0
 """Seconds for a process to write its stacks after SIGABRT; a core dump would take too long to wait for."""
@@ -81,7 +81,7 @@ class Presence:
     process and user ID of the listener to each process that connects. The socket is abstract (in no folder) and ends
     with the process. Its name derives from launcher settings, not from the store."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LaunchInfo) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.suppress(OSError):  # outside Linux, ranks are watched by heartbeats only
             self._socket.bind(_presence_name(place, place.rank))
@@ -91,12 +91,12 @@ class Presence:
         self._socket.close()
 
 
-def _presence_name(place: Place, rank: int) -> str:
+def _presence_name(place: LaunchInfo, rank: int) -> str:
     job = hashlib.sha256(f"{place.host} {place.port} {place.attempt}".encode()).hexdigest()[:16]
     return f"\0megatron-{os.getuid()}-{job}-{rank}"
 
 
-def find_process(place: Place, rank: int) -> Process | None:
+def find_process(place: LaunchInfo, rank: int) -> Process | None:
     """Connect to the socket of ``rank`` (waits up to 5 s) and return the process that the kernel reports as its owner.
     Returns None, never an error, if no process of this user holds that rank of this job on this host."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, contextlib.suppress(OSError, AttributeError):
@@ -108,7 +108,7 @@ def find_process(place: Place, rank: int) -> Process | None:
     return None
 
 
-def find_local_ranks(arrivals: Sequence[Arrival], place: Place) -> LocalRanks:
+def find_local_ranks(arrivals: Sequence[Arrival], place: LaunchInfo) -> LocalRanks:
     """Return the other ranks that claim to run on this machine and whose process is verified by the kernel."""
     here = arrivals[place.rank].machine
     candidates = [rank for rank, each in enumerate(arrivals) if rank != place.rank and each.machine == here]

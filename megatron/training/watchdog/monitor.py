@@ -24,7 +24,7 @@ from megatron.training.start.rendezvous import Arrival
 from megatron.training.watchdog import stacks
 from megatron.training.watchdog.failure_store import Answer, Failure, FailureStore, Report
 from megatron.training.watchdog.local_ranks import LocalRanks
-from megatron.training.watchdog.progress import STARTING, Heartbeat, Progress
+from megatron.training.watchdog.progress import STARTING, Heartbeat, RankProgress
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Monitor(threading.Thread):
     heartbeat, reads the failure, answers inquiries and judges other ranks."""
 
     def __init__(
-        self, store: FailureStore, arrivals: Sequence[Arrival], progress: Progress, limits: Limits, *,
+        self, store: FailureStore, arrivals: Sequence[Arrival], progress: RankProgress, limits: Limits, *,
         local_ranks: LocalRanks, agent_holds_store: bool, folder: Path | None,
     ) -> None:  # fmt: skip
         super().__init__(name="watchdog", daemon=True)

@@ -57,7 +57,7 @@ class Heartbeat:
         return self.phase in (DATA, EVALUATION_DATA)
 
 
-class Progress:
+class RankProgress:
     """Progress marks of this process. Written by the main thread, read by the watchdog threads."""
 
     def __init__(self, timeout: float, collective_timeout: float) -> None:
@@ -89,10 +89,10 @@ class Progress:
         return Heartbeat(count, self.iteration, self.ticks, self.phase, time.monotonic() - self.last, self.allowed)
 
 
-class ProgressHook(Hook):
+class WatchdogHook(Hook):
     """Hook that marks the events of the training loop as progress."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RankProgress) -> None:
         self.progress = progress
 
     def on_train_start(self, run: RunInfo) -> None:
@@ -119,7 +119,7 @@ class ProgressHook(Hook):
         self.progress.mark("closing files and logs", long=True)  # an upload may be slow
 
 
-def mark_task(task: Task, progress: Progress) -> None:
+def mark_task(task: Task, progress: RankProgress) -> None:
     """Replace ``get_batch`` and ``forward_step`` of this task object, in place, by wrappers that mark progress before
     and after each call; their arguments and results stay the same. Calls that may compile (first iteration, first
     evaluation pass) get the long limit."""

@@ -14,13 +14,13 @@ from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.endings import error_message, say, tell_launcher
 from megatron.training.hooks.base import Hook
-from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
+from megatron.training.start.rendezvous import Arrival, LaunchInfo, RendezvousError, open_store, roll_call
 from megatron.training.tasks.base import Task
 from megatron.training.watchdog.failure_store import Failure, FailureStore, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.local_ranks import LocalRanks, Presence, find_local_ranks
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.progress import Progress, ProgressHook, mark_task
+from megatron.training.watchdog.progress import RankProgress, WatchdogHook, mark_task
 from megatron.training.watchdog.stacks import is_consequence, write_line, write_stacks
 
 LEAVE_SECONDS = 30
@@ -35,9 +35,9 @@ class Watchdog:
     def __init__(self, cfg: PretrainConfig) -> None:
         self.timeout = cfg.watchdog_timeout_seconds
         works = self.timeout > 0 and not dist.is_initialized()
-        self.place = Place.from_environment() if works else None
+        self.place = LaunchInfo.from_environment() if works else None
         self.alone = works and launched_world_size() in (None, 1)
-        self.progress = Progress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
+        self.progress = RankProgress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
         self.folder = None if cfg.save is None else Path(cfg.save) / "stacks"
         self._presence: Presence | None = None
         handled = cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM
@@ -61,7 +61,7 @@ class Watchdog:
             self._start(store, arrivals, local_ranks, agent_holds_store=self.place.agent_holds_store)
         return self
 
-    def _meet(self, place: Place) -> tuple[dist.Store, list[Arrival]]:
+    def _meet(self, place: LaunchInfo) -> tuple[dist.Store, list[Arrival]]:
         """Return the watchdog's store and the arrivals of all ranks; set ``self.store`` for the process groups. Blocks
         until all ranks have arrived. Raises ``RendezvousError`` if a rank is missing."""
         patience = max(self.timeout, 1.0)
@@ -100,7 +100,7 @@ class Watchdog:
         if self._monitor is None:
             return []
         mark_task(task, self.progress)
-        return [ProgressHook(self.progress)]
+        return [WatchdogHook(self.progress)]
 
     def failed(self, error: BaseException) -> None:
         """Report the main thread's ``error`` to all ranks before files and logs are closed; blocks until they know.

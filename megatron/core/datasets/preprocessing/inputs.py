@@ -47,7 +47,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class InputSlice:
     """One unit of work."""
 
     file_index: int
@@ -147,20 +147,20 @@ def part_bytes(files: list[InputFile]) -> int:
     return min(max(sum(file.size for file in files) // PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
 
 
-def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[Part]:
+def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[InputSlice]:
     """The parts of one file, in order."""
     if file.kind in ("plain", *TEXT):
         for number, start in enumerate(range(0, file.size, size)):
             stop = min(start + size, file.size)
-            yield Part(file_index, number, file, start, stop, weight=stop - start)
+            yield InputSlice(file_index, number, file, start, stop, weight=stop - start)
     elif file.kind == "parquet":
         groups = open_parquet(file.path).num_row_groups
         for number in range(groups):
-            yield Part(file_index, number, file, number, number + 1, weight=file.size // groups)
+            yield InputSlice(file_index, number, file, number, number + 1, weight=file.size // groups)
     else:
         seen = 0
         for number, (data, position) in enumerate(_decompressed_parts(file, size, max_line_bytes)):
-            yield Part(file_index, number, file, data=data, weight=position - seen)
+            yield InputSlice(file_index, number, file, data=data, weight=position - seen)
             seen = position
 
 

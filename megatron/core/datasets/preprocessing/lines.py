@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, Part, open_parquet
+from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, InputSlice, open_parquet
 from megatron.core.datasets.preprocessing.plain_text import BYTE_ORDER_MARK, read_documents
 from megatron.core.safe_files import open_regular
 from megatron.core.tokenizers.libraries import is_installed, require
@@ -23,7 +23,7 @@ class BadLine:
     reason: str
 
 
-def read_rows(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
+def read_rows(part: InputSlice, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
     """Yield for each line (parquet: row) of ``part``: the texts of ``keys`` or why they are missing; its bytes."""
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
@@ -39,7 +39,7 @@ def read_rows(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[
         yield parse(line), len(line) + 1
 
 
-def _text_rows(part: Part, max_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
+def _text_rows(part: InputSlice, max_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
     for content, size in read_documents(part, max_bytes):
         if content is None:
             yield BadLine(f"longer than --max-line-bytes {max_bytes}"), size
@@ -57,7 +57,7 @@ def _split_lines(data: bytes) -> list[bytes]:
     return lines
 
 
-def _plain_lines(part: Part, max_line_bytes: int) -> list[bytes]:
+def _plain_lines(part: InputSlice, max_line_bytes: int) -> list[bytes]:
     """The lines that begin in the part's byte range; of a longer line than allowed, one byte more than allowed."""
     with open_regular(part.file.path) as file:
         position = part.start
@@ -146,7 +146,7 @@ def _json_type(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-def _parquet_rows(part: Part, keys: Sequence[str]) -> Iterator[tuple[list[str] | BadLine, int]]:
+def _parquet_rows(part: InputSlice, keys: Sequence[str]) -> Iterator[tuple[list[str] | BadLine, int]]:
     source = open_parquet(part.file.path)
     missing = [key for key in keys if key not in source.schema_arrow.names]
     if missing:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import InputFile, Part, find_inputs, part_bytes, split_file
-from megatron.core.datasets.preprocessing.progress import Progress
+from megatron.core.datasets.preprocessing.inputs import InputFile, InputSlice, find_inputs, part_bytes, split_file
+from megatron.core.datasets.preprocessing.progress import PreprocessingProgress
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.datasets.preprocessing.worker import (
@@ -216,7 +216,7 @@ class _Run:
     def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
         cfg = self.cfg
         workers = cfg.workers or os.cpu_count() or 1
-        progress = Progress(sum(file.size for file in self.files), cfg.log_interval)
+        progress = PreprocessingProgress(sum(file.size for file in self.files), cfg.log_interval)
         try:
             if workers == 1:
                 worker = Worker(tokenizer, cfg, self.folder)
@@ -238,7 +238,9 @@ class _Run:
         progress.finish(self.totals)
         return self.totals
 
-    def _with_pool(self, workers: int, context: Any, initargs: tuple[Any, ...], progress: Progress) -> None:
+    def _with_pool(
+        self, workers: int, context: Any, initargs: tuple[Any, ...], progress: PreprocessingProgress
+    ) -> None:  # fmt: skip
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_process, initargs=initargs)
         running: set[Future[PartRecord]] = set()
         try:
@@ -256,13 +258,13 @@ class _Run:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _collect(self, running: set[Future[PartRecord]], progress: Progress) -> set[Future[PartRecord]]:
+    def _collect(self, running: set[Future[PartRecord]], progress: PreprocessingProgress) -> set[Future[PartRecord]]:
         done, pending = wait(running, return_when=FIRST_COMPLETED)
         for future in done:
             self._finish(future.result(), progress)
         return pending
 
-    def _todo(self, progress: Progress) -> Iterator[Part]:
+    def _todo(self, progress: PreprocessingProgress) -> Iterator[InputSlice]:
         """All parts but those that an interrupted run finished."""
         for index, file in enumerate(self.files):
             done = self._finished_file(index, file, progress)
@@ -282,13 +284,13 @@ class _Run:
                 with create_file(os.path.join(self.folder, f"{index:06d}.count")) as note:
                     note.write(b"%d" % count)
 
-    def _finished_file(self, index: int, file: InputFile, progress: Progress) -> bool:
+    def _finished_file(self, index: int, file: InputFile, progress: PreprocessingProgress) -> bool:
         """Whether all parts of a compressed file are done, so that it need not be decompressed again."""
         try:
             count = int(read_file(os.path.join(self.folder, f"{index:06d}.count"), 100))
         except (FileNotFoundError, ValueError):
             return False
-        records = [read_record(self.folder, Part(index, number, file).name) for number in range(count)]
+        records = [read_record(self.folder, InputSlice(index, number, file).name) for number in range(count)]
         if not all(records):
             return False
         for record in records:
@@ -297,12 +299,12 @@ class _Run:
             self._reuse(record, progress)
         return True
 
-    def _reuse(self, record: PartRecord, progress: Progress) -> None:
+    def _reuse(self, record: PartRecord, progress: PreprocessingProgress) -> None:
         self.totals.reused_parts += 1
         progress.skip(record.weight)
         self._account(record)
 
-    def _finish(self, record: PartRecord, progress: Progress) -> None:
+    def _finish(self, record: PartRecord, progress: PreprocessingProgress) -> None:
         progress.add(record)
         self._account(record)
 

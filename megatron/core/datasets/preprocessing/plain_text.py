@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from megatron.core.datasets.preprocessing.inputs import READ_BYTES, Part
+from megatron.core.datasets.preprocessing.inputs import READ_BYTES, InputSlice
 from megatron.core.safe_files import open_regular
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LOOK_BACK = 4096
 
 
-def read_documents(part: Part, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
+def read_documents(part: InputSlice, max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
     """Yield content and size of the documents that begin in the byte range of ``part``; the last may end after it.
 
     Content is None for a document of more than ``max_bytes``. Line ends become ``\\n``; blank lines are no content.
@@ -49,7 +49,7 @@ def _content(content: bytearray, size: int, max_bytes: int) -> bytes | None:
     return bytes(content).replace(b"\r\n", b"\n").strip(b"\r\n") if size <= max_bytes else None
 
 
-def _seek_first_line(file: BinaryIO, part: Part, one_per_line: bool) -> bool:
+def _seek_first_line(file: BinaryIO, part: InputSlice, one_per_line: bool) -> bool:
     """Move to the first line that begins in the range of ``part``; return whether a document may start there."""
     if part.start == 0:
         return True

@@ -11,7 +11,7 @@ from megatron.core.datasets.preprocessing.worker import PartRecord
 logger = logging.getLogger(__name__)
 
 
-class Progress:
+class PreprocessingProgress:
     """Counts finished parts against the bytes of all input files."""
 
     def __init__(self, total_bytes: int, log_interval: int):

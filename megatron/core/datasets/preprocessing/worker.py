@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.preprocessing.inputs import TEXT, Part
+from megatron.core.datasets.preprocessing.inputs import TEXT, InputSlice
 from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
@@ -95,7 +95,7 @@ class Worker:
         if cfg.split_sentences:
             self.split, _ = make_splitter(cfg.lang, cfg.keep_newlines)
 
-    def run(self, part: Part) -> PartRecord:
+    def run(self, part: InputSlice) -> PartRecord:
         """Make the shard of ``part`` and its record."""
         unit = "document" if part.file.kind in TEXT else "line"
         record = PartRecord(part.name, part.file.path, unit, weight=part.weight)
@@ -122,7 +122,7 @@ class Worker:
         os.replace(path + ".partial", path)
         return record
 
-    def _fill(self, part: Part, builders: dict[str, IndexedDatasetBuilder], record: PartRecord) -> None:
+    def _fill(self, part: InputSlice, builders: dict[str, IndexedDatasetBuilder], record: PartRecord) -> None:
         keys = self.cfg.json_keys
         waiting: dict[str, list[str]] = {key: [] for key in keys}
         characters = 0
@@ -207,6 +207,6 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def run_part(part: Part) -> PartRecord:
+def run_part(part: InputSlice) -> PartRecord:
     """``Worker.run`` in a pool process."""
     return _PROCESS["worker"].run(part)

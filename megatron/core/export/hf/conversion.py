@@ -11,18 +11,18 @@ from torch import Tensor
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.family import Family, transformer_config
-from megatron.core.export.hf.layouts import Layout
+from megatron.core.export.hf.layouts import TensorLayout
 from megatron.core.export.interchange import with_counters
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True)
-class Part:
+class HFTensor:
     """One HF tensor that is a part of a local tensor."""
 
     name: str
     shape: tuple[int, ...]
-    layout: Layout
+    layout: TensorLayout
     index: int
     """Index of the HF tensor in the layout's names."""
     expert: int | None
@@ -64,12 +64,12 @@ class Placement:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[HFTensor, ...]
 
     @property
     def is_copy(self) -> bool:
         """Whether the single HF tensor has the same elements in the same order, so that reshape is enough."""
-        return len(self.parts) == 1 and type(self.parts[0].layout) is Layout and not self.parts[0].is_transposed
+        return len(self.parts) == 1 and type(self.parts[0].layout) is TensorLayout and not self.parts[0].is_transposed
 
 
 def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
@@ -81,7 +81,7 @@ def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
     ]
 
 
-def _parts(name: str, shape: tuple[int, ...], layout: Layout, config: TransformerConfig) -> Iterator[Part]:
+def _parts(name: str, shape: tuple[int, ...], layout: TensorLayout, config: TransformerConfig) -> Iterator[HFTensor]:
     per_expert = "*" in layout.names[0]
     sample = torch.empty(shape, device="meta")
     ndim = 2 if name.endswith("weight") else 1
@@ -91,7 +91,7 @@ def _parts(name: str, shape: tuple[int, ...], layout: Layout, config: Transforme
         shapes = [each[::-1] if len(each) == 2 else each for each in shapes]
     for expert in range(shape[0]) if per_expert else [None]:
         for index, (theirs, size) in enumerate(zip(layout.names, shapes)):
-            yield Part(theirs.replace("*", str(expert)), size, layout, index, expert, config)
+            yield HFTensor(theirs.replace("*", str(expert)), size, layout, index, expert, config)
 
 
 def to_local(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -119,7 +119,7 @@ def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[
     HF tensors of one local tensor are adjacent: read in this order, the local tensor is read only once."""
     latest: dict[str, Tensor] = {}
 
-    def read(name: str, part: Part) -> Tensor:
+    def read(name: str, part: HFTensor) -> Tensor:
         if part.expert is not None:
             return part.extract(tensors[name])
         if name not in latest:

@@ -21,7 +21,7 @@ from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.export.hf.layouts import Layout
+from megatron.core.export.hf.layouts import TensorLayout
 from megatron.core.export.hf.settings import Ignored, Rule, Same, refuse
 from megatron.core.models.describe import describe_family, weight_shapes
 
@@ -63,7 +63,7 @@ class Family:
     model_type: str
     architecture: str
     config: tuple[Rule, ...]
-    weights: Mapping[str, Layout | str]
+    weights: Mapping[str, TensorLayout | str]
     """Local name without ``.weight`` or ``.bias``, with ``*`` or a number for the layer -> HF layout.
 
     In HF names, ``{before}`` is the index of the previous layer (after all layers: of the last layer)."""
@@ -168,7 +168,7 @@ class Family:
         layers = map(str, range(first, first + (settings.get("mtp_num_layers") or 0)))
         return {name.replace("*", n): tied.get(same, same) for n in layers for name, same in self.repeated.items()}
 
-    def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
+    def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
         """Yield (local name, local shape, HF layout with layer numbers inserted) for every tensor of a model.
 
         Raises UserError if the family has no such tensor."""
@@ -184,7 +184,7 @@ class Family:
             if not key:
                 raise UserError(f"{self.model_type} has no tensor for {name}")
             layout = self.weights[key]
-            layout = Layout(layout) if isinstance(layout, str) else layout.of(shape)
+            layout = TensorLayout(layout) if isinstance(layout, str) else layout.of(shape)
             before = str(int(layer or settings["num_layers"]) - 1)
             names = [each.replace("{before}", before).replace("*", layer, 1) for each in layout.names]
             yield name, shape, layout.renamed([f"{each}{end}" for each in names])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Layout:
+class TensorLayout:
     """Layout of one HF tensor with the same elements in the same order as the local tensor.
 
     Args:
@@ -31,11 +31,11 @@ class Layout:
     def __init__(self, *names: str, transposed: bool = False) -> None:
         self.names, self.transposed = names, transposed
 
-    def of(self, shape: tuple[int, ...]) -> Layout:
+    def of(self, shape: tuple[int, ...]) -> TensorLayout:
         """Return the layout for a local tensor of ``shape``."""
         return self
 
-    def renamed(self, names: Sequence[str]) -> Layout:
+    def renamed(self, names: Sequence[str]) -> TensorLayout:
         """Return a copy of this layout with other HF names."""
         layout = copy(self)
         layout.names = tuple(names)
@@ -51,25 +51,25 @@ class Layout:
         return (sum(math.prod(view.shape[: view.ndim - len(tail)]) for view in views), *tail)
 
 
-Weights = dict[str, Layout | str]
-"""Local name -> layout; a string is the HF name of a plain :class:`Layout`."""
+Weights = dict[str, TensorLayout | str]
+"""Local name -> layout; a string is the HF name of a plain :class:`TensorLayout`."""
 
 
-class Halves(Layout):
+class Halves(TensorLayout):
     """Gated MLP: local [2, f, h] (gate, linear), two HF tensors; ``whole`` is the HF name of an ungated MLP."""
 
     def __init__(self, *names: str, whole: str = "") -> None:
         super().__init__(*names)
         self.whole = whole
 
-    def of(self, shape: tuple[int, ...]) -> Layout:
-        return Layout(self.whole) if self.whole and len(shape) == 2 else self
+    def of(self, shape: tuple[int, ...]) -> TensorLayout:
+        return TensorLayout(self.whole) if self.whole and len(shape) == 2 else self
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         return [[ours[0]], [ours[1]]]
 
 
-class QueryKeyValue(Layout):
+class QueryKeyValue(TensorLayout):
     """QKV: local [g, (p + 2) * d, h]; three HF tensors, or, with one name, all queries, then keys, then values."""
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
@@ -79,7 +79,7 @@ class QueryKeyValue(Layout):
         return [parts] if len(self.names) == 1 else [[part] for part in parts]
 
 
-class KeyValue(Layout):
+class KeyValue(TensorLayout):
     """Keys and values of cross-attention: local [g, 2 * d, h], two HF tensors."""
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
@@ -87,7 +87,7 @@ class KeyValue(Layout):
         return [[ours[:, :d]], [ours[:, d:]]]
 
 
-class Interleaved(Layout):
+class Interleaved(TensorLayout):
     """All experts in one HF tensor [e, in, out] with interleaved gate and linear columns.
 
     Local shapes are [e, 2, f, h] and [e, h, f]."""

@@ -93,7 +93,7 @@ def our_tensors(
 
     Omits non-weight buffers and, if ``tied``, the output layer. Raises CheckpointError if experts are missing."""
     tensors: dict[str, LazyTensor] = {}
-    experts: dict[str, dict[int, tuple[table.Place, LazyTensor]]] = {}
+    experts: dict[str, dict[int, tuple[table.Counterpart, LazyTensor]]] = {}
     for name, tensor in named.items():
         if table.is_no_weight(name) or (tied and name.endswith("output_layer.weight")):
             continue
@@ -116,7 +116,7 @@ def _stack(pieces: list[LazyTensor]) -> Tensor:
     return torch.stack([piece.read() for piece in pieces])
 
 
-def _shaped(place: table.Place, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
+def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
     try:
         shape = table.our_shape(place, tensor.shape, settings)
     except (CheckpointError, IndexError, KeyError) as error:

@@ -120,7 +120,7 @@ _NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_toke
 
 
 @dataclass(frozen=True)
-class Place:
+class Counterpart:
     """Counterpart of a Megatron-LM tensor: local name (without ``model.``), table row, and expert index if any."""
 
     name: str
@@ -156,7 +156,7 @@ def names_of_today(named: Mapping[str, T], family: str) -> dict[str, T]:
     return result
 
 
-def find_place(name: str) -> Place:
+def find_place(name: str) -> Counterpart:
     """Return the counterpart of the Megatron-LM tensor ``name``, which has a global layer number.
 
     Raises:
@@ -169,12 +169,12 @@ def find_place(name: str) -> Place:
     if match := re.fullmatch(r"(.*\.mlp\.experts\.experts\..*?\.(?:weight|bias))(\d+)", current):
         current, expert = match[1], int(match[2])
     if current in _MODEL:
-        return Place(current, _MODEL[current])
+        return Counterpart(current, _MODEL[current])
     if (match := LAYER.fullmatch(current)) and match[2] in _BY_THEIRS:
         row = _BY_THEIRS[match[2]]
-        return Place(match[1] + row.ours, row, expert)
+        return Counterpart(match[1] + row.ours, row, expert)
     if (match := re.fullmatch(r"(mtp\.layers\.\d+\.)(.+)", current)) and match[2] in _PREDICTION:
-        return Place(current, _PREDICTION[match[2]])
+        return Counterpart(current, _PREDICTION[match[2]])
     raise CheckpointError(f"the tensor {name!r:.120} has no counterpart here: its layer is not one that this model has")
 
 
@@ -197,7 +197,7 @@ def their_name(name: str, experts: bool) -> tuple[str, Row]:
     raise CheckpointError(f"the tensor {name} has no counterpart in Megatron-LM")
 
 
-def our_shape(place: Place, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, ...]:
+def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, ...]:
     """Convert Megatron-LM's unsharded ``shape`` (with all experts) to the local one, without vocabulary padding.
 
     Raises:

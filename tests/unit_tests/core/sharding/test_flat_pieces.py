@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.core.groups.process_groups import RankGrid, build_process_groups
 from megatron.core.sharding.flat_pieces import flat_pieces
-from megatron.core.sharding.placement import Part, Shard, Zeros, local_view, parameter, spec_or_replicated
+from megatron.core.sharding.placement import Shard, SubTensor, Zeros, local_view, parameter, spec_or_replicated
 from megatron.core.sharding.rectangles import Rectangle
 
 
@@ -25,7 +25,7 @@ SHAPES = {
     "vector": ((12,), {"mesh": {"tp": Shard(0)}}),
     "heads": ((2, 3, 4, 5), {"mesh": {"tp": Shard(0)}, "ndim": 2}),
     "scalar": ((), {}),
-    "part": (Part((6, 4), "weight", Rectangle((2, 0), (4, 4))), {"mesh": {"tp": Shard(0)}}),
+    "part": (SubTensor((6, 4), "weight", Rectangle((2, 0), (4, 4))), {"mesh": {"tp": Shard(0)}}),
 }
 
 

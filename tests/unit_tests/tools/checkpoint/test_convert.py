@@ -379,7 +379,7 @@ def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypa
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(formats.Progress, "count", interrupted)
+        patch.setattr(formats.CopyProgress, "count", interrupted)
         converted(tmp_path / "in", tmp_path / "out", "safetensors", *flags)
     changed = load_safetensors(tmp_path / "in")
     tensors = {name: LazyTensor.of(tensor.read() + 1) for name, tensor in changed.tensors.items()}

@@ -17,7 +17,7 @@ from megatron.training.watchdog.failure_store import Answer, Failure, FailureSto
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.local_ranks import LocalRanks, Process
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Heartbeat, Progress, mark_task
+from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Heartbeat, RankProgress, mark_task
 from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
 
 
@@ -26,7 +26,7 @@ def monitors(count, timeout=0.4):
     store = dist.HashStore()
     arrivals = [Arrival(f"host{rank}", rank, count, f"machine{rank}") for rank in range(count)]
     return [
-        Monitor(FailureStore(store, rank, count), arrivals, Progress(timeout, 60.0), Limits.of(timeout),
+        Monitor(FailureStore(store, rank, count), arrivals, RankProgress(timeout, 60.0), Limits.of(timeout),
                 local_ranks=LocalRanks({}, rank), agent_holds_store=False, folder=None)
         for rank in range(count)
     ]  # fmt: skip
@@ -199,7 +199,7 @@ def test_a_lost_host_is_gone_everywhere_within_the_promise():
 
 def test_work_of_unknown_length_is_given_the_time_of_a_collective():
     """The first iteration with its backward pass, also of a resumed run, and the first batch of an evaluation."""
-    progress = Progress(10.0, 600.0)
+    progress = RankProgress(10.0, 600.0)
     progress.iteration = 40  # as after a checkpoint
     task = SimpleNamespace(get_batch=lambda: progress.allowed, forward_step=lambda: progress.allowed)
     mark_task(task, progress)
@@ -213,7 +213,7 @@ def test_work_of_unknown_length_is_given_the_time_of_a_collective():
 
 
 def test_a_process_that_stood_still_is_not_blamed_for_it():
-    progress = Progress(10.0, 600.0)
+    progress = RankProgress(10.0, 600.0)
     progress.mark(COMPUTING)
     progress.last -= 100.0
     progress.forgive(100.0)

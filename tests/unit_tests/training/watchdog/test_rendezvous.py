@@ -12,7 +12,14 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, machine_identity, open_store, roll_call
+from megatron.training.start.rendezvous import (
+    Arrival,
+    LaunchInfo,
+    RendezvousError,
+    machine_identity,
+    open_store,
+    roll_call,
+)
 from megatron.training.watchdog.local_ranks import LocalRanks, Presence, Process, find_local_ranks, find_process
 
 
@@ -20,7 +27,7 @@ def place(rank=0, host="127.0.0.1", port=None):
     """A place in a run of two ranks on a port that is free."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return Place(rank, 2, host, port or free.getsockname()[1], agent_holds_store=False, attempt="0")
+        return LaunchInfo(rank, 2, host, port or free.getsockname()[1], agent_holds_store=False, attempt="0")
 
 
 @pytest.fixture
@@ -84,8 +91,8 @@ def test_a_process_number_that_was_given_away_is_not_signalled(victim):
 
 SECOND = """
 import sys
-from megatron.training.start.rendezvous import Place, RendezvousError, open_store, roll_call
-place = Place(1, 2, "127.0.0.1", int(sys.argv[1]), agent_holds_store=False, attempt="0")
+from megatron.training.start.rendezvous import LaunchInfo, RendezvousError, open_store, roll_call
+place = LaunchInfo(1, 2, "127.0.0.1", int(sys.argv[1]), agent_holds_store=False, attempt="0")
 try:
     roll_call(open_store(place, 10.0), place, 10.0)
 except RendezvousError as error:
@@ -96,7 +103,7 @@ except RendezvousError as error:
 def test_a_second_process_of_a_rank_is_rejected_and_leaves_the_job_alone():
     run = place()
     held = open_store(run, 10.0, holds=True)
-    second = Place(1, 2, run.host, run.port, agent_holds_store=False, attempt="0")
+    second = LaunchInfo(1, 2, run.host, run.port, agent_holds_store=False, attempt="0")
     with ThreadPoolExecutor(2) as pool:
         signed_in = [pool.submit(roll_call, open_store(each, 10.0), each, 10.0) for each in (run, second)]
     before = [each.result() for each in signed_in]

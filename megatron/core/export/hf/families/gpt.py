@@ -3,7 +3,7 @@
 from megatron.core.export.hf.attention_settings import Rope, equal_heads
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.layouts import Layout, QueryKeyValue
+from megatron.core.export.hf.layouts import QueryKeyValue, TensorLayout
 from megatron.core.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Rule, Same, same
 
 GELU = {
@@ -35,10 +35,10 @@ GPT2 = Family(
         "embedding.position_embeddings": "transformer.wpe",
         "decoder.layers.*.input_layernorm": "transformer.h.*.ln_1",
         "decoder.layers.*.self_attention.linear_qkv": QueryKeyValue("transformer.h.*.attn.c_attn", transposed=True),
-        "decoder.layers.*.self_attention.linear_proj": Layout("transformer.h.*.attn.c_proj", transposed=True),
+        "decoder.layers.*.self_attention.linear_proj": TensorLayout("transformer.h.*.attn.c_proj", transposed=True),
         "decoder.layers.*.pre_mlp_layernorm": "transformer.h.*.ln_2",
-        "decoder.layers.*.mlp.linear_fc1": Layout("transformer.h.*.mlp.c_fc", transposed=True),
-        "decoder.layers.*.mlp.linear_fc2": Layout("transformer.h.*.mlp.c_proj", transposed=True),
+        "decoder.layers.*.mlp.linear_fc1": TensorLayout("transformer.h.*.mlp.c_fc", transposed=True),
+        "decoder.layers.*.mlp.linear_fc2": TensorLayout("transformer.h.*.mlp.c_proj", transposed=True),
         "decoder.final_layernorm": "transformer.ln_f",
         "output_layer": "lm_head",
     },
