@@ -29,7 +29,7 @@ from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 from megatron.training.report.rates import cost_rows
-from megatron.training.rules.checkpoints import folders_to_start_from_exist, save_folder_is_unused_without_load
+from megatron.training.rules.checkpoints import load_folders_exist, save_folder_unused
 from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
 
@@ -70,7 +70,7 @@ def preflight(cfg: PretrainConfig) -> bool:
         ConfigError: lists every contradiction.
     """
     if cfg.use_checkpoint_args or cfg.load_hf:  # the checkpoint's settings are not known yet
-        if problems := [*folders_to_start_from_exist(cfg), *save_folder_is_unused_without_load(cfg)]:
+        if problems := [*load_folders_exist(cfg), *save_folder_unused(cfg)]:
             raise ConfigError(problems)
         return False
     resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)

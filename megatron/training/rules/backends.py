@@ -17,7 +17,7 @@ ENGINE = "transformer_engine"
 _LOCAL = "--transformer-impl local"
 
 
-def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
+def transformer_engine_available(cfg: PretrainConfig) -> Problems:
     """Reject --transformer-impl transformer_engine if the package is not installed, or else if this machine has no GPU.
     Checks nothing in a dry run, which does not depend on the machine."""
     if cfg.transformer_impl != ENGINE or cfg.dry_run:
@@ -33,14 +33,14 @@ def _impl(cfg: PretrainConfig) -> str:
     return f"--transformer-impl {cfg.transformer_impl}"
 
 
-def nccl_has_gpus(cfg: PretrainConfig) -> Problems:
+def nccl_requires_gpus(cfg: PretrainConfig) -> Problems:
     """A process without a launcher builds no process group; a dry run does not depend on the machine it runs on."""
     launched = launched_world_size() is not None and not cfg.dry_run
     if cfg.distributed_backend == "nccl" and launched and not gpu_present():
         yield problem(cfg, "distributed_backend", "requires NVIDIA GPUs, but this process sees none", "use gloo")
 
 
-def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
+def flash_attention_version(cfg: PretrainConfig) -> Problems:
     """Reject --flash-attention-version together with an --attention-backend other than auto or flash,
     --transformer-impl transformer_engine, context parallelism (except version 4) or attention dropout, without --bf16
     or --fp16, and, except in a dry run, if that version is not installed. One problem per violated condition."""
@@ -65,7 +65,7 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or remove it")
 
 
-def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
+def logit_softcapping_backend(cfg: PretrainConfig) -> Problems:
     """Reject --attn-logit-softcapping together with --attention-backend flash or fused, and together with
     --flash-attention-version. Only the plain torch backend caps logits, also with --transformer-impl
     transformer_engine."""
@@ -78,7 +78,7 @@ def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "flash_attention_version", "does not support --attn-logit-softcapping", "remove one")
 
 
-def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
+def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
     """Reject --attention-backend fused if it means cuDNN and cuDNN does not support --seq-length. Checks nothing for
     Transformer Engine, for context parallelism in blocks (no a2a), or where cuDNN is not used (no GPU, fp32, dropout,
     --flash-attention-version). A dry run assumes a GPU."""
@@ -92,7 +92,7 @@ def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
 
 
-def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
+def norm_bias_backend(cfg: PretrainConfig) -> Problems:
     """Reject --disable-norm-bias with LayerNorm if --transformer-impl transformer_engine or --apex-parts norm computes
     the norms: their LayerNorm kernels always have a bias. RMSNorm is not checked."""
     if cfg.norm_bias or cfg.normalization != "LayerNorm":
@@ -103,7 +103,7 @@ def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "norm_bias", "is not supported by --apex-parts norm", "leave one of the two out")
 
 
-def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
+def apex_parts(cfg: PretrainConfig) -> Problems:
     """Reject --apex-parts that contradict other flags: wgrad without fused gradient accumulation or with
     --use-torch-fsdp2, norm with Transformer Engine, adam with another optimizer, any part with fp64. Except in a dry
     run, also reject parts whose packages are missing, and a machine without a GPU."""
@@ -128,7 +128,7 @@ def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "apex_parts", "requires an NVIDIA GPU, but this machine has none", "remove it")
 
 
-def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
+def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
     --use-packed-sequence, attention sinks in BERT or T5, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or
     --overlap-param-gather with several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, and

@@ -22,7 +22,7 @@ PATHS = (
 """Fields that hold paths, one or several."""
 
 
-def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
+def paths_not_empty(cfg: PretrainConfig) -> Problems:
     """``--save "$OUT"`` with OUT unset would write into the working directory."""
     for field in PATHS:
         value = getattr(cfg, field)
@@ -31,7 +31,7 @@ def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "is an empty path", "check whether a shell variable is unset, or remove the flag")
 
 
-def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
+def load_folders_exist(cfg: PretrainConfig) -> Problems:
     """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
     and --load with --exit-on-missing-checkpoint. Does not look for usable checkpoints inside. Checks nothing in a dry
     run."""
@@ -47,7 +47,7 @@ def folders_to_start_from_exist(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "load", "there is no such folder", fix)
 
 
-def save_folder_is_unused_without_load(cfg: PretrainConfig) -> Problems:
+def save_folder_unused(cfg: PretrainConfig) -> Problems:
     """Reject a --save folder that already holds ``iter_NNNNNNN`` checkpoints if --load is not set; the message names
     the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py`` checks
     the other cases, such as another --load folder."""
@@ -61,7 +61,7 @@ def save_folder_is_unused_without_load(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "save", reason, fix)
 
 
-def fast_folder_is_another_one(cfg: PretrainConfig) -> Problems:
+def non_persistent_folder(cfg: PretrainConfig) -> Problems:
     """Reject --non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir, and a
     --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir equal to --save (absolute paths, links not
     followed): non-persistent checkpoints replace one another and would delete persistent ones."""
@@ -73,14 +73,14 @@ def fast_folder_is_another_one(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "is the folder of --save", "choose a separate folder")
 
 
-def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
+def start_over_without_load(cfg: PretrainConfig) -> Problems:
     if cfg.start_over and not cfg.save:
         yield problem(cfg, "start_over", "needs --save DIRECTORY")
     if cfg.start_over and cfg.save and cfg.load == cfg.save and not cfg.finetune:
         yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "remove one")
 
 
-def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
+def one_source_of_weights(cfg: PretrainConfig) -> Problems:
     """Reject --load-hf together with --pretrained-checkpoint, --use-checkpoint-args, --spec or --moe-use-upcycling, one
     problem each. Checks nothing without --load-hf; --load together with --load-hf is allowed."""
     if cfg.load_hf is None:
@@ -96,14 +96,14 @@ def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "load_hf", "contradicts --moe-use-upcycling, which starts from a checkpoint", fix)
 
 
-def exports_follow_saves(cfg: PretrainConfig) -> Problems:
+def hf_export_interval(cfg: PretrainConfig) -> Problems:
     if cfg.save_hf_interval is None or not cfg.save:
         return
     if cfg.save_interval is None or cfg.save_hf_interval % cfg.save_interval:
         yield problem(cfg, "save_hf_interval", "is not a multiple of --save-interval", "it converts checkpoints")
 
 
-def exported_models_have_a_family(cfg: PretrainConfig) -> Problems:
+def hf_export_family(cfg: PretrainConfig) -> Problems:
     """Reject --save-hf-interval if no Hugging Face family can represent the model: custom --spec layers whose weights
     differ from the standard ones, or a setting that the family rejects. Needs --save, else checks nothing. Imports
     torch. Errors in sizes or --spec are left to other rules."""

@@ -11,7 +11,7 @@ from megatron.training.rules.common import Problems, missing, problem, sequence_
 from megatron.training.rules.layout import nearest_multiples
 
 
-def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
+def context_parallel_sequence_length(cfg: PretrainConfig) -> Problems:
     cp = cfg.context_parallel_size
     for field, length in sequence_lengths(cfg):
         if cp > 1 and length % (2 * cp):
@@ -19,7 +19,7 @@ def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, nearest_multiples(length, 2 * cp))
 
 
-def layers_support_context_parallelism(cfg: PretrainConfig) -> Problems:
+def context_parallel_layers(cfg: PretrainConfig) -> Problems:
     """Reject context parallelism with --spec layers whose classes do not declare support for it, one problem per class.
     Checks nothing without --spec or with ``--spec local``. Unreadable --spec values are left to another rule."""
     if cfg.context_parallel_size == 1 or cfg.spec in (None, ["local"]) or not cfg.num_layers:
@@ -34,14 +34,14 @@ def layers_support_context_parallelism(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "context_parallel_size", undeclared(kind), FIX)
 
 
-def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:
+def cp_comm_type_count(cfg: PretrainConfig) -> Problems:
     count, layers = len(cfg.cp_comm_type), cfg.num_layers
     if layers and count not in (1, layers):
         reason = f"has {count} values for --num-layers {layers}"
         yield problem(cfg, "cp_comm_type", reason, f"give one value, or {layers}")
 
 
-def all_to_all_divides_heads(cfg: PretrainConfig) -> Problems:
+def all_to_all_heads(cfg: PretrainConfig) -> Problems:
     """Reject --num-attention-heads and --num-query-groups that are no multiple of TP times the all-to-all ranks: CP for
     ``--cp-comm-type a2a``, the first of --hierarchical-context-parallel-sizes for ``a2a+p2p``. Checks nothing without
     context parallelism."""
@@ -59,7 +59,7 @@ def all_to_all_divides_heads(cfg: PretrainConfig) -> Problems:
                 yield problem(cfg, field, f"is not a multiple of {shown}", fix)
 
 
-def two_levels_make_up_the_ranks(cfg: PretrainConfig) -> Problems:
+def hierarchical_context_parallel_sizes(cfg: PretrainConfig) -> Problems:
     """Require --hierarchical-context-parallel-sizes with --cp-comm-type a2a+p2p if CP > 1, reject it without that type,
     and reject all but two positive sizes whose product is the context-parallel size."""
     cp, levels = cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes

@@ -13,7 +13,7 @@ from megatron.training.rules.common import Problems, flag_names, missing, proble
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
 
-def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
+def one_data_source(cfg: PretrainConfig) -> Problems:
     """Require exactly one data source: --data-path, --data-args-path, --per-split-data-args-path, the
     --train/valid/test-data-path flags (together one source) or --mock-data. Each further source is a problem. None is
     needed with --dataloader-type external."""
@@ -28,7 +28,7 @@ def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, f"contradicts {flag_names(sources[0])}", "give one source of data")
 
 
-def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
+def split_with_separate_paths(cfg: PretrainConfig) -> Problems:
     given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
     if given and "split" in cfg.explicit:
         yield problem(cfg, "split", f"contradicts {flag_names(given[0])}", "remove one")
@@ -36,7 +36,7 @@ def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
         yield missing("train_data_path", f"is required with {flag_names(given[0])}")
 
 
-def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
+def split_parts_used(cfg: PretrainConfig) -> Problems:
     """Reject a --split that gives no training data unless --skip-train is set, and one that gives no validation data
     although --eval-interval and --eval-iters are nonzero. Checks nothing without a split."""
     if cfg.split is None:
@@ -52,7 +52,7 @@ MOST_SAMPLES = 2**35
 """Maximum samples of one split: their order takes 8 bytes each, 256 GiB in total."""
 
 
-def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
+def sample_counts(cfg: PretrainConfig) -> Problems:
     """``resolve`` has filled in --train-iters where --train-samples was given."""
     train = cfg.train_samples or (cfg.train_iters or 0) * (cfg.global_batch_size or 0)
     evaluated = 0 if cfg.full_validation else num_evaluations(cfg) * eval_samples(cfg)
@@ -62,12 +62,12 @@ def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason)
 
 
-def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
+def validation_data_path(cfg: PretrainConfig) -> Problems:
     if cfg.train_data_path and not cfg.valid_data_path and cfg.eval_interval and cfg.eval_iters:
         yield missing("valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
 
 
-def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
+def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
     """Require --tokenizer-type and then each flag that this type needs (``TOKENIZER_FILES``), such as --vocab-file and
     --merge-file; --tokenizer-model for types without an entry. Does not look at the files."""
     if cfg.tokenizer_type is None:
@@ -79,7 +79,7 @@ def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
             yield missing(field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
 
 
-def named_files_exist(cfg: PretrainConfig) -> Problems:
+def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
     """Reject --vocab-file, --merge-file and data argument files that are no regular files, and --load, --save,
     --pretrained-checkpoint or non-persistent folders whose path cannot be accessed. Folders that do not exist pass.
     Checks nothing in a dry run."""
@@ -100,17 +100,17 @@ def named_files_exist(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, f"cannot be opened ({getattr(error, 'strerror', None) or error})")
 
 
-def lengths_agree(cfg: PretrainConfig) -> Problems:
+def encoder_seq_length_agrees(cfg: PretrainConfig) -> Problems:
     if cfg.seq_length is not None and cfg.encoder_seq_length not in (None, cfg.seq_length):
         yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
 
 
-def mock_data_needs_two_tokens(cfg: PretrainConfig) -> Problems:
+def mock_data_vocabulary(cfg: PretrainConfig) -> Problems:
     """Mock documents count upwards from id 1."""
     if cfg.mock_data and cfg.model_family == "gpt" and cfg.tokenizer_type == "NullTokenizer" and cfg.vocab_size == 1:
         yield problem(cfg, "vocab_size", "is too small for --mock-data, whose token ids start at 1", "use at least 2")
 
 
-def mock_data_comes_from_the_loader(cfg: PretrainConfig) -> Problems:
+def mock_data_loader(cfg: PretrainConfig) -> Problems:
     if cfg.mock_data and cfg.dataloader_type == "external":
         yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "remove one")

@@ -7,12 +7,12 @@ from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.layout import common_divisors
 
 
-def buckets_have_one_size(cfg: PretrainConfig) -> Problems:
+def bucket_size_given_once(cfg: PretrainConfig) -> Problems:
     if cfg.ddp_num_buckets is not None and cfg.ddp_bucket_size is not None:
         yield problem(cfg, "ddp_num_buckets", "contradicts --ddp-bucket-size", "give one of the two")
 
 
-def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
+def optimizer_instances(cfg: PretrainConfig) -> Problems:
     """Reject --num-distributed-optimizer-instances > 1 without --use-distributed-optimizer or --use-torch-fsdp2, and a
     number that does not divide DP x CP."""
     instances, ranks = cfg.num_distributed_optimizer_instances, cfg.data_parallel_size * cfg.context_parallel_size
@@ -27,7 +27,7 @@ def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_distributed_optimizer_instances", reason, f"one of {fitting}")
 
 
-def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Problems:
+def fp32_reduce_scatter(cfg: PretrainConfig) -> Problems:
     field = "ddp_reduce_scatter_with_fp32_accumulation"
     if getattr(cfg, field) and not (cfg.use_distributed_optimizer and cfg.grad_reduce_in_bf16):
         reason = "gradients are already reduced in float32 unless --grad-reduce-in-bf16 is given, and only "
@@ -35,7 +35,7 @@ def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Proble
         yield problem(cfg, field, reason, "give all three, or none")
 
 
-def torch_fsdp2_excludes_other_sharding(cfg: PretrainConfig) -> Problems:
+def torch_fsdp2_settings(cfg: PretrainConfig) -> Problems:
     """Reject --use-torch-fsdp2 with pipeline parallelism, --ddp-bucket-size, --ddp-num-buckets, or as many optimizer
     instances as DP x CP ranks (if more than one). Without --use-torch-fsdp2 reject
     --torch-fsdp2-no-reshard-after-forward."""

@@ -6,7 +6,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 
-def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
+def decoder_settings_need_t5(cfg: PretrainConfig) -> Problems:
     """For models other than T5, reject --decoder-num-layers, --decoder-seq-length, --scale-decoder-outputs and
     --position-embedding-type relative, one problem each."""
     if cfg.model_family == "t5":
@@ -21,17 +21,17 @@ def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "position_embedding_type", "requires pretrain_t5.py", fix)
 
 
-def encoder_layers_agree(cfg: PretrainConfig) -> Problems:
+def encoder_num_layers_agrees(cfg: PretrainConfig) -> Problems:
     if cfg.num_layers is not None and cfg.encoder_num_layers != cfg.num_layers:
         yield problem(cfg, "encoder_num_layers", f"contradicts --num-layers {cfg.num_layers}", "give one of the two")
 
 
-def the_decoder_has_a_length(cfg: PretrainConfig) -> Problems:
+def t5_decoder_length(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "t5" and cfg.decoder_seq_length is None and (cfg.needs_data or not cfg.skip_train):
         yield missing("decoder_seq_length")
 
 
-def a_scaled_output_is_shared(cfg: PretrainConfig) -> Problems:
+def t5_scaled_output(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "t5" and cfg.scale_decoder_outputs and cfg.untie_embeddings_and_output_weights:
         reason = "contradicts --untie-embeddings-and-output-weights: T5 1.0 scales only a shared output layer"
         yield problem(cfg, "scale_decoder_outputs", reason, "remove one")
@@ -47,7 +47,7 @@ REFUSED = {
 """Flags that are ambiguous for two stacks, each with its replacement."""
 
 
-def t5_does_without(cfg: PretrainConfig) -> Problems:
+def t5_unsupported_settings(cfg: PretrainConfig) -> Problems:
     """For T5 only, reject the flags in ``REFUSED`` (parallel residual, embedding LayerNorm, attention and RoPE layer
     patterns, layers per virtual stage), ``--softmax-type learnable``, and --num-query-groups that is no multiple of the
     tensor-parallel size."""
@@ -64,7 +64,7 @@ def t5_does_without(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_query_groups", reason)
 
 
-def relative_positions_fit(cfg: PretrainConfig) -> Problems:
+def relative_position_buckets(cfg: PretrainConfig) -> Problems:
     """For T5 with --position-embedding-type relative, require an even --relative-attention-num-buckets and a
     --relative-attention-max-distance of more than half of it. Checks nothing otherwise."""
     if cfg.position_embedding_type != "relative" or cfg.model_family != "t5":

@@ -15,20 +15,20 @@ NO_LOSS = ("sinkhorn", "quantile_balancing", "none")
 """Kinds of balance that are no loss."""
 
 
-def experts_are_there(cfg: PretrainConfig) -> Problems:
+def expert_settings_need_experts(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is None and cfg.expert_model_parallel_size > 1:
         yield problem(cfg, "expert_model_parallel_size", "needs experts", "--num-experts N")
     if cfg.num_moe_experts is None and cfg.overlap_moe_expert_parallel_comm:
         yield problem(cfg, "overlap_moe_expert_parallel_comm", "needs experts", "--num-experts N")
 
 
-def layers_with_experts_are_named(cfg: PretrainConfig) -> Problems:
+def moe_layer_pattern(cfg: PretrainConfig) -> Problems:
     pattern = cfg.moe_layer_freq if cfg.num_moe_experts else 1
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "moe_layer_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 
 
-def experts_split_evenly(cfg: PretrainConfig) -> Problems:
+def experts_divide_evenly(cfg: PretrainConfig) -> Problems:
     """Require --num-experts to be a multiple of the expert-parallel size, --moe-ffn-hidden-size of the
     expert-tensor-parallel size, and --moe-shared-expert-intermediate-size of the tensor-parallel size. Checks nothing
     without experts."""
@@ -48,7 +48,7 @@ def experts_split_evenly(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_shared_expert_intermediate_size", reason, nearest_multiples(shared, tp))
 
 
-def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
+def expert_grid_fits_world_size(cfg: PretrainConfig) -> Problems:
     """Require EP x expert-TP x PP to divide the world size; if it does, require --num-distributed-optimizer-instances
     to divide the remaining expert data-parallel ranks. Checks nothing without experts."""
     ep, etp, pp = cfg.expert_model_parallel_size, expert_tensor_ranks(cfg), cfg.pipeline_model_parallel_size
@@ -66,7 +66,7 @@ def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_distributed_optimizer_instances", reason)
 
 
-def experts_require_sequence_parallelism(cfg: PretrainConfig) -> Problems:
+def experts_require_sequence_parallel(cfg: PretrainConfig) -> Problems:
     """With tensor but without sequence parallelism every rank would route, and count, the same tokens."""
     if cfg.num_moe_experts is not None and cfg.tensor_model_parallel_size > 1 and not cfg.sequence_parallel:
         yield problem(
@@ -75,7 +75,7 @@ def experts_require_sequence_parallelism(cfg: PretrainConfig) -> Problems:
         )  # fmt: skip
 
 
-def routers_can_choose(cfg: PretrainConfig) -> Problems:
+def router_settings(cfg: PretrainConfig) -> Problems:
     """Reject router settings that cannot work: top-k above --num-experts; top-1 softmax after selection (without
     --moe-router-pre-softmax or sinkhorn), whose weight is always 1; expert bias with softmax scores; sinkhorn with
     expert bias, groups or non-softmax scores. Checks nothing without experts."""
@@ -96,7 +96,7 @@ def routers_can_choose(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
-def quantiles_divide_the_choices(cfg: PretrainConfig) -> Problems:
+def quantile_balancing_settings(cfg: PretrainConfig) -> Problems:
     """For quantile_balancing, reject expert bias, router groups and a capacity factor, a top-k equal to --num-experts,
     and a number of experts that does not divide micro-batch size x --seq-length x top-k. Checks nothing for other
     balancing types."""
@@ -115,7 +115,7 @@ def quantiles_divide_the_choices(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_moe_experts", reason, "another --micro-batch-size")
 
 
-def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
+def expert_groups(cfg: PretrainConfig) -> Problems:
     """Require --moe-router-num-groups and --moe-router-group-topk together; groups must divide --num-experts, group
     top-k must not exceed the groups, and the selected groups must hold top-k experts (a multiple of them unless
     --moe-router-group-score-topk is set). Checks nothing without experts."""
@@ -137,7 +137,7 @@ def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_router_group_topk", reason)
 
 
-def group_scores_have_groups(cfg: PretrainConfig) -> Problems:
+def expert_group_scores(cfg: PretrainConfig) -> Problems:
     """Reject --moe-router-group-score-topk without --moe-router-num-groups, or if it is larger than the number of
     experts per group. Checks nothing without experts."""
     experts, groups, scored = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_score_topk
@@ -154,7 +154,7 @@ def _uses(cfg: PretrainConfig, kind: str) -> bool:
     return kind in cfg.moe_router_load_balancing_type
 
 
-def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
+def auxiliary_loss_coefficients(cfg: PretrainConfig) -> Problems:
     """Require one --moe-aux-loss-coeff per --moe-router-load-balancing-type, zero for types that are no loss (sinkhorn,
     quantile_balancing, none). Several types must be distinct and all be losses. Checks nothing without experts."""
     kinds, coefficients = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
@@ -171,7 +171,7 @@ def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
-def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
+def expert_capacity_settings(cfg: PretrainConfig) -> Problems:
     """Reject --moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor, and a capacity factor together
     with sinkhorn. Checks nothing without experts."""
     if cfg.num_moe_experts is None:
@@ -183,13 +183,13 @@ def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_expert_capacity_factor", "contradicts sinkhorn, which has no capacity")
 
 
-def static_rows_are_gathered(cfg: PretrainConfig) -> Problems:
+def static_rows_need_allgather(cfg: PretrainConfig) -> Problems:
     if cfg.moe_static_rows and cfg.moe_token_dispatcher_type != "allgather":
         reason = "requires the allgather dispatcher: others need token counts on the host"
         yield problem(cfg, "moe_static_rows", reason, "--moe-token-dispatcher-type allgather")
 
 
-def upcycling_has_a_dense_model(cfg: PretrainConfig) -> Problems:
+def upcycling_settings(cfg: PretrainConfig) -> Problems:
     """For --moe-use-upcycling, require --num-experts, a checkpoint (--load or --pretrained-checkpoint), and a
     --moe-upcycling-granularity that divides --num-experts. Does not look at the checkpoint."""
     slices, experts = cfg.moe_upcycling_granularity, cfg.num_moe_experts
@@ -205,7 +205,7 @@ def upcycling_has_a_dense_model(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_upcycling_granularity", reason, f"divisors: {common_divisors(experts)}")
 
 
-def shared_experts_are_there(cfg: PretrainConfig) -> Problems:
+def shared_expert_settings(cfg: PretrainConfig) -> Problems:
     """Reject --moe-shared-expert-overlap and --moe-shared-expert-gate in a model with experts if
     --moe-shared-expert-intermediate-size is not set."""
     if cfg.moe_shared_expert_intermediate_size is not None:
@@ -216,6 +216,6 @@ def shared_experts_are_there(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, "--moe-shared-expert-intermediate-size N, or remove it")
 
 
-def experts_have_their_execution(cfg: PretrainConfig) -> Problems:
+def experts_without_cuda_graphs(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is not None and cfg.cuda_graph_impl == "local":
         yield problem(cfg, "cuda_graph_impl", "does not capture experts, because their token counts vary", "remove it")

@@ -31,7 +31,7 @@ ALLOWED: Mapping[str, object] = MappingProxyType(
 )
 
 
-def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:
+def gpt_only_settings(cfg: PretrainConfig) -> Problems:
     """For BERT and T5, reject each GPT-only flag in ``NOT_FOR_ENCODERS`` (experts, MTP, latent attention, document
     resets, multipliers, --spec, RoPE scaling) that is set to a value other than its neutral one. Checks nothing for
     GPT."""
@@ -43,7 +43,7 @@ def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, fix)
 
 
-def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
+def packed_sequences(cfg: PretrainConfig) -> Problems:
     """Reject --use-packed-sequence for models other than BERT (the fix for GPT names --reset-attention-mask), and for
     BERT with a nonzero --attention-dropout."""
     field = "use_packed_sequence"
@@ -58,7 +58,7 @@ def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, reason, "--attention-dropout 0")
 
 
-def a_normed_embedding_is_the_first_norm(cfg: PretrainConfig) -> Problems:
+def embedding_norm_settings(cfg: PretrainConfig) -> Problems:
     """Reject --embed-layernorm together with --norm-placement post, --use-parallel-residual or
     --apply-residual-connection-post-layernorm, one problem each."""
     if not cfg.embed_layernorm:

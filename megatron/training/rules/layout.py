@@ -31,7 +31,7 @@ def common_divisors(*values: int) -> str:
     return ", ".join(map(str, shared[:12]))
 
 
-def ranks_form_complete_replicas(cfg: PretrainConfig) -> Problems:
+def world_size_divides(cfg: PretrainConfig) -> Problems:
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
         ranks = tp * pp * cp
@@ -48,7 +48,7 @@ def how_to_start(cfg: PretrainConfig) -> str:
     return f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ..."
 
 
-def tensor_parallelism_divides_heads(cfg: PretrainConfig) -> Problems:
+def tensor_parallel_heads(cfg: PretrainConfig) -> Problems:
     """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size, one problem
     each. Query groups are checked by another rule."""
     tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
@@ -63,7 +63,7 @@ def tensor_parallelism_divides_heads(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, "ffn_hidden_size", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
 
 
-def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
+def tensor_parallel_key_value_heads(cfg: PretrainConfig) -> Problems:
     """The number of key-value groups must divide the tensor-parallel size or be a multiple of it."""
     tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
     if tp > 1 and groups and groups > 0 and groups % tp and tp % groups:
@@ -72,7 +72,7 @@ def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_query_groups", reason, fix)
 
 
-def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
+def sequence_parallel_length(cfg: PretrainConfig) -> Problems:
     """With --sequence-parallel, require each sequence length to be a multiple of TP x CP: --seq-length, and
     --decoder-seq-length for T5. With one tensor-parallel rank ``resolve`` has already turned --sequence-parallel
     off."""
@@ -84,18 +84,18 @@ def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, nearest_multiples(length, tp * cp))
 
 
-def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:
+def tp_comm_overlap_needs_sequence_parallel(cfg: PretrainConfig) -> Problems:
     if cfg.tp_comm_overlap and not cfg.sequence_parallel:
         yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
 
 
-def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
+def nccl_config_file_exists(cfg: PretrainConfig) -> Problems:
     path = cfg.nccl_communicator_config_path
     if path is not None and not cfg.dry_run and not os.path.isfile(path):
         yield problem(cfg, "nccl_communicator_config_path", "is not a file")
 
 
-def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
+def full_recomputation_settings(cfg: PretrainConfig) -> Problems:
     """With --recompute-granularity full, require --recompute-method and --recompute-num-layers, and reject
     --recompute-activations. Checks nothing for selective recomputation."""
     granularity = cfg.recompute_granularity
@@ -106,7 +106,7 @@ def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
 
 
-def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
+def recompute_modules_known(cfg: PretrainConfig) -> Problems:
     """Reject --recompute-modules without --recompute-granularity selective, and names that are not in
     ``RECOMPUTED_MODULES``. One problem lists all unknown names."""
     known = ", ".join(RECOMPUTED_MODULES)
@@ -117,7 +117,7 @@ def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
 
 
-def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
+def distributed_saved_activations(cfg: PretrainConfig) -> Problems:
     """Reject --distribute-saved-activations without --recompute-granularity full, and together with
     --sequence-parallel, which already splits the saved activations by position."""
     if not cfg.distribute_saved_activations:

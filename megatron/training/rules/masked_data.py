@@ -23,19 +23,19 @@ OWN_SENTINELS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentenceP
 """Kinds whose files may bring some."""
 
 
-def berts_tokenizer_has_a_mask(cfg: PretrainConfig) -> Problems:
+def bert_tokenizer_has_mask(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "bert" and not cfg.mock_data and cfg.tokenizer_type in WITHOUT_MASK:
         reason = "has no cls, sep and mask tokens, which BERT samples need"
         yield problem(cfg, "tokenizer_type", reason, "for example BertWordPieceLowerCase with --vocab-file")
 
 
-def sentinels_have_a_tokenizer(cfg: PretrainConfig) -> Problems:
+def tokenizer_supports_sentinels(cfg: PretrainConfig) -> Problems:
     if cfg.vocab_extra_ids and cfg.tokenizer_type in WITHOUT_SENTINELS:
         reason = f"--tokenizer-type {cfg.tokenizer_type} does not support sentinels"
         yield problem(cfg, "vocab_extra_ids", reason, "remove it")
 
 
-def t5s_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:
+def t5_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:
     """For T5 without --mock-data, reject tokenizer types that accept no sentinel tokens. For other types that may bring
     none (not in ``OWN_SENTINELS``), require --vocab-extra-ids or --tokenizer-special-tokens; BertWordPieceCase may also
     leave --vocab-extra-ids unset."""
@@ -55,7 +55,7 @@ PLACES = {"bert": 3, "t5": 2}
 """Tokens of a sample that no word may take."""
 
 
-def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
+def samples_have_maskable_tokens(cfg: PretrainConfig) -> Problems:
     """For BERT and T5 without --mock-data, require --seq-length to leave at least 2 tokens besides the special ones (3
     in BERT, 2 in T5). If it does, require --mask-prob times these tokens to be at least 1."""
     places = PLACES.get(cfg.model_family)
@@ -70,7 +70,7 @@ def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "mask_prob", f"masks none of the {words} tokens of a sample", fix)
 
 
-def the_decoder_takes_the_spans(cfg: PretrainConfig) -> Problems:
+def t5_decoder_holds_spans(cfg: PretrainConfig) -> Problems:
     """For T5 without --mock-data, require --decoder-seq-length to hold the expected masked tokens, one sentinel per
     span and a start token. For WordPiece tokenizers without --tokenizer-special-tokens, require --vocab-extra-ids, if
     set, to be at least the expected number of spans."""

@@ -8,7 +8,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, as_given, flag_names, missing, problem, sequence_lengths
 
 
-def architecture_is_given(cfg: PretrainConfig) -> Problems:
+def architecture_given(cfg: PretrainConfig) -> Problems:
     for field in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if getattr(cfg, field) is None:
             yield missing(field)
@@ -16,7 +16,7 @@ def architecture_is_given(cfg: PretrainConfig) -> Problems:
         yield missing("seq_length")
 
 
-def custom_layers_are_found(cfg: PretrainConfig) -> Problems:
+def spec_importable(cfg: PretrainConfig) -> Problems:
     """Import the object that --spec names, which runs its module's code; reject --spec if the import fails. ``--spec
     local`` and no --spec need no import. Does not check what the object is."""
     if cfg.spec in (None, ["local"]):
@@ -27,12 +27,12 @@ def custom_layers_are_found(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "spec", str(error).partition(": ")[2])
 
 
-def predictions_are_there_to_be_repeated(cfg: PretrainConfig) -> Problems:
+def repeated_mtp_layer_needs_mtp(cfg: PretrainConfig) -> Problems:
     if cfg.mtp_use_repeated_layer and cfg.mtp_num_layers is None:
         yield problem(cfg, "mtp_use_repeated_layer", "requires --mtp-num-layers", "add --mtp-num-layers N")
 
 
-def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
+def heads_divide_hidden_size(cfg: PretrainConfig) -> Problems:
     """Reject a --hidden-size that is no multiple of --num-attention-heads if the head size derives from it. Checks
     nothing with an explicit --kv-channels, another derived head size, or multi-latent attention."""
     hidden, heads = cfg.hidden_size, cfg.num_attention_heads
@@ -43,7 +43,7 @@ def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "hidden_size", f"is not a multiple of --num-attention-heads {heads}", fix)
 
 
-def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
+def query_groups_divide_heads(cfg: PretrainConfig) -> Problems:
     """Reject an explicit --num-query-groups other than the number of heads without --group-query-attention, and one
     that does not divide --num-attention-heads."""
     groups, heads = cfg.num_query_groups, cfg.num_attention_heads
@@ -55,19 +55,19 @@ def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_query_groups", f"does not divide --num-attention-heads {heads}")
 
 
-def positions_cover_the_sequence(cfg: PretrainConfig) -> Problems:
+def positions_cover_sequence(cfg: PretrainConfig) -> Problems:
     for field, length in sequence_lengths(cfg):
         if cfg.max_position_embeddings and cfg.max_position_embeddings < length:
             reason = f"is smaller than {flag_names(as_given(cfg, field))} {length}"
             yield problem(cfg, "max_position_embeddings", reason, f"give at least {length}")
 
 
-def position_table_is_consistent(cfg: PretrainConfig) -> Problems:
+def position_embedding_consistent(cfg: PretrainConfig) -> Problems:
     if not cfg.add_position_embedding and cfg.position_embedding_type == "learned_absolute":
         yield problem(cfg, "add_position_embedding", "contradicts learned positions", "--position-embedding-type none")
 
 
-def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
+def rotary_settings_need_rotary(cfg: PretrainConfig) -> Problems:
     """Reject --use-rope-scaling, --rotary-seq-len-interpolation-factor and --rotary-interleaved unless
     --position-embedding-type is rope or yarn. Checks nothing for multi-latent attention."""
     if cfg.multi_latent_attention:
@@ -78,7 +78,7 @@ def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "needs rotary positions", "--position-embedding-type rope")
 
 
-def rotary_channels_form_pairs(cfg: PretrainConfig) -> Problems:
+def rotary_channels_even(cfg: PretrainConfig) -> Problems:
     if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels and not cfg.multi_latent_attention:
         channels = int(cfg.kv_channels * cfg.rotary_percent)
         if channels % 2 or not channels:
@@ -86,12 +86,12 @@ def rotary_channels_form_pairs(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, "rotary_percent", reason)
 
 
-def yarn_knows_its_original_context(cfg: PretrainConfig) -> Problems:
+def yarn_original_length_given(cfg: PretrainConfig) -> Problems:
     if cfg.position_embedding_type == "yarn" and cfg.yarn_original_max_position_embeddings is None:
         yield missing("yarn_original_max_position_embeddings", "is required by --position-embedding-type yarn")
 
 
-def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
+def latent_attention_sizes(cfg: PretrainConfig) -> Problems:
     """For --multi-latent-attention, require an explicit --kv-lora-rank (unless --use-checkpoint-args), --q-lora-rank
     with --mla-down-proj-fusion, and an even, nonzero number of rotated channels, which --rotary-percent reduces only
     for ``--rope-type rope``."""
@@ -110,7 +110,7 @@ def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, f"rotates {width} of {turned} channels; the number must be even and not 0")
 
 
-def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
+def latent_attention_exclusions(cfg: PretrainConfig) -> Problems:
     """With --multi-latent-attention, reject settings of ordinary attention, one problem each: grouped queries,
     --qk-l2-norm, --qk-layernorm-across-heads, --rotary-base-local, --no-rope-freq, --softmax-scale, --add-qkv-bias,
     --rotary-interleaved, RoPE scaling and interpolation, and --position-embedding-type yarn."""
@@ -137,7 +137,7 @@ def latent_attention_excludes_other_forms(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "position_embedding_type", "is not supported with --multi-latent-attention", fix)
 
 
-def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
+def latent_settings_need_latent_attention(cfg: PretrainConfig) -> Problems:
     """Without --multi-latent-attention, reject ``mla_up_proj`` in --recompute-modules and a --rope-type that differs
     from --position-embedding-type."""
     if cfg.multi_latent_attention:
@@ -149,7 +149,7 @@ def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "rope_type", "requires --multi-latent-attention, or an equal --position-embedding-type", fix)
 
 
-def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
+def activation_settings(cfg: PretrainConfig) -> Problems:
     """Reject more than one of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu; the exact-GELU flag with an
     activation other than GELU or --geglu; and the clamp value and linear offset of gated units without a gated
     activation."""
@@ -163,7 +163,7 @@ def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")
 
 
-def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
+def window_settings(cfg: PretrainConfig) -> Problems:
     pattern = cfg.window_attn_skip_freq
     if pattern is not None and cfg.window_size is None:
         yield problem(cfg, "window_attn_skip_freq", "requires --window-size", "add --window-size LEFT,0")
@@ -171,12 +171,12 @@ def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "window_attn_skip_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 
 
-def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
+def one_query_key_norm(cfg: PretrainConfig) -> Problems:
     if cfg.qk_layernorm and cfg.qk_l2_norm:
         yield problem(cfg, "qk_l2_norm", "contradicts --qk-layernorm", "choose one of the two")
 
 
-def norms_across_heads_need_separate_heads(cfg: PretrainConfig) -> Problems:
+def qk_norm_across_heads(cfg: PretrainConfig) -> Problems:
     """For --qk-layernorm-across-heads without latent attention, require --qk-layernorm, RMSNorm, and query groups that
     are a multiple of the tensor-parallel size."""
     if not cfg.qk_layernorm_across_heads or cfg.multi_latent_attention:
@@ -192,14 +192,14 @@ def norms_across_heads_need_separate_heads(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, reason, "use fewer tensor-parallel ranks")
 
 
-def residual_streams_have_one_form(cfg: PretrainConfig) -> Problems:
+def residual_settings(cfg: PretrainConfig) -> Problems:
     others = {"use_parallel_residual": cfg.use_parallel_residual, "norm_placement": cfg.norm_placement == "post"}
     for field, is_given in others.items():
         if is_given and cfg.apply_residual_connection_post_layernorm:
             yield problem(cfg, field, "contradicts --apply-residual-connection-post-layernorm", "choose one of the two")
 
 
-def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
+def local_rotary_base(cfg: PretrainConfig) -> Problems:
     """For --rotary-base-local without latent attention, require --window-size and --position-embedding-type rope or
     yarn. Another rule rejects it with latent attention."""
     if cfg.rotary_base_local is None or cfg.multi_latent_attention:
@@ -210,7 +210,7 @@ def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "rotary_base_local", "needs rotary positions", "--position-embedding-type rope")
 
 
-def layers_without_rotation_have_others_with_it(cfg: PretrainConfig) -> Problems:
+def no_rope_pattern(cfg: PretrainConfig) -> Problems:
     """For --no-rope-freq without latent attention, require --position-embedding-type rope or yarn and, if it is a list,
     one entry per layer. Does not require that any layer rotates."""
     pattern = cfg.no_rope_freq
@@ -222,19 +222,19 @@ def layers_without_rotation_have_others_with_it(cfg: PretrainConfig) -> Problems
         yield problem(cfg, "no_rope_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 
 
-def one_precision_is_chosen(cfg: PretrainConfig) -> Problems:
+def one_precision(cfg: PretrainConfig) -> Problems:
     if cfg.fp16 and cfg.bf16:
         yield problem(cfg, "fp16", "contradicts --bf16", "choose one of the two")
 
 
-def loss_scaling_is_for_fp16(cfg: PretrainConfig) -> Problems:
+def loss_scale_settings(cfg: PretrainConfig) -> Problems:
     if cfg.loss_scale and not cfg.fp16:
         yield problem(cfg, "loss_scale", "requires --fp16", "remove it")
     if cfg.min_loss_scale > cfg.initial_loss_scale:
         yield problem(cfg, "min_loss_scale", f"is larger than --initial-loss-scale {cfg.initial_loss_scale}")
 
 
-def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
+def grad_reduce_dtype(cfg: PretrainConfig) -> Problems:
     if cfg.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in cfg.explicit:
         yield problem(cfg, "grad_reduce_in_bf16", "contradicts --accumulate-allreduce-grads-in-fp32", "choose one")
     if cfg.grad_reduce_in_bf16 and not cfg.bf16:

@@ -34,7 +34,7 @@ _CHUNKS = (
 )  # fmt: skip
 
 
-def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
+def one_pipeline_split(cfg: PretrainConfig) -> Problems:
     for families in (_FAMILIES, [(field,) for field in _CHUNKS]):
         given = [next((name for name in family if getattr(cfg, name)), None) for family in families]
         names = [name for name in given if name is not None]
@@ -42,7 +42,7 @@ def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, names[1], f"contradicts {flag_names(names[0])}", "choose one of them")
 
 
-def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
+def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
     """With one pipeline rank, reject each flag about stages, virtual stages, pipeline layouts, embedding and loss
     accounting, --pipeline-schedule and --delay-wgrad-compute that is set."""
     if cfg.pipeline_model_parallel_size != 1:
@@ -55,7 +55,7 @@ def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "requires --pipeline-model-parallel-size > 1", fix)
 
 
-def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
+def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
     """Check --pipeline-model-parallel-layout: syntax (the only problem reported if it fails), number of layers, no
     split layers with --whole-layers-in-pipeline-split, stages a multiple of the pipeline ranks, all MTP layers in the
     last stage, and no pipeline rank without any module."""
@@ -107,7 +107,7 @@ def _branches(cfg: PretrainConfig) -> BranchNames | None:
         return None
 
 
-def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
+def layers_fill_stages(cfg: PretrainConfig) -> Problems:
     """Reject --num-layers if the automatic split cannot fill all pipeline stages, including virtual ones. Checks
     nothing with one pipeline rank or with a layout string, which another rule checks."""
     ranks = cfg.pipeline_model_parallel_size
@@ -123,7 +123,7 @@ def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_layers", str(error), fix)
 
 
-def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
+def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
     """Reject 1f1b and zero-bubble-h2 with several chunks per rank, interleaved with one, and --delay-wgrad-compute with
     a schedule other than zero-bubble. Then check the micro-batch group size. Checks nothing with one pipeline rank or
     an invalid layout."""
@@ -132,7 +132,7 @@ def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
     try:
         chunks = virtual_pipeline_size(cfg)
     except LayoutError:
-        return  # layout_string_is_well_formed says what is wrong
+        return  # pipeline_layout_string says what is wrong
     if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
         fix = "interleaved or zero-bubble instead, or remove it"
         yield problem(cfg, "pipeline_schedule", f"requires one model chunk per rank, not {chunks}", fix)

@@ -8,12 +8,12 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 
-def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
+def micro_batch_size_given(cfg: PretrainConfig) -> Problems:
     if cfg.micro_batch_size is None:
         yield missing("micro_batch_size")
 
 
-def global_batch_divides(cfg: PretrainConfig) -> Problems:
+def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
     """Reject --step-batch-size-schedule together with --global-batch-size or --rampup-batch-size, unreadable schedules,
     and each global batch size, also of a ramp or step schedule, that is no multiple of micro-batch size x DP or is
     smaller than that. --decrease-batch-size-if-needed permits larger non-multiples."""
@@ -40,7 +40,7 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, reason, _near(size, unit))
 
 
-def evaluation_batch_divides(cfg: PretrainConfig) -> Problems:
+def evaluation_batch_size_divides(cfg: PretrainConfig) -> Problems:
     """If an evaluation batch size is explicit, require --eval-global-batch-size to be a multiple of
     --eval-micro-batch-size x DP. Checks nothing otherwise."""
     size, micro = cfg.eval_global_batch_size, cfg.eval_micro_batch_size
@@ -61,7 +61,7 @@ def _near(size: int, unit: int) -> str:
     return f"nearest valid sizes: {low} and {low + unit}" if low else f"smallest valid size: {unit}"
 
 
-def duration_is_given_once(cfg: PretrainConfig) -> Problems:
+def training_length_given_once(cfg: PretrainConfig) -> Problems:
     """Reject --train-samples with an explicit --train-iters. Unless --skip-train is set, require one of them, at least
     one global batch of --train-samples, and --train-iters of at least 1."""
     if cfg.train_iters is not None and cfg.train_samples is not None and "train_iters" in cfg.explicit:
@@ -74,7 +74,7 @@ def duration_is_given_once(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
 
 
-def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
+def schedule_units_match(cfg: PretrainConfig) -> Problems:
     """Reject --lr-decay, --lr-warmup and --lr-wsd-decay lengths in iterations if training counts samples, and lengths
     in samples if it counts iterations. Only explicit, nonzero values count. Checks nothing if both durations are
     given."""
@@ -90,7 +90,7 @@ def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, f"does not go with {ours}", f"use {right}")
 
 
-def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
+def learning_rate_settings(cfg: PretrainConfig) -> Problems:
     """Require --lr unless --skip-train is set. With it, reject a --min-lr or --lr-warmup-init above --lr,
     --decoupled-min-lr without --decoupled-lr, and a --decoupled-min-lr above --decoupled-lr."""
     if cfg.lr is None:
@@ -109,7 +109,7 @@ def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.decoupled_lr}")
 
 
-def warmup_is_shorter_than_the_decay(cfg: PretrainConfig) -> Problems:
+def warmup_shorter_than_decay(cfg: PretrainConfig) -> Problems:
     """With --lr-warmup-fraction, reject --lr-warmup-iters and --lr-warmup-samples; without it, require the warmup to be
     shorter than the decay, in the unit (iterations or samples) of the training duration."""
     unit = "samples" if cfg.train_samples is not None else "iters"
@@ -123,7 +123,7 @@ def warmup_is_shorter_than_the_decay(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, f"lr_warmup_{unit}", reason, f"or give a larger --lr-decay-{unit}")
 
 
-def wsd_knows_its_decay(cfg: PretrainConfig) -> Problems:
+def wsd_decay_length(cfg: PretrainConfig) -> Problems:
     """For --lr-decay-style WSD, require --lr-wsd-decay-iters, or -samples if training counts samples, between 1 and the
     total decay length. Checks nothing for other styles."""
     unit = "samples" if cfg.train_samples is not None else "iters"
@@ -136,7 +136,7 @@ def wsd_knows_its_decay(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, f"lr_wsd_decay_{unit}", f"must be between 1 and the decay length of {decay} {unit}")
 
 
-def weight_decay_ramp_is_complete(cfg: PretrainConfig) -> Problems:
+def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
     """With a constant weight decay, reject an explicit start or end value that differs from --weight-decay. With other
     --weight-decay-incr-style values, require --start-weight-decay and --end-weight-decay, with 0 <= start <= end."""
     start, end = cfg.start_weight_decay, cfg.end_weight_decay
@@ -154,18 +154,18 @@ def weight_decay_ramp_is_complete(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
 
 
-def stored_schedule_has_one_fate(cfg: PretrainConfig) -> Problems:
+def stored_schedule_settings(cfg: PretrainConfig) -> Problems:
     if cfg.override_opt_param_scheduler and cfg.use_checkpoint_opt_param_scheduler:
         reason = "contradicts --use-checkpoint-opt_param-scheduler"
         yield problem(cfg, "override_opt_param_scheduler", reason, "choose one of the two")
 
 
-def weights_are_gathered_where_gradients_overlap(cfg: PretrainConfig) -> Problems:
+def param_gather_overlap(cfg: PretrainConfig) -> Problems:
     if cfg.overlap_param_gather and not (cfg.use_distributed_optimizer and cfg.overlap_grad_reduce):
         yield problem(cfg, "overlap_param_gather", "needs --use-distributed-optimizer and --overlap-grad-reduce")
 
 
-def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
+def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
     """Without --use-precision-aware-optimizer, reject non-fp32 optimizer dtypes. With it, require Adam, and reject fp16
     or fp8 moments, bf16 moments whose beta is too close to 1 (1 - beta < 2**-7), fp16 master weights, and bf16 main
     gradients without --grad-reduce-in-bf16."""
@@ -193,7 +193,7 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
 
 
-def saving_is_complete(cfg: PretrainConfig) -> Problems:
+def save_settings(cfg: PretrainConfig) -> Problems:
     """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval. Does
     not require --save-interval with --save."""
     if cfg.log_progress and not cfg.save:
@@ -204,7 +204,7 @@ def saving_is_complete(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "save_retain_interval", f"is not a multiple of --save-interval {every}", fix)
 
 
-def loading_has_a_source(cfg: PretrainConfig) -> Problems:
+def load_settings(cfg: PretrainConfig) -> Problems:
     """Without --load, reject --ckpt-step and --exit-on-missing-checkpoint, and, unless --pretrained-checkpoint is set,
     --finetune and --use-checkpoint-args."""
     if cfg.load:
@@ -217,7 +217,7 @@ def loading_has_a_source(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY")
 
 
-def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
+def validation_sets(cfg: PretrainConfig) -> Problems:
     """Reject --multiple-validation-sets without --full-validation, --validation-set-names without
     --multiple-validation-sets, and a number of names that differs from the number of --valid-data-path values."""
     if cfg.multiple_validation_sets and not cfg.full_validation:
@@ -229,7 +229,7 @@ def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "validation_set_names", f"has {len(cfg.validation_set_names)} names for {len(paths)} sets")
 
 
-def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
+def log_sinks(cfg: PretrainConfig) -> Problems:
     """With --wandb-project, require --wandb-exp-name, the wandb package (not in a dry run), and --wandb-save-dir or
     --save. TensorBoard flags are not checked here."""
     if cfg.wandb_project and not cfg.wandb_exp_name:
@@ -240,7 +240,7 @@ def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
         yield missing("wandb_save_dir", "this or --save is required with --wandb-project")
 
 
-def profile_range_is_a_range(cfg: PretrainConfig) -> Problems:
+def profile_range(cfg: PretrainConfig) -> Problems:
     if cfg.profile and cfg.profile_step_end <= cfg.profile_step_start:
         yield problem(cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profile_step_start}")
     if cfg.profile and max(cfg.profile_ranks) >= cfg.world_size:

@@ -199,7 +199,7 @@ def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
     found = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
     assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
     settings = dataclasses.replace(parse_args((TINY + "--apex-parts adam").split()), fp64=True)
-    (found,) = rules_backends.apex_parts_have_their_place(settings)
+    (found,) = rules_backends.apex_parts(settings)
     assert "does not support float64" in str(found)
 
 

@@ -292,7 +292,7 @@ def test_an_empty_path_is_refused():
         for value in ("", "  "):
             given = ["a", value] if spec.nargs else value
             cfg = SimpleNamespace(**{**dict.fromkeys(rules_checkpoints.PATHS), field: given})
-            [found] = rules_checkpoints.paths_are_not_empty(cfg)
+            [found] = rules_checkpoints.paths_not_empty(cfg)
             assert found.flag == spec.names[0] and "check whether a shell variable is unset" in str(found)
 
 
