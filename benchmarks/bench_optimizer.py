@@ -28,7 +28,7 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.timing import milliseconds
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
-from megatron.core.fusions.master_weights import Updated, build_master
+from megatron.core.fusions.master_weights import OptimizerEntry, build_master
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ class State:
             master.refresh()
             first = (1e-3 * torch.randn(shape, device=device)).to(moments)
             second = (1e-6 * torch.rand(shape, device=device)).to(moments)
-            self.tensors.append(Updated(master, 1e-3 * torch.randn(shape, device=device), (first, second)))
+            self.tensors.append(OptimizerEntry(master, 1e-3 * torch.randn(shape, device=device), (first, second)))
         self.step = torch.ones((), device=device)
         self.skip = torch.zeros((), device=device)
 

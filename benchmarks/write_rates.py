@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:  # run as a program from anywhere
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
 from megatron.training.model_description import PROGRAMS  # noqa: E402
-from megatron.training.report.rates import kind_of_model, used_axes  # noqa: E402
+from megatron.training.report.rates import model_kind, used_axes  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training.json"
 TABLE = ROOT / "megatron" / "training" / "report" / "rates.tsv"
@@ -36,7 +36,7 @@ def table() -> str:
         at = next(index for index, word in enumerate(words) if word in PROGRAMS)
         gpus = row["environment"]["devices"]
         cfg = resolve(parse_args(words[at + 1 :], model_family=PROGRAMS[words[at]]), gpus, gpus=True)
-        key = kind_of_model(cfg), " ".join(f"{axis}{size}" for axis, size in used_axes(cfg).items())
+        key = model_kind(cfg), " ".join(f"{axis}{size}" for axis, size in used_axes(cfg).items())
         tflops = row["tflops_per_gpu"]
         found = tflops, "\t".join((name, *key, f"{tflops:.0f}", row["environment"]["device"]))
         if tflops and not row.get("invalid") and (key not in best or best[key] < found):

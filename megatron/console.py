@@ -103,7 +103,7 @@ def pretrain(arguments: Sequence[str]) -> int:
         return 0 if asked else EXIT_BAD_INPUT
     name, flags = arguments[0], list(arguments[1:])
     try:
-        count, flags = take_nproc(flags)
+        count, flags = parse_nproc(flags)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
@@ -117,7 +117,7 @@ def pretrain(arguments: Sequence[str]) -> int:
     return entry.pretrain(name, f"megatron pretrain {name}", flags)
 
 
-def take_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:
+def parse_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split ``flags`` into the value of --nproc (None: not given) and the other flags.
 
     Raises:

@@ -223,7 +223,7 @@ def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[
         if options[name]:
             raise ValueError(f"pretrain({name}=...): not available; pass {None if name in _NONE_ONLY else False}")
     if not cfg.dry_run:
-        parallel_state.start_group_of_one()
+        parallel_state.start_single_process_group()
     code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions), hooks)
     if code:
         sys.exit(code)
@@ -255,7 +255,7 @@ def initialize_megatron(
         launched_world_size() or 1,
     )
     initialize.configure_logging(cfg.logging_level)
-    parallel_state.start_group_of_one()
+    parallel_state.start_single_process_group()
     initialize.initialize_megatron(cfg)
     Current.program = Program.of(cfg, build_tokenizer(cfg) if cfg.tokenizer_type is not None else None)
     follow_batch_schedule(cfg, cfg.data_parallel_size)

@@ -11,14 +11,14 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import build_norm
 
 
 class WrappedTorchNorm:
     """The norm that ``config.normalization`` names, as the library builds it."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
-        return make_norm(config, hidden_size, eps, groups=parallel_state.get_process_groups())
+        return build_norm(config, hidden_size, eps, groups=parallel_state.get_process_groups())
 
 
 class FusedLayerNorm(WrappedTorchNorm):

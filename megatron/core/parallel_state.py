@@ -74,8 +74,8 @@ def initialize_model_parallel(
     before any group exists. ``order`` lists the axes from the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline
     stages next to each other. ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``).
     ``copy_engines``: over NCCL, groups whose ranks share a host get copy engines for supported collectives
-    (``copy_engines/``). ``group_of_one``: see :func:`start_group_of_one`. Megatron-LM's keywords without effect here
-    are logged with the reason; unknown keywords raise TypeError.
+    (``copy_engines/``). ``group_of_one``: see :func:`start_single_process_group`. Keywords of Megatron-LM without
+    effect here are logged with the reason; unknown keywords raise TypeError.
     """
     global _state
     _explain_keywords(without_effect)
@@ -100,7 +100,7 @@ def initialize_model_parallel(
         settings = settings | read_nccl_settings(nccl_communicator_config_path, axes)
     _start_distributed(timeout)
     if group_of_one:
-        start_group_of_one()
+        start_single_process_group()
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
@@ -118,14 +118,14 @@ def initialize_model_parallel(
     return groups
 
 
-def start_group_of_one() -> None:
+def start_single_process_group() -> None:
     """Initialize torch.distributed as a group of one if no launcher started this process (no ``RANK`` in the
     environment) and it is not initialized: programs call it (``get_rank``, ``barrier``) for any number of ranks."""
     if not dist.is_initialized() and "RANK" not in os.environ:
-        _start_world_of_one()
+        _start_single_process_world()
 
 
-def _start_world_of_one() -> None:
+def _start_single_process_world() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -252,7 +252,7 @@ def _handle(group: process_groups.Group) -> Any:
     if group.size > 1:
         return group.handle
     if _current().alone is None and not dist.is_initialized():
-        _start_world_of_one()
+        _start_single_process_world()
     return _current().alone or dist.group.WORLD
 
 
@@ -450,7 +450,7 @@ def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_cont
         return None
     state = _current()
     lists = state.grid.rank_lists("tp-dp-cp" if with_context_parallel else "tp-dp")
-    return _group_of_ranks(next(ranks for ranks in lists if state.groups.world.ranks[state.groups.world.rank] in ranks))
+    return _find_group(next(ranks for ranks in lists if state.groups.world.ranks[state.groups.world.rank] in ranks))
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
@@ -462,7 +462,7 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
-def _group_of_ranks(ranks: list[int]) -> Any:
+def _find_group(ranks: list[int]) -> Any:
     """Return the torch.distributed group with exactly these ``ranks``: the handle of an axis with the same ranks, or a
     new group, created at the first call and cached. Creating it is collective over ``ranks``."""
     state = _current()

@@ -124,7 +124,7 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
         source number int16[size] and the sample number within that source int64[size].
     """
     weights = np.ascontiguousarray(weights, dtype=np.float64)
-    _check_number_of_sources(len(weights))
+    _check_source_count(len(weights))
     if _cpp is not None:
         return _cpp.build_blending_indices(weights, size)
     return build_blending_indices_numpy(weights, size)
@@ -155,7 +155,7 @@ def build_blending_indices_numpy(
 def build_exhaustive_blending_indices(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Interleave exactly ``sizes[i]`` samples of every source i evenly, until all are used up; same arrays as above."""
     sizes = np.ascontiguousarray(sizes, dtype=np.int64)
-    _check_number_of_sources(len(sizes))
+    _check_source_count(len(sizes))
     if _cpp is not None:
         return _cpp.build_exhaustive_blending_indices(sizes)
     return build_exhaustive_blending_indices_numpy(sizes)
@@ -167,7 +167,7 @@ def build_exhaustive_blending_indices_numpy(sizes: np.ndarray) -> tuple[np.ndarr
     return build_blending_indices_numpy(sizes / max(total, 1), total, sizes)
 
 
-def _check_number_of_sources(count: int) -> None:
+def _check_source_count(count: int) -> None:
     if not 1 <= count <= MAX_SOURCES:
         raise UserError(
             f"{count} data sources: a blend takes 1 to {MAX_SOURCES}; merge some with tools/merge_datasets.py"

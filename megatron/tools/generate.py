@@ -86,10 +86,10 @@ def continued(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling:
 
 def filled(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
     """Return ``prompt``, an arrow, and the output of a T5: each sentinel followed by its predicted span."""
-    from megatron.core.inference.sampling import generate_answer
+    from megatron.core.inference.sampling import generate_seq2seq
 
     tokenizer = trained.tokenizer
-    tokens = generate_answer(
+    tokens = generate_seq2seq(
         trained.model, tokenizer.tokenize(prompt), start=_start(trained.tokenizer),
         max_new_tokens=max_new_tokens, max_sequence_length=trained.cfg.max_position_embeddings,
         stop_token=tokenizer.eos, sampling=sampling,

@@ -241,7 +241,7 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
     traces = layout_trace.trace(cfg, make_task, initialize_megatron(cfg), steps)
     reference = Path(place["FOLDER"]) / "reference.pt"
     if not reference.exists():
-        found = [dataclasses.asdict(step) for step in layout_trace.make_reference(traces)]
+        found = [dataclasses.asdict(step) for step in layout_trace.build_reference(traces)]
         torch.save(found, reference)
         return
     expected = [layout_trace.ReferenceStep(**step) for step in torch.load(reference, weights_only=True)]

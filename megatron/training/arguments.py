@@ -28,7 +28,7 @@ from megatron.core.safe_files import read_text
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.config.resolve import resolve, smallest_world_size
-from megatron.training.exits.endings import tell_launcher
+from megatron.training.exits.endings import notify_launcher
 from megatron.training.notices import notices
 from megatron.training.rules.common import impossible_values
 from megatron.training.rules.inputs import input_problems
@@ -113,7 +113,7 @@ def parse_args(
         model_family=model_family,
     )  # fmt: skip
     if problems or unavailable:
-        raise ConfigError(problems + _further_problems(cfg, problems) + unavailable)
+        raise ConfigError(problems + _problems_after_misread(cfg, problems) + unavailable)
     if is_first_rank():
         for sentence in renamed + without_effect:
             logger.warning("%s", sentence)
@@ -149,7 +149,7 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        tell_launcher(str(error))
+        notify_launcher(str(error))
         if not is_first_rank():
             time.sleep(SECONDS_TO_SPEAK)
             raise SystemExit(2) from None
@@ -197,7 +197,7 @@ def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
     return "\n".join([title, *sorted(lines, key=str.lower), end])
 
 
-def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
+def _problems_after_misread(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
     """Return problems that the rules find in the settings that could be read, except problems that mention a misread
     flag, because they concern its default. Empty if the settings come from a checkpoint."""
     if cfg.use_checkpoint_args or cfg.load_hf:

@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def layers_of_spec(cfg: PretrainConfig) -> Any:
+def spec_layers(cfg: PretrainConfig) -> Any:
     """Return the layers that ``--spec`` names: a spec for all layers, specs per layer, or the result of a function,
     which receives the library's configuration if it has a ``config`` parameter. None without ``--spec`` or with
     ``--spec local``. Imports the named module.
@@ -40,7 +40,7 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
     return found
 
 
-def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:
+def spec_branches(cfg: PretrainConfig) -> BranchNames | None:
     """Return the branch names of each layer: encoder then decoder layers for T5, else from --spec or
     --use-parallel-residual. None: standard decoder layers. Imports torch for --spec; raises UserError if --spec is
     invalid."""
@@ -59,7 +59,7 @@ def specs_of_layers(cfg: PretrainConfig) -> Sequence[ModuleSpec]:
     Raises:
         UserError: ``--spec`` names no layers, or their number differs from ``--num-layers``.
     """
-    if (spec := layers_of_spec(cfg)) is None:
+    if (spec := spec_layers(cfg)) is None:
         return []
     from megatron.core.transformer.transformer_block import layer_specs  # imports torch
 
@@ -73,7 +73,7 @@ PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.p
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
     """Return the model description of resolved settings, torch-free unless --spec is set. ``vocab_size`` is unpadded; 0
     means unknown. BERT's head is counted at the masked positions it computes, not at all tokens."""
-    spec = layers_of_spec(cfg) if cfg.model_family == "gpt" else None
+    spec = spec_layers(cfg) if cfg.model_family == "gpt" else None
     described = describe_family(cfg, cfg, vocab_size, spec=spec)
     if cfg.model_family != "bert":
         return described

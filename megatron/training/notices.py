@@ -34,7 +34,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
         yield f"--{flag}: no effect with the odd --micro-batch-size {size}; use an even size"
     yield from _layers(given, resolved)
     yield from _strictly(given)
-    yield from _of_other_models(given)
+    yield from _other_model_flags(given)
     yield from _without_effect(given, resolved)
 
 
@@ -61,7 +61,7 @@ OF_OTHER_MODELS = {
 """Fields that only some programs read, with their flag and model families."""
 
 
-def _of_other_models(given: PretrainConfig) -> Iterator[str]:
+def _other_model_flags(given: PretrainConfig) -> Iterator[str]:
     for field, (flag, families) in OF_OTHER_MODELS.items():
         if field in given.explicit and given.model_family not in families:
             yield f"{flag}: no effect here, only in {' and '.join(f'pretrain_{each}.py' for each in families)}"

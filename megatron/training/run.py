@@ -38,7 +38,7 @@ from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, bui
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import eval_sets
 from megatron.training.exits.conditions import ExitConditions
-from megatron.training.exits.endings import error_message, say, tell_launcher
+from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook, RunInfo, check_methods
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.data_files import data_file_hooks, truncated_file
@@ -53,7 +53,7 @@ from megatron.training.report.out_of_memory import (
 )
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
-from megatron.training.stored_settings import settings_of_weights
+from megatron.training.stored_settings import weight_settings
 from megatron.training.tasks.base import Task
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.train_state import TrainState
@@ -92,12 +92,12 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     except UserError as error:
         return _refuse(error)
     except Exception as error:
-        tell_launcher(error_message(error), error)
+        notify_launcher(error_message(error), error)
         raise
     finally:
         parallel_state.destroy_model_parallel()
     if code == UNSAVED_EXIT_CODE:
-        tell_launcher(f"the last checkpoint could not be written (exit code {code}); earlier ones are intact")
+        notify_launcher(f"the last checkpoint could not be written (exit code {code}); earlier ones are intact")
     return code
 
 
@@ -107,7 +107,7 @@ def _refuse(error: UserError) -> int:
     traceback. Does not raise."""
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
-    tell_launcher(error_message(error))
+    notify_launcher(error_message(error))
     configuration, rank = isinstance(error, ConfigError), launched_rank()
     if not error.reported and (rank == 0 or not configuration):  # configuration problems are equal on all ranks
         say(error_message(error), rank)
@@ -152,7 +152,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
             if cause is None:
                 raise
             raise cause from None
-    return code or _tell_failures(parts.hooks, groups.world.rank)
+    return code or _report_failures(parts.hooks, groups.world.rank)
 
 
 def _train_and_close(trainer: Trainer, watchdog: Watchdog) -> int:
@@ -176,11 +176,11 @@ def _train_and_close(trainer: Trainer, watchdog: Watchdog) -> int:
         parts.checkpointer.close()
 
 
-def _tell_failures(hooks: Sequence[Hook], rank: int) -> int:
+def _report_failures(hooks: Sequence[Hook], rank: int) -> int:
     """Report requested results that hooks failed to produce; return the exit code."""
     failures = [hook.failure for hook in hooks if hook.failure]
     for failure in failures:
-        tell_launcher(failure)
+        notify_launcher(failure)
         say(failure, rank)
     return int(bool(failures))
 
@@ -262,7 +262,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     described = task.description()
     checkpointer = Checkpointer(
         cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
-        architecture=None if described is None else settings_of_weights(described),
+        architecture=None if described is None else weight_settings(described),
     )  # fmt: skip
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
     try:

@@ -49,7 +49,7 @@ def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(values, default=str))
 
 
-def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
+def weight_settings(model: ModelDescription) -> tuple[str, ...]:
     """Return the names of settings that define the meaning of a model's weights. Layers without a description may
     depend on any architecture setting, so that all of them are included."""
     return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
@@ -141,7 +141,7 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
         directory, weights_only = _named_checkpoint(cfg.pretrained_checkpoint, None), True
     try:
         objects = {} if directory is None else read_manifest(directory)["objects"]
-        architecture = settings_of_weights(describe_run(cfg, 0)) if consistent and objects else MAIN_SIZES
+        architecture = weight_settings(describe_run(cfg, 0)) if consistent and objects else MAIN_SIZES
     except UserError:  # reported by the load, or by the rules about --spec
         return
     stored = objects.get("args")

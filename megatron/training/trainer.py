@@ -239,7 +239,7 @@ class Trainer:
         self.finish_save(wait=True)
         self.hooks.on_save(self.state)
         background = self.cfg.async_save and not last
-        self.tell_saved(self.parts.checkpointer.start_save(self.state, background=background, fast=fast))
+        self.report_save(self.parts.checkpointer.start_save(self.state, background=background, fast=fast))
         self.restart_timer()
 
     def finish_save(self, wait: bool = False) -> None:
@@ -247,9 +247,9 @@ class Trainer:
         checkpointer = self.parts.checkpointer
         if wait and checkpointer.saving is not None:
             self.hooks.on_save_wait(checkpointer.saving)
-        self.tell_saved(checkpointer.finish_save(wait))
+        self.report_save(checkpointer.finish_save(wait))
 
-    def tell_saved(self, report: SaveReport | None) -> None:
+    def report_save(self, report: SaveReport | None) -> None:
         """Call ``on_saved`` and then ``on_save_timed`` of the hooks for a finished save that succeeded. Does nothing
         for None or a failed save. Not collective."""
         if report is not None and report.saved:

@@ -26,7 +26,7 @@ from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.pipeline import run_stages
-from megatron.training.stored_settings import ARCHITECTURE, settings_of_weights
+from megatron.training.stored_settings import ARCHITECTURE, weight_settings
 from tests.test_utils.gated_recurrence import GatedRecurrence
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
 from tests.test_utils.layout_table import CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB
@@ -226,9 +226,9 @@ def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
     check_args({"args": stored}, dict(stored), "here", architecture=described.settings)
     with pytest.raises(CheckpointError, match="another architecture: gate_width is 3, the checkpoint has 2"):
         check_args({"args": stored}, current, "here", architecture=described.settings)
-    assert settings_of_weights(described) == described.settings
+    assert weight_settings(described) == described.settings
     unknown = describe_run(settings("--num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"), 9)
-    assert {*ARCHITECTURE} <= {*settings_of_weights(unknown)}
+    assert {*ARCHITECTURE} <= {*weight_settings(unknown)}
 
 
 PROGRAM = """

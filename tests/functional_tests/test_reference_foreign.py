@@ -79,7 +79,7 @@ def test_the_balancing_loss_is_theirs_over_the_number_of_chosen_experts(name):
     layers = foreign(input_ids=torch.from_numpy(batch.tokens), output_router_logits=True).router_logits
     expected = [load_balancing_loss_func((logits,), e, k) / k for logits in layers]
     model.losses()
-    (terms,) = model.side_losses.values()
+    (terms,) = model.aux_losses.values()
     assert len(terms) == len(expected) == 2 and all(coefficient == 0.1 for coefficient, _ in terms)
     for (_, term), theirs in zip(terms, expected):
         assert_close("balancing loss", term.detach(), theirs.detach())

@@ -45,7 +45,7 @@ class Router:
 
 
 def mixture(net, x: Tensor, at: str) -> Tensor:
-    """[b, s, h] -> [b, s, h]. Losses go to ``net.side_losses``, counts to the router."""
+    """[b, s, h] -> [b, s, h]. Losses go to ``net.aux_losses``, counts to the router."""
     c, router = net.c, net.routers.setdefault(at, Router(net.c))
     logits = net.linear(x, f"{at}.router")
     parts = [within_capacity(c, *choose(c, part, router, net.training)) for part in logits.split(net.micro_batch_size)]
@@ -55,8 +55,8 @@ def mixture(net, x: Tensor, at: str) -> Tensor:
         router.used, router.wanted = router.used + used.sum((0, 1)), router.wanted + wanted.sum((0, 1))
         # a layer that is applied several times balances as much as one
         times = c.mtp_num_layers if c.mtp_use_repeated_layer and at.startswith("mtp.") else 1
-        for name, term in side_losses(net, logits, router, times):
-            net.side_losses.setdefault(name, []).append(term)
+        for name, term in aux_losses(net, logits, router, times):
+            net.aux_losses.setdefault(name, []).append(term)
     y = sum(weights[..., e, None] * net.mlp(x, f"{at}.experts", e) for e in range(c.num_experts))
     if c.moe_shared_expert_intermediate_size:
         shared = net.mlp(x, f"{at}.shared_experts")
@@ -153,7 +153,7 @@ def scores_of(c: Settings, logits: Tensor) -> Tensor:
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def side_losses(net, logits: Tensor, router: Router, times: int):
+def aux_losses(net, logits: Tensor, router: Router, times: int):
     """Yield (name, (coefficient, mean)) for each loss of a layer: per micro-batch, or per sequence weighted by its
     number of tokens in the main loss."""
     c, tokens = net.c, torch.from_numpy(net.batch.loss_mask).sum(dim=1)

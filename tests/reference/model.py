@@ -38,7 +38,7 @@ class Model:
     def __init__(self, c: Settings, weights: Weights, batch: Batch, routers: dict, size: int, training: bool) -> None:
         self.c, self.weights, self.batch, self.routers, self.training = c, weights, batch, routers, training
         self.micro_batch_size = size
-        self.side_losses: dict[str, list[tuple[float, Tensor]]] = {}
+        self.aux_losses: dict[str, list[tuple[float, Tensor]]] = {}
         """Name -> (coefficient, mean) of every layer with experts."""
         self.later_losses: list[tuple[Tensor, Tensor]] = []
         """Losses of tokens further ahead: (sum, number of tokens) of every sequence [b]."""

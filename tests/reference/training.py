@@ -201,7 +201,7 @@ def gradients_of(c: Settings, recipe: Recipe, run: Run, samples: list, first: in
         record[f"mtp_{depth} loss"] = (totals.sum() / tokens.sum()).item()
         mean = (totals / tokens.clamp(min=1) * valid).sum() / count
         objective = objective + c.mtp_loss_scaling_factor / len(model.later_losses) * mean
-    for name, terms in model.side_losses.items():
+    for name, terms in model.aux_losses.items():
         record[name] = sum(term.item() for _, term in terms) / len(terms)
         objective = objective + sum(coefficient * term for coefficient, term in terms)
     objective.backward()

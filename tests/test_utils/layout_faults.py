@@ -123,7 +123,8 @@ def dropout_by_local_position(rank):
 
 def replicated_counted_on_every_rank(rank):
     """The gradient norm counts a replicated parameter once per tensor-parallel rank."""
-    return mock.patch.object(module("megatron.core.optimizer.optimizer"), "is_counted_here", lambda spec, groups: True)
+    optimizer = module("megatron.core.optimizer.optimizer")
+    return mock.patch.object(optimizer, "counts_on_this_rank", lambda spec, groups: True)
 
 
 def stale_weights(rank):
@@ -231,13 +232,13 @@ def pairs_weigh_as_on_one_rank(rank):
 def samples_of_a_row_drop_other_elements(rank):
     """Dropout in packed samples uses the first sample's number for every sample."""
     where = module("megatron.training.tasks.bert")
-    correct = where.laid_end_to_end
+    correct = where.pack_rows
 
     def of_the_first(batch, lengths, multiple):
         first = batch["sample_index"][:1].expand(len(lengths)).clone()
         return correct({**batch, "sample_index": first}, lengths, multiple)
 
-    return mock.patch.object(where, "laid_end_to_end", of_the_first)
+    return mock.patch.object(where, "pack_rows", of_the_first)
 
 
 def states_go_on_to_the_next_document(rank):

@@ -81,10 +81,10 @@ def write_reference(rank, world_size, row, path):
     """A task of the pool: trains on one rank and keeps everything."""
     import torch
 
-    from megatron.training.verify.layout_trace import make_reference
+    from megatron.training.verify.layout_trace import build_reference
 
     with running(row, world_size) as traces:
-        reference = make_reference(traces)
+        reference = build_reference(traces)
     torch.save([dataclasses.asdict(step) for step in reference], path)
 
 

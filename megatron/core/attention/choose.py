@@ -176,7 +176,7 @@ def without_version_4(request: Request) -> Request:
     return replace(request, flash_packages=tuple(version for version in request.flash_packages if version != 4))
 
 
-def make_kernel(
+def build_kernel(
     request: Request, config: TransformerConfig, layer_number: int, scale: float
 ) -> tuple[KernelChoice, Kernel]:  # fmt: skip
     """Select and build the kernel of layer ``layer_number`` (from 1) with softmax scale ``scale``; return both.
@@ -186,7 +186,7 @@ def make_kernel(
     :func:`choose_kernel`."""
     choice = choose_kernel(request)
     has_bands = request.form == "ring" and request.window is not None and choice.kernel != "unfused"
-    if has_bands and not _bands_are_right_here(choice.kernel, request.channels, request.dtype):
+    if has_bands and not _flash_bands_are_correct(choice.kernel, request.channels, request.dtype):
         reason = "this GPU's flash kernels are wrong on the bands of a ring with a sliding window"
         logger.warning(
             "context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason
@@ -224,7 +224,7 @@ def _build(
 
 
 @functools.lru_cache(maxsize=16)
-def _bands_are_right_here(name: str, channels: int, dtype: torch.dtype) -> bool:
+def _flash_bands_are_correct(name: str, channels: int, dtype: torch.dtype) -> bool:
     """Return whether the current GPU's kernel ``name`` is correct on a ring's band tiles (runs it; cached)."""
     scale = channels**-0.5
     kernel: FlashKernel = torch_sdpa.TorchAttention(name, scale)

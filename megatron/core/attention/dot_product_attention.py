@@ -17,8 +17,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron.core.attention.choose import UNEQUAL_HEADS, build_request, make_kernel
-from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, layout_of_layer
+from megatron.core.attention.choose import UNEQUAL_HEADS, build_kernel, build_request
+from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, layer_layout
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -73,12 +73,12 @@ class CoreAttention(nn.Module):
         self.visibility = Visibility(False) if is_cross else Visibility(causal, window)
         site = "cross attention" if is_cross else "attention"
         self.rate, self.site = config.attention_dropout, ("layer", layer_number, site)
-        layout = layout_of_layer(config, layer_number, groups)
+        layout = layer_layout(config, layer_number, groups)
         keys = k_channels or config.kv_channels
         values = v_channels or keys
         scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
         request = build_request(config, self.visibility.window, layout.needs, max(keys, values), biased=biased)
-        self.choice, kernel = make_kernel(request, config, layer_number, scale)
+        self.choice, kernel = build_kernel(request, config, layer_number, scale)
         """Selected kernel and reason."""
         self.form, self.first_head = layout.form(kernel), layout.first_head
         self._filled = ""

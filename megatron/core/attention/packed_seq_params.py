@@ -11,17 +11,17 @@ from torch import Tensor
 from megatron.core.config.errors import UserError
 
 
-def host_may_read(x: Tensor) -> bool:
+def is_on_host(x: Tensor) -> bool:
     """Return whether ``x`` is on the CPU, so that Python may branch on its values (on a GPU: a sync, and the branch
     would be fixed in CUDA graphs)."""
     return not x.is_cuda
 
 
-def lengths_of_mask(mask: Tensor) -> Tensor:
+def mask_lengths(mask: Tensor) -> Tensor:
     """Return the number of tokens per row, int64 [b], of a mask [b, s] with 1 for tokens, followed by 0 for padding.
     Raises ValueError if padding precedes a token (not checked on GPUs, as that would wait)."""
     mask = mask.long()
-    if host_may_read(mask) and bool((mask.diff(dim=1) > 0).any()):
+    if is_on_host(mask) and bool((mask.diff(dim=1) > 0).any()):
         raise ValueError("attention_mask: padding must follow all tokens of a row, here it precedes some")
     return mask.sum(1)
 
@@ -29,7 +29,7 @@ def lengths_of_mask(mask: Tensor) -> Tensor:
 def _require_equal(queries: Tensor, keys: Tensor) -> None:
     """Raise ValueError unless query and key bounds are equal. On GPUs a device assertion, which does not wait."""
     equal = (queries == keys).all() if queries.shape == keys.shape else torch.zeros((), dtype=torch.bool)
-    if not host_may_read(equal):
+    if not is_on_host(equal):
         torch._assert_async(equal)
     elif not equal:
         raise ValueError("cu_seqlens_kv: must equal cu_seqlens_q, because queries and keys have the same tokens")
@@ -40,7 +40,7 @@ def _with_padding(actual: Tensor, padded: Tensor, num_tokens: int) -> Tensor:
     [n + 1]: cumulative lengths without padding; ``padded`` [n + 1]: starts of padded documents. Raises ValueError if a
     document exceeds its padded length (not checked on GPUs)."""
     starts, ends = padded[:-1], padded[:-1] + actual.diff()
-    if host_may_read(padded) and bool((ends > padded[1:]).any()):
+    if is_on_host(padded) and bool((ends > padded[1:]).any()):
         raise ValueError("cu_seqlens_q: a document is longer than its place in cu_seqlens_q_padded")
     bounds = torch.stack((starts, ends), dim=1).flatten()
     tail = torch.stack((padded[-1], torch.full_like(padded[-1], num_tokens)))
@@ -122,14 +122,14 @@ class PackedSeqParams:
     @classmethod
     def of_padding(cls, lengths: Tensor, length: int) -> PackedSeqParams | None:
         """Return :meth:`of_lengths`, or None if ``lengths`` is on the CPU and no row has padding."""
-        return None if host_may_read(lengths) and int(lengths.min()) == length else cls.of_lengths(lengths, length)
+        return None if is_on_host(lengths) and int(lengths.min()) == length else cls.of_lengths(lengths, length)
 
     @classmethod
     def of_keys(cls, lengths: Tensor, num_queries: int, num_keys: int) -> PackedSeqParams:
         """Build for cross-attention: the ``num_queries`` queries of row i see the first ``lengths[i]`` (int [b], at
         least 1) of its ``num_keys`` keys; the remaining keys form a document without queries. Raises ValueError for a
         row without keys (not checked on GPUs, as that would wait)."""
-        if host_may_read(lengths) and bool((lengths < 1).any()):
+        if is_on_host(lengths) and bool((lengths < 1).any()):
             raise ValueError("a row contains only padding, so that the other sequence has no key to attend to")
         keys = cls.of_lengths(lengths, num_keys).cu_seqlens_q
         assert keys is not None
@@ -155,7 +155,7 @@ class PackedSeqParams:
     @property
     def known(self) -> bool:
         """Whether the bounds are available on the host without waiting for a GPU."""
-        return self.bounds is not None or self.cu_seqlens_q is None or host_may_read(self.cu_seqlens_q)
+        return self.bounds is not None or self.cu_seqlens_q is None or is_on_host(self.cu_seqlens_q)
 
     def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return (query bounds, key bounds) as tuples of integers, equal without separate key bounds; None without
@@ -226,7 +226,7 @@ class PackedSeqParams:
         # searchsorted instead of isin, which syncs with the host for the number of unique elements
         starts = bounds[torch.searchsorted(bounds, rows).clamp(max=len(bounds) - 1)] == rows
         fits = ends & (bounds.diff() >= 0).all() & starts.all()
-        if not host_may_read(bounds):
+        if not is_on_host(bounds):
             torch._assert_async(fits)
         elif not fits:
             raise ValueError(

@@ -111,7 +111,7 @@ class BlendedMegatronDatasetConfig:
         assert self.split is not None
         self.split_matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(self.split))
 
-    def log_level_of_sources(self, split: Split) -> int:
+    def source_log_level(self, split: Split) -> int:
         """Level of log lines about one source each: thousands of sources would bury everything else in the log."""
         blend = self.blend if self.blend_per_split is None else self.blend_per_split[split.value]
         return logging.DEBUG if blend is not None and len(blend[0]) > MANY_SOURCES else logging.INFO

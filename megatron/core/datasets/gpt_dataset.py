@@ -104,7 +104,7 @@ class GPTDataset(MegatronDataset):
         self.sample_index = indices.sample_index
         self.shuffle_index = indices.shuffle_index
         logger.log(
-            config.log_level_of_sources(index_split),
+            config.source_log_level(index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
             type(self).__name__, index_split.name, dataset_path or "mock data", len(indexed_indices),
             self.tokens_per_epoch, len(self), self.plan.num_epochs,

@@ -151,7 +151,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         self.rule = self.masking_rule()
         self.num_epochs = int(np.count_nonzero(self.sample_index[:, 0] == self.sample_index[:, 0].min()))
         logger.log(
-            config.log_level_of_sources(index_split),
+            config.source_log_level(index_split),
             "%s %s of %s: %d documents, %d samples in %d epoch(s)",
             type(self).__name__, index_split.name, dataset_path, len(indexed_indices), len(self), self.num_epochs,
         )  # fmt: skip
@@ -254,7 +254,7 @@ class MaskedWordPieceDataset(MegatronDataset):
                 rows = build_mapping(bounds, sizes, epochs, self.num_samples, self.target_length, *options)
             except NoSamplesError as error:
                 raise EmptySplitError(self._empty(f"{error}", bounds)) from None
-            self._check_samples_hold_tokens(rows)
+            self._check_samples_have_tokens(rows)
             return {"sample_index": rows}
 
         layout: Layout = {"sample_index": ((None, 3), "uint32" if len(sizes) < 2**32 else "uint64")}
@@ -268,7 +268,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         }
         return self.index_cache(own, layout, limits).get(build)["sample_index"]
 
-    def _check_samples_hold_tokens(self, rows: np.ndarray) -> None:
+    def _check_samples_have_tokens(self, rows: np.ndarray) -> None:
         """Reject samples [n, 3] without tokens, which documents of empty sentences give. If ``takes_empty_samples``,
         warn, and reject them only if every sample is empty: dropping some would change the order of the others.
 

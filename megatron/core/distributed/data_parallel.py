@@ -37,7 +37,7 @@ class DataParallel(nn.Module):
         adopt_declarations(module, groups)  # a hand-written model has not passed any earlier setup step
         self.module = module
         self.groups = groups
-        self.shares_update = False
+        self.shards_optimizer = False
         """Whether optimizer state is sharded over ``DataParallelGroups.shard`` (ZeRO-1 or FSDP)."""
         self.statistics_sum: StatisticsSum | None = None
         """Statistics reducer for all chunks of this rank; set on the first chunk only."""

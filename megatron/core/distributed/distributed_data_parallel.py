@@ -50,7 +50,7 @@ class DistributedDataParallel(DataParallel):
         super().__init__(module, groups or parallel_state.get_process_groups())
         self.config = config
         self.ddp_config = ddp_config
-        self.shares_update = ddp_config.use_distributed_optimizer
+        self.shards_optimizer = ddp_config.use_distributed_optimizer
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         by_ranks: dict[DataParallelGroups, list[nn.Parameter]] = {}
         for parameter in trained:

@@ -56,7 +56,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         if groups.dp_cp.size == 1:
             raise UserError("fully sharded data parallelism needs at least two data-parallel ranks")
         self.ddp_config = ddp_config
-        self.shares_update = True
+        self.shards_optimizer = True
         specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
         compute_dtype = _the_dtype(module)
         policy = _precision(compute_dtype, ddp_config)
@@ -68,7 +68,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         mesh = _mesh(groups.dense, device)
         units = [(layer, mesh) for layer in layers]
         # inner units first: fully_shard skips parameters that already belong to the unit of a submodule
-        if groups.expert != groups.dense and (experts := _modules_of_experts(module)):
+        if groups.expert != groups.dense and (experts := _expert_modules(module)):
             units = [*zip(experts, [_mesh(groups.expert, device)] * len(experts)), *units]
         for unit, over in units:
             fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -160,7 +160,7 @@ def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> Mix
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
-def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
+def _expert_modules(module: nn.Module) -> list[nn.Module]:
     """Return ``module`` if it holds expert parameters only, else its largest submodules that do. Raises UserError for a
     module that directly holds dense and expert parameters: ``fully_shard`` takes a single mesh for the direct
     parameters of a module."""
@@ -173,7 +173,7 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
     everything = {spec_or_replicated(parameter).is_expert for parameter in module.parameters()}
     if everything == {True}:
         return [module]
-    return [experts for child in module.children() for experts in _modules_of_experts(child)]
+    return [experts for child in module.children() for experts in _expert_modules(child)]
 
 
 def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:

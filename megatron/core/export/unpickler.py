@@ -97,7 +97,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**62
 
 
-def _tensor_of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
+def _tensor_with_dtype(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
     """Replacement of ``torch._utils._rebuild_tensor_v3``: an untyped (uint8) storage plus a dtype argument."""
     dtype = rest[2] if len(rest) > 2 else None
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
@@ -105,7 +105,7 @@ def _tensor_of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, *rest: 
     return _tensor(Storage(storage.key, dtype, storage.numel // dtype.itemsize), offset, shape, stride)
 
 
-def _tensor_of_type(_function: Any, _type: Any, args: Any, _state: Any = None) -> StoredTensor:
+def _tensor_with_type(_function: Any, _type: Any, args: Any, _state: Any = None) -> StoredTensor:
     return _tensor(*args) if isinstance(args, tuple) and 4 <= len(args) < 10 else _tensor(None, 0, (), ())
 
 
@@ -140,9 +140,9 @@ _BUILT: dict[str, Callable[..., Any]] = {
     "builtins.bytes": lambda *args: args[0] if args and isinstance(args[0], bytes) else b"",
     "_codecs.encode": _encoded,
     "torch.Size": _items(tuple), "torch._utils._rebuild_tensor": _tensor, "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch._tensor._rebuild_from_type_v2": _tensor_of_type,
+    "torch._tensor._rebuild_from_type_v2": _tensor_with_type,
     "numpy._core.multiarray.scalar": _scalar, "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray._reconstruct": lambda *_: Record("numpy.ndarray"),
     "numpy.core.multiarray._reconstruct": lambda *_: Record("numpy.ndarray"),

@@ -114,11 +114,11 @@ class ApexAdam:
     description = f"adam: apex ({FLAG} adam)"
 
     def __init__(self) -> None:
-        from megatron.core.fusions.master_weights import opened
+        from megatron.core.fusions.master_weights import as_fp32_lists
 
         (self._update,) = _load("adam", EXTENSIONS["adam"], "multi_tensor_adam_capturable")
         (self._apply,) = _load("adam", "apex.multi_tensor_apply", "multi_tensor_applier")
-        self._opened: Callable[..., Any] = opened
+        self._opened: Callable[..., Any] = as_fp32_lists
 
     def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
         skip, count, one = step.skip.int(), step.step.int(), step.step.new_ones(1)

@@ -17,7 +17,7 @@ gradients for small scores (NVIDIA/cudnn-frontend#160 and #1072, pytorch/pytorch
 (pytorch/pytorch#171627)."""
 
 
-def cudnn_takes_lengths(num_queries: int, num_keys: int) -> bool:
+def cudnn_supports_lengths(num_queries: int, num_keys: int) -> bool:
     """Return whether cuDNN's attention gradients are reliable for these lengths."""
     return num_queries % CUDNN_LENGTHS == 0 and num_keys % CUDNN_LENGTHS == 0
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.installed_triton import tl, triton
-from megatron.core.fusions.master_weights import Copy, Master, Remainder, Updated, opened
+from megatron.core.fusions.master_weights import Copy, Master, OptimizerEntry, Remainder, as_fp32_lists
 
 
 class AdamGroup(NamedTuple):
     """Tensors with a common learning rate and weight decay."""
 
-    tensors: Sequence[Updated]
+    tensors: Sequence[OptimizerEntry]
     """Tensors to update; ``moments`` are (first, second)."""
     lr: float
     weight_decay: float
@@ -58,7 +58,7 @@ def adam_reference_(groups: Sequence[AdamGroup], step: AdamStep) -> None:
     place if they have the masters' dtype. ``step.skip`` 1 changes no weights or moments."""
     update: Any = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
     for group in groups:
-        for masters, gradients, (exp_avgs, exp_avg_sqs) in opened(group.tensors, step.factor):
+        for masters, gradients, (exp_avgs, exp_avg_sqs) in as_fp32_lists(group.tensors, step.factor):
             update(
                 masters, gradients, exp_avgs, exp_avg_sqs, [], [step.step] * len(masters), lr=group.lr,
                 beta1=step.beta1, beta2=step.beta2, weight_decay=group.weight_decay, eps=step.eps, amsgrad=False,
@@ -140,7 +140,7 @@ class _Format(NamedTuple):
     gradient: torch.dtype
     weight: torch.dtype
     kept_bits: int
-    avoids_halves: bool
+    nudges_ties: bool
     first: torch.dtype
     second: torch.dtype
     alignment: int
@@ -177,11 +177,11 @@ class TritonAdam:
                     1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, GRADIENT=_TRITON_TYPES[kind.gradient],
                     WEIGHT=_TRITON_TYPES[kind.weight], KEPT_BITS=kind.kept_bits, FIRST=_TRITON_TYPES[kind.first],
                     SECOND=_TRITON_TYPES[kind.second], DECOUPLED=step.decoupled,
-                    AVOID_HALVES=kind.avoids_halves, ALIGNMENT=kind.alignment, FIELDS=_FIELDS, BLOCK=_BLOCK,
+                    AVOID_HALVES=kind.nudges_ties, ALIGNMENT=kind.alignment, FIELDS=_FIELDS, BLOCK=_BLOCK,
                     num_warps=_NUM_WARPS,
                 )  # fmt: skip
 
-    def _current(self, index: int, tensors: Sequence[Updated]) -> list[_Table]:
+    def _current(self, index: int, tensors: Sequence[OptimizerEntry]) -> list[_Table]:
         """Return the address tables of group ``index``, from the cache if all addresses and sizes are as before, else
         rebuilt and copied to the device."""
         rows = [_row(each) for each in tensors]
@@ -191,7 +191,7 @@ class TritonAdam:
         return known[1]
 
 
-def _row(each: Updated) -> tuple[int, ...]:
+def _row(each: OptimizerEntry) -> tuple[int, ...]:
     """Return the addresses of gradient, weight, extra master storage (0 if none), first and second moment, and the
     number of elements: one row of a table."""
     kept = each.master.kept
@@ -202,7 +202,7 @@ def _row(each: Updated) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _tables(tensors: Sequence[Updated], rows: Sequence[tuple[int, ...]]) -> Iterator[_Table]:
+def _tables(tensors: Sequence[OptimizerEntry], rows: Sequence[tuple[int, ...]]) -> Iterator[_Table]:
     """Group ``tensors``, with their address ``rows``, by format and yield one table per format on the tensors' device.
     Copies to the device do not block the host."""
     formats: dict[_Format, list[tuple[int, ...]]] = {}
@@ -218,7 +218,7 @@ def _tables(tensors: Sequence[Updated], rows: Sequence[tuple[int, ...]]) -> Iter
         yield _Table(kind, _to_device(table, device), _to_device(chunks, device))
 
 
-def _format(each: Updated, row: tuple[int, ...]) -> _Format:
+def _format(each: OptimizerEntry, row: tuple[int, ...]) -> _Format:
     """Return the dtypes, bits of extra master storage, tie handling and alignment of one tensor, which select the
     kernel. ``row`` is its address row. Asserts that all tensors are contiguous."""
     kept = each.master.kept
@@ -227,7 +227,7 @@ def _format(each: Updated, row: tuple[int, ...]) -> _Format:
     assert all(part is None or part.is_contiguous() for part in parts), "the kernel runs over flat memory"
     kept_bits = 0 if kept is None else 8 * kept.element_size()
     alignment = 1 if any(number % 16 for number in row) else 16
-    weight, avoids = each.master.weight.dtype, each.master.avoids_halves
+    weight, avoids = each.master.weight.dtype, each.master.nudges_ties
     return _Format(each.gradient.dtype, weight, kept_bits, avoids, first.dtype, second.dtype, alignment)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 
-def avoid_even_halves_(main: Tensor) -> Tensor:
+def nudge_rounding_ties_(main: Tensor) -> Tensor:
     """In place, move fp32 values on a bf16 tie that rounds down to the next fp32 below, so that split/join is exact."""
     bits = main.view(torch.int32)
     bits.sub_(((bits & 0x1FFFF) == 0x8000).to(torch.int32))
@@ -32,7 +32,7 @@ def avoid_even_halves_(main: Tensor) -> Tensor:
 
 def split_fp32(main: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 into (bf16, int16 remainder); :func:`join_fp32` inverts it for every bit pattern. The bf16 value is
-    ``main`` rounded to nearest, provided that :func:`avoid_even_halves_` was applied."""
+    ``main`` rounded to nearest, provided that :func:`nudge_rounding_ties_` was applied."""
     bits = main.contiguous().view(torch.int32)
     remainder = bits.to(torch.int16)  # the low half: the conversion wraps
     high = (bits >> 16) - (remainder >> 15)  # plus one if the low half is at least 2^15
@@ -51,7 +51,7 @@ class Master:
 
     kept_dtype: torch.dtype | None = None
     """Dtype of ``kept``; None without extra storage."""
-    avoids_halves = False
+    nudges_ties = False
     """Whether the model computes with the weight in bf16, so that ties must be avoided."""
     is_live = True
     """Whether :meth:`read` returns the storage of the exact value rather than a copy."""
@@ -80,14 +80,14 @@ class Master:
         """Update the exact value after the weight was changed from outside."""
 
 
-class Gathered(Master):
+class FSDPMaster(Master):
     """fp32 storage of a weight that the model computes with in bf16; ``fully_shard`` rounds it when it all-gathers."""
 
-    avoids_halves = True
+    nudges_ties = True
 
     def write(self, value: Tensor) -> None:
         super().write(value)
-        avoid_even_halves_(self.weight)
+        nudge_rounding_ties_(self.weight)
 
 
 class Copy(Master):
@@ -98,7 +98,7 @@ class Copy(Master):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)
-        self.avoids_halves = weight.dtype == torch.bfloat16
+        self.nudges_ties = weight.dtype == torch.bfloat16
 
     def read(self) -> Tensor:
         return self.kept
@@ -108,7 +108,7 @@ class Copy(Master):
         place."""
         if value is not self.kept:
             self.kept.copy_(value)
-        self.weight.copy_(avoid_even_halves_(self.kept) if self.avoids_halves else self.kept)
+        self.weight.copy_(nudge_rounding_ties_(self.kept) if self.nudges_ties else self.kept)
 
     def refresh(self) -> None:
         self.kept.copy_(self.weight)
@@ -119,13 +119,13 @@ class Remainder(Master):
 
     kept_dtype = torch.int16
     kept: Tensor
-    avoids_halves, is_live = True, False
+    nudges_ties, is_live = True, False
 
     def read(self) -> Tensor:
         return join_fp32(self.weight, self.kept)
 
     def write(self, value: Tensor) -> None:
-        weight, remainder = split_fp32(avoid_even_halves_(value.to(torch.float32, copy=True)))
+        weight, remainder = split_fp32(nudge_rounding_ties_(value.to(torch.float32, copy=True)))
         self.weight.copy_(weight)
         self.kept.copy_(remainder)
 
@@ -141,10 +141,10 @@ def build_master(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> 
         return Remainder(values)
     if values.dtype in (torch.bfloat16, torch.float16):
         return Copy(values)
-    return (Gathered if compute_dtype == torch.bfloat16 else Master)(values)
+    return (FSDPMaster if compute_dtype == torch.bfloat16 else Master)(values)
 
 
-class Updated(NamedTuple):
+class OptimizerEntry(NamedTuple):
     """Master weight, gradient and moments of one tensor."""
 
     master: Master
@@ -166,7 +166,7 @@ class Opened(NamedTuple):
     """One list per kind of moment."""
 
 
-def opened(tensors: Sequence[Updated], factor: Tensor | None) -> Iterator[Opened]:
+def as_fp32_lists(tensors: Sequence[OptimizerEntry], factor: Tensor | None) -> Iterator[Opened]:
     """Yield foreach lists in the master dtype for in-place updates: all plain tensors first, then each other tensor,
     widened; after the loop body masters and moments are written back (masters also to the weights). ``factor``
     multiplies gradients, in place if of master dtype; None: 1."""

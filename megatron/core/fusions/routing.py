@@ -87,7 +87,7 @@ if triton is not None:
             score = tl.where(column[None, :] == best[:, None], -float("inf"), score)
 
     @triton.jit
-    def _softmax_of_rows(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    def _row_softmax(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
         """Return (token index, validity [rows], validity by expert, logits, softmax over experts, logsumexp), the
         latter in fp32, of ROWS tokens of the sequence ``program_id(1)``. Tokens are ordered [s, b]."""
         place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -134,7 +134,7 @@ if triton is not None:
         """Write the weights of ROWS tokens of a sequence; with SUMS also this block's sums of normalized scores,
         choices per expert, squared logsumexp and non-finite logits, in fp32, to row (block, b) of ``sums`` [blocks, b,
         3, w]."""
-        row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
+        row, within, inside, z, share, lse = _row_softmax(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
         result, _, _ = _chosen_weights(chosen, (choice < K)[None, :], lse, scale, KIND, K)
@@ -168,7 +168,7 @@ if triton is not None:
         """Write the gradient of the logits of ROWS tokens of one sequence to ``grad_logits``, from ``grad_weights`` and
         with SUMS also from the gradients of the sums: scores and squared logsumexp. Recomputes weights and softmax;
         fp32, rounded once."""
-        row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
+        row, within, inside, z, share, lse = _row_softmax(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
         grad = tl.load(grad_weights + row[:, None] * K + choice[None, :], mask=valid, other=0.0).to(tl.float32) * scale

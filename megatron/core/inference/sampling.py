@@ -117,7 +117,7 @@ def generate(
 
 
 @torch.no_grad()
-def generate_answer(
+def generate_seq2seq(
     model: nn.Module,
     text: Sequence[int],
     *,

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.norm import StreamNorm, make_norm
+from megatron.core.transformer.norm import StreamNorm, build_norm
 from megatron.core.transformer.recompute import recomputed_modules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -125,13 +125,13 @@ class TransformerEngineLayer(EngineNamedLayer):
             if not isinstance(branch.norm, te.TENorm) or not isinstance(linear, te.TEColumnParallelLinear):
                 continue
             if linear.group.size == 1:
-                linear.take_over(branch.norm)
+                linear.adopt_norm(branch.norm)
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "local": Backend(
-            "local", ColumnParallelLinear, RowParallelLinear, make_norm, CoreAttention, TransformerLayer
+            "local", ColumnParallelLinear, RowParallelLinear, build_norm, CoreAttention, TransformerLayer
         ),
         te.NAME: Backend(
             te.NAME, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, transformer_engine_attention,
@@ -165,7 +165,7 @@ def get_backend(name: str) -> Backend:
     return BACKENDS[name]
 
 
-def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
+def kernel_summary(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     """Yield log lines about the implementations that the built ``model_chunks`` use: layer backend, attention kernel
     per layer, and Apex kernels. Inspects the modules, not the settings.
     """
@@ -173,12 +173,12 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     attention: dict[str, list[int]] = {}
     others: dict[str, None] = {}
     for chunk in model_chunks:
-        others |= dict.fromkeys(line for module in chunk.modules() for line in _descriptions_of_parts(module))
+        others |= dict.fromkeys(line for module in chunk.modules() for line in _parts_summary(module))
         for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
             kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
             for branch in layer.branches:
                 if (core := getattr(branch.mixer, "core_attention", None)) is not None:
-                    attention.setdefault(_words_of_attention(core), []).append(layer.layer_number)
+                    attention.setdefault(_attention_summary(core), []).append(layer.layer_number)
     if kinds:
         yield f"layers: {', '.join(sorted(kinds))} (--transformer-impl)"
     for line, layers in attention.items():
@@ -191,7 +191,7 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _descriptions_of_parts(module: nn.Module) -> Iterator[str]:
+def _parts_summary(module: nn.Module) -> Iterator[str]:
     """Yield the description of the Apex kernel that ``module`` itself calls; nothing for other modules. Children are
     not visited.
     """
@@ -205,7 +205,7 @@ def _descriptions_of_parts(module: nn.Module) -> Iterator[str]:
         yield kernel.description
 
 
-def _words_of_attention(core: nn.Module) -> str:
+def _attention_summary(core: nn.Module) -> str:
     if isinstance(core, CoreAttention):
         return core.description
     if isinstance(core, te.TEDotProductAttention):

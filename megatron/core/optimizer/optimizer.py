@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.fusions.master_weights import Master, Updated, build_master
+from megatron.core.fusions.master_weights import Master, OptimizerEntry, build_master
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -36,7 +36,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, UpdateRule, build_update_rule
 from megatron.core.sharding.flat_pieces import flat_pieces
 from megatron.core.sharding.parameter_shard import ParameterShard, full_shard
-from megatron.core.sharding.placement import data_parallel_groups, is_counted_here, spec_or_replicated
+from megatron.core.sharding.placement import counts_on_this_rank, data_parallel_groups, spec_or_replicated
 from megatron.core.sharding.sharded_tensor import ShardedTensor, flat_range_tensors
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
@@ -93,7 +93,7 @@ class MegatronOptimizer(MegatronNames):
         self.masters: dict[str, Master] = {}
         """Master weights of the shards, by name."""
         parallel = self._parallel_chunks()
-        self.shares_update = any(chunk.shares_update for chunk in parallel)
+        self.shards_optimizer = any(chunk.shards_optimizer for chunk in parallel)
         """Whether optimizer state is sharded over data-parallel ranks."""
         cut = [shards for chunk in parallel if (shards := chunk.parameter_shards()) is not None]
         shards = {key: shard for each in cut for key, shard in each.items()} if cut else None
@@ -145,7 +145,7 @@ class MegatronOptimizer(MegatronNames):
 
     def _is_counted(self, name: str, ranks: DataParallelGroups) -> bool:
         spec = getattr(self.model_params[name], "spec", None)
-        return data_parallel_groups(spec, self.groups) == ranks and is_counted_here(spec, self.groups)
+        return data_parallel_groups(spec, self.groups) == ranks and counts_on_this_rank(spec, self.groups)
 
     @torch.no_grad()
     def _allocate(self) -> None:
@@ -274,8 +274,8 @@ class MegatronOptimizer(MegatronNames):
         nothing."""
         kinds = [self.moments[kind] for kind in part.rule.moment_dtypes]
 
-        def updated(name: str) -> Updated:
-            return Updated(self.masters[name], grads[name], tuple(kind[name] for kind in kinds))
+        def updated(name: str) -> OptimizerEntry:
+            return OptimizerEntry(self.masters[name], grads[name], tuple(kind[name] for kind in kinds))
 
         return [
             UpdateGroup([updated(name) for name in group["names"] if name in grads], group["lr"], group["weight_decay"])
@@ -304,7 +304,7 @@ class MegatronOptimizer(MegatronNames):
         whether or not they hold parameters for them."""
         for ranks in self.groups.data_parallel:
             tensors = (tensor for name in self._counted[ranks] for tensor in tensors_of(name))
-            yield tensors, (ranks.shard, ranks.model) if self.shares_update else (ranks.model,)
+            yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
         """Return the global L2 norm of the gradients ``grads`` as they are, without unscaling (0-d fp64). Collective.

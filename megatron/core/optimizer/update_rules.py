@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.config.errors import UserError
 from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamGroup, AdamStep, AdamUpdate, choose_adam
-from megatron.core.fusions.master_weights import Master, Updated, opened
+from megatron.core.fusions.master_weights import Master, OptimizerEntry, as_fp32_lists
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class UpdateGroup(NamedTuple):
     """Tensors with the same learning rate and weight decay."""
 
-    tensors: Sequence[Updated]
+    tensors: Sequence[OptimizerEntry]
     lr: float
     weight_decay: float
 
@@ -94,7 +94,7 @@ class SGD:
         gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 skips the
         update. No host sync."""
         for group in groups:
-            for masters, gradients, moments in opened(group.tensors, conditions.factor):
+            for masters, gradients, moments in as_fp32_lists(group.tensors, conditions.factor):
                 torch._fused_sgd_(
                     masters, gradients, moments[0] if moments else [], weight_decay=group.weight_decay,
                     momentum=self.momentum, lr=group.lr, dampening=0.0, nesterov=False, maximize=False,

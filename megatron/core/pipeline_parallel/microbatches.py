@@ -25,7 +25,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.pipeline_parallel.choose import build_schedule
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.results import MicroBatchResult
-from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
+from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, chunk_iterators, unwrapped
 from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
 from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
 
@@ -59,7 +59,7 @@ def run_without_pipeline(
             ignored; ``run_pipeline`` needs them.
     """
     chunks = _chunks(model)
-    iterators = iterators_of_chunks(data_iterator, 1)
+    iterators = chunk_iterators(data_iterator, 1)
     only_forward = forward_only or collect_non_loss_data
     schedule = forward_only_schedule(1, num_microbatches) if only_forward else without_pipeline(num_microbatches)
     mean_loss_weight = options.get("mean_loss_weight")
@@ -105,7 +105,7 @@ def run_pipeline(
     else:
         schedule = build_schedule(config, groups.pp.size, len(chunks), num_microbatches)
     work = Work(
-        forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
+        forward_step_func, chunks, chunk_iterators(data_iterator, len(chunks)), options.get("loss_transform"),
         options.get("collect_non_loss_data", False), options.get("mean_loss_weight"),
     )  # fmt: skip
     lengths = seq_length, options.get("decoder_seq_length")

@@ -60,12 +60,12 @@ class _Lane:
         """Number the actions of ``source`` whose output goes to another rank ``target``, in the order of its
         schedule."""
         self.source, self.target = source, target
-        sent = (action for action in schedule.actions[source] if _goes_to(schedule, source, action, target))
+        sent = (action for action in schedule.actions[source] if _is_sent_to(schedule, source, action, target))
         self.number: dict[Action, int] = {action: number for number, action in enumerate(sent)}
         """Message number, in the order of sending, by the sender's action."""
 
 
-def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bool:
+def _is_sent_to(schedule: Schedule, source: int, action: Action, target: int) -> bool:
     place = schedule.target(source, action)
     return place is not None and place.rank == target and source != target
 

@@ -40,7 +40,7 @@ class Work:
     losses derive from the model's loss mask whether the main loss is a sum or a mean."""
 
 
-def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
+def chunk_iterators(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
     """Return one iterator per chunk. A list or tuple of ``num_chunks`` iterators is returned as it is; ValueError for
     another length. A single iterator is teed, so that all chunks see the same micro-batches; None gives None for every
     chunk."""
@@ -54,7 +54,7 @@ def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterato
 
 
 @dataclass
-class _Passed:
+class _InFlight:
     """Forward state of a micro-batch, kept until its backward."""
 
     received: Message | None
@@ -81,7 +81,7 @@ class PipelineRun:
         self.actions, self.lookahead = schedule.actions[rank], lookahead
         self.results: list[MicroBatchResult] = []
         self._stores: Sequence[WeightGradientStore] = ()
-        self._passed: dict[tuple[int, int], _Passed] = {}
+        self._passed: dict[tuple[int, int], _InFlight] = {}
         self._num_loss_values: int | None = None
         """Number of values that ``loss_func`` returned for the first micro-batch (2: mean loss, 3: sum)."""
         last = {(action.kind, action.chunk): action for action in self.actions}
@@ -93,7 +93,7 @@ class PipelineRun:
         Gradients accumulate in the parameters. Every rank of the pipeline must call it."""
         for chunk in self.work.chunks:
             set_loss_scale(chunk, self.work, self.schedule.has_backward)
-        with weight_gradients_put_off(self.work.chunks, self.schedule.splits_backward) as self._stores:
+        with deferred_weight_gradients(self.work.chunks, self.schedule.splits_backward) as self._stores:
             self._run()
         return self.results
 
@@ -133,7 +133,7 @@ class PipelineRun:
         # otherwise the model would keep the input alive until its next forward
         set_input_tensor(chunk, None)
         if train:
-            self._passed[action.chunk, action.microbatch] = _Passed(received, roots)
+            self._passed[action.chunk, action.microbatch] = _InFlight(received, roots)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
         """Call ``loss_func``, append the micro-batch's result to ``results``, and return the loss after
@@ -161,7 +161,7 @@ class PipelineRun:
         gradients = self.messages.receive(action) or [None]
         pairs = [each for each in zip(passed.roots, gradients, strict=True) if each[0] is not None]
         if pairs:
-            with self._gradients_follow(action):
+            with self._grad_sync_context(action):
                 roots, theirs = zip(*pairs)
                 torch.autograd.backward(roots, theirs)
         if passed.received is not None:
@@ -173,11 +173,11 @@ class PipelineRun:
             passed.weight_gradients = self._stores[action.chunk].take()
 
     def _weight_gradients(self, action: Action) -> None:
-        with self._gradients_follow(action):
+        with self._grad_sync_context(action):
             for compute in self._passed.pop((action.chunk, action.microbatch)).weight_gradients:
                 compute()
 
-    def _gradients_follow(self, action: Action) -> AbstractContextManager:
+    def _grad_sync_context(self, action: Action) -> AbstractContextManager:
         """Return the context for a B or W action: the chunk's ``no_sync()``, or one that allows gradient reduction in
         the last B and the last W of a chunk, or for chunks without ``no_sync``."""
         chunk = self.work.chunks[action.chunk]
@@ -186,7 +186,7 @@ class PipelineRun:
 
 
 @contextmanager
-def weight_gradients_put_off(chunks: Sequence[nn.Module], split: bool) -> Iterator[Sequence[WeightGradientStore]]:
+def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Iterator[Sequence[WeightGradientStore]]:
     """Context in which backward of the chunks' linear layers puts weight gradients into a store instead of computing
     them: sets ``weight_gradient_store`` of all layers, and resets it to None on exit. Yields one store per chunk.
     Without ``split`` the stores stay empty and no layer is changed."""

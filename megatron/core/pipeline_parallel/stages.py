@@ -54,7 +54,7 @@ def layer_parts(branches: range, names: BranchNames) -> Iterator[LayerPart]:
         first += len(own)
 
 
-def branches_of_layers(layers: range, names: BranchNames) -> range:
+def layer_branch_costs(layers: range, names: BranchNames) -> range:
     """Return the branch range (indices from 0 over the full model) of a range of layers."""
     before = [0, *accumulate(map(len, names))]
     return range(before[layers.start], before[layers.stop])
@@ -308,7 +308,7 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
 def _layers_to_branches(counts: Sequence[int], names: BranchNames) -> list[int]:
     """Convert layers per stage to branches per stage."""
     ends = [0, *accumulate(counts)]
-    return [len(branches_of_layers(range(*bounds), names)) for bounds in pairwise(ends)]
+    return [len(layer_branch_costs(range(*bounds), names)) for bounds in pairwise(ends)]
 
 
 def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int) -> list[int]:

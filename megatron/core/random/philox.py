@@ -67,13 +67,13 @@ def _rounds(counter: tuple[Any, ...], key: int) -> tuple[Any, ...]:
     return c0, c1 & _MASK32, c2, c3 & _MASK32
 
 
-def _words_of_blocks(key: int, blocks: Tensor) -> Tensor:
+def _block_words(key: int, blocks: Tensor) -> Tensor:
     """Return the four words of each counter in ``blocks`` (int64, any shape) in a new last dim of 4."""
     words = philox((blocks & _MASK32, blocks >> 32, torch.zeros_like(blocks), 0), key)
     return torch.stack(words, dim=-1)
 
 
-def _uniform_of_words(words: Tensor) -> Tensor:
+def _uniform_from_words(words: Tensor) -> Tensor:
     """Map words to float64 in (0, 1)."""
     return (words.double() + 0.5) * 2.0**-32
 
@@ -91,7 +91,7 @@ _SINE_SERIES = [(-1.0) ** n / math.factorial(2 * n + 1) for n in range(6, -1, -1
 _COSINE_SERIES = [(-1.0) ** n / math.factorial(2 * n) for n in range(7, -1, -1)]
 
 
-def _log_of_uniform(u: Tensor) -> Tensor:
+def _log_uniform(u: Tensor) -> Tensor:
     """Return log(u) for float64 0 < u < 1, to 1e-14: exponent from the bits, mantissa m in [1, 2) by the series of 2
     artanh((m-1.5)/(m+1.5))."""
     bits = u.view(torch.int64)
@@ -102,11 +102,11 @@ def _log_of_uniform(u: Tensor) -> Tensor:
     return series.add_(math.log(1.5)).add_(exponent.mul_(math.log(2.0)))
 
 
-def _normal_of_words(words: Tensor) -> Tensor:
+def _normal_from_words(words: Tensor) -> Tensor:
     """Return standard normal numbers, float64 in the shape of ``words``: Box-Muller on the pairs (0, 1), (2, 3) of the
     last dim, which must be even. The bits are the same on all devices."""
     pairs = words.unflatten(-1, (-1, 2))
-    radius = _log_of_uniform(_uniform_of_words(pairs[..., 0])).mul_(-2.0).clamp_(min=0.0).sqrt_()
+    radius = _log_uniform(_uniform_from_words(pairs[..., 0])).mul_(-2.0).clamp_(min=0.0).sqrt_()
     angle = pairs[..., 1]
     # 30 bits: angle within a quarter circle around 0; one bit adds a quarter turn, one bit a half turn
     turn = ((angle & 0x3FFFFFFF) - 0x20000000).double().add_(0.5).mul_(math.pi / 2**31)
@@ -136,14 +136,14 @@ def _aligned_runs(
     for first in range(0, len(starts), runs_per_pass):
         runs = slice(first, first + runs_per_pass)
         blocks = (starts[runs, None] >> 2) + offsets
-        yield runs, transform(_words_of_blocks(key, blocks)).flatten(1)
+        yield runs, transform(_block_words(key, blocks)).flatten(1)
 
 
 def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "normal") -> Tensor:
     """Fill each row of ``out`` [runs, length] in place with the stream's elements from ``starts[run]``; return ``out``.
     ``distribution``: ``"normal"`` (standard) or ``"uniform"`` on (0, 1). Extra memory is bounded. Waits for the
     device."""
-    transform = {"normal": _normal_of_words, "uniform": _uniform_of_words}[distribution]
+    transform = {"normal": _normal_from_words, "uniform": _uniform_from_words}[distribution]
     length = out.shape[1]
     chunk = _chunk_counters(out.device)
     if len(starts) > 1 and length % 4 == 0 and bool((starts % 4 == 0).all()) and length // 4 <= chunk:
@@ -156,7 +156,7 @@ def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "norma
             first = start + done
             blocks = torch.arange(first >> 2, (first + count + 3) >> 2, device=out.device)
             skipped = first & 3
-            row[done : done + count] = transform(_words_of_blocks(key, blocks)).flatten()[skipped : skipped + count]
+            row[done : done + count] = transform(_block_words(key, blocks)).flatten()[skipped : skipped + count]
     return out
 
 

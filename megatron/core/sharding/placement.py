@@ -36,7 +36,7 @@ from megatron.core.sharding.rectangles import Rectangle
 __all__ = [
     "AsBuilt", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "SubTensor", "Partial", "Replicate", "Shard",
     "XavierUniform", "Zeros", "adopt_declarations", "data_parallel_groups", "global_name", "initialize_parameters",
-    "is_counted_here", "local_rectangle", "parameter", "require_declarations", "spec_or_replicated",
+    "counts_on_this_rank", "local_rectangle", "parameter", "require_declarations", "spec_or_replicated",
 ]  # fmt: skip
 
 DENSE_AXES = ("tp",)
@@ -228,7 +228,7 @@ def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, i
     return index, count
 
 
-def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
+def counts_on_this_rank(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
     """Whether this rank contributes its shard to a sum over ``DataParallelGroups.model`` that counts each element once.
     Among ranks that hold the same elements only the first contributes; tied copies never do. None is a parameter
     without a spec, i.e. a replicated dense parameter."""

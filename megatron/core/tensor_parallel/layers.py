@@ -116,7 +116,7 @@ class ColumnParallelLinear(nn.Module):
         self._bare_traits = _traits(config, groups)
         self._multiply, self._multiply_gathered = self._whole, self._forward_gathered
         if self.shared_weight is not None:
-            self._multiply, self._multiply_gathered = self._with_shared_rows, self._with_shared_rows_of_gathered
+            self._multiply, self._multiply_gathered = self._multiply_shared_rows, self._multiply_shared_rows_gathered
         self._enter: Callable = operators.copy_to_region
         if gathers:
             self._enter = operators.gather_from_sequence
@@ -129,7 +129,7 @@ class ColumnParallelLinear(nn.Module):
         i]. ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. ``weight`` replaces the layer's
         weight by another module's; its gradient is not deferred. A ``weight`` next to a handle is ignored."""
         if isinstance(x, AutogradHandle):
-            return self.of_gathered(x.wait())
+            return self.forward_gathered(x.wait())
         if weight is not None:
             traits = self._bare_traits._replace(weight_has_other_uses=True)
             added = None if self.skip_bias_add else self.bias
@@ -138,7 +138,7 @@ class ColumnParallelLinear(nn.Module):
         output = self._multiply(x, None if self.skip_bias_add else self.bias)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
-    def of_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``forward`` on input that is already all-gathered along the sequence."""
         output = self._multiply_gathered(x, None if self.skip_bias_add else self.bias)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
@@ -154,11 +154,11 @@ class ColumnParallelLinear(nn.Module):
     def _forward_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
 
-    def _with_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """All-gather the input and reduce its gradient once for both weights, without overlap."""
-        return self._with_shared_rows_of_gathered(self._enter(x, self.group), bias)
+        return self._multiply_shared_rows_gathered(self._enter(x, self.group), bias)
 
-    def _with_shared_rows_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply_shared_rows_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the split and the shared rows as two GEMMs of the same input, and concatenate them along the last
         dim, shared rows last. Adds ``bias`` to the split rows and ``shared_bias`` to the shared rows. No collective."""
         assert self.shared_weight is not None
@@ -397,7 +397,7 @@ class VocabParallelOutput(nn.Module):
             weight_has_other_uses=weight_is_shared,
         )  # fmt: skip
         self.divisible_by, self.chunk_tokens = divisible_by, config.cross_entropy_chunk_tokens
-        self._losses = self._losses_of_logits if self.chunk_tokens is None else self._losses_of_chunks
+        self._losses = self._logit_losses if self.chunk_tokens is None else self._chunked_losses
 
     def add_bias(self, config: ModelParallelConfig, groups: ProcessGroups) -> None:
         """Set ``self.bias`` to a new zero-initialized bias, split along the vocabulary, which logits and losses then
@@ -417,14 +417,14 @@ class VocabParallelOutput(nn.Module):
         logits = parallel_linear(x, weight, self.bias, self.traits, self.weight_gradient_store)
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
-    def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _logit_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the tokens' losses [...] from all logits at once; their gradient overwrites them."""
         return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
             group=self.group, reuse_logits=True,
         )  # fmt: skip
 
-    def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _chunked_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the tokens' losses [...], with the logits of one chunk of tokens in memory at a time."""
         return linear_cross_entropy(
             x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,

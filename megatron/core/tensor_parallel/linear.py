@@ -152,7 +152,7 @@ class _ParallelLinear(torch.autograd.Function):
         if traits.gather_input and needs_weight and store is None:
             gathering = begin_all_gather(x, traits.group)
         if needs[0]:
-            summing = start_sum_of_input_gradient(grad.matmul(weight), traits)
+            summing = start_input_gradient_reduction(grad.matmul(weight), traits)
         if store is not None:
             # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
             parameter = ctx.weight
@@ -166,7 +166,7 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, *ready_grads
 
 
-def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
+def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
     """Start the reduce-scatter (``gather_input``) or in-place all-reduce (``reduce_input_gradient``) of dX over the
     group; ``wait()`` returns the reduced dX. Without either flag, or for one rank with a replicated input, ``wait()``
     returns ``grad_x``."""

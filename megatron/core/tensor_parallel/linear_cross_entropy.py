@@ -135,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
                 if chunk.stop >= len(x_th):  # overlaps with the last GEMM of dW
-                    summing = linear.start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
+                    summing = linear.start_input_gradient_reduction(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])
             if bias_sum is not None:

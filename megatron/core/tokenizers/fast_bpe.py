@@ -63,7 +63,7 @@ _SELF_TEST = [
 ]  # fmt: skip
 
 
-def byte_of_character() -> dict[str, int]:
+def character_bytes() -> dict[str, int]:
     """GPT-2's table of printable stand-ins: character to the byte it stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -177,7 +177,7 @@ def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dic
     if model.get("type", "BPE") != "BPE" or any(model.get(option) for option in plain):
         return "its model is not plain BPE"
     vocab: dict[str, int] = model["vocab"]
-    alphabet = byte_of_character()
+    alphabet = character_bytes()
     if not all(character in vocab for character in alphabet):
         return "its vocabulary lacks some of the 256 bytes"
     pairs = [tuple(merge.split(" ", 1)) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]

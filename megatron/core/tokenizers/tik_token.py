@@ -90,7 +90,7 @@ class TikTokenizer(Tokenizer):
 def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
     try:
         is_json = raw.lstrip()[:1] in (b"[", b"{")
-        rows = parse_json(raw) if is_json else _rows_of_lines(raw)
+        rows = parse_json(raw) if is_json else _parse_lines(raw)
         if not isinstance(rows, list):
             raise ValueError(f"it holds a JSON {type(rows).__name__}, not a list")
         ranks: dict[bytes, int] = {}
@@ -113,7 +113,7 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
     return ranks
 
 
-def _rows_of_lines(raw: bytes) -> list[dict[str, Any]]:
+def _parse_lines(raw: bytes) -> list[dict[str, Any]]:
     """The rows of a .tiktoken file; its bytes are in any order among the tokens."""
     rows: list[dict[str, Any]] = []
     for line in raw.splitlines():

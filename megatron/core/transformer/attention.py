@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, make_norm
+from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, build_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -159,7 +159,7 @@ def _head_norm(
         return NormAcrossHeads(config, num_heads, groups=groups)
     partial = ("tp",) if groups.tp.size > 1 else ()
     return build_module(
-        slot or make_norm, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial
+        slot or build_norm, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial
     )
 
 

@@ -67,7 +67,7 @@ class Branch:
         layer.add_module(
             self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
         )
-        takes_context(type(mixer).forward)  # raises for an unsupported signature at construction
+        accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
         self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
@@ -119,7 +119,7 @@ class Branch:
         else:
             mixer = self.mixer
             with self._keeping(stream.normed, self.norm, stream.hidden):
-                output = self._run(mixer, stream.normed, *((ctx,) if takes_context(type(mixer).forward) else ()))
+                output = self._run(mixer, stream.normed, *((ctx,) if accepts_context(type(mixer).forward) else ()))
         output = output if self.post_norm is None else self.post_norm(output)
         return output if self._multiplier == 1.0 else output * self._multiplier
 
@@ -140,7 +140,7 @@ def _build_mixer(slot: Any, config: TransformerConfig, layer_number: int, groups
 
 
 @cache
-def takes_context(forward: Callable[..., Any]) -> bool:
+def accepts_context(forward: Callable[..., Any]) -> bool:
     """Return whether a mixer's ``forward`` accepts the context.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryTables
 from megatron.core.random.dropout import DropoutCoordinates
-from megatron.core.transformer.side_losses import SideLosses
+from megatron.core.transformer.aux_losses import AuxLossWeights
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ForwardContext:
     """Boundaries of packed documents that do not attend to each other, in the flattened order [b * s]."""
     dropout: DropoutCoordinates | None = None
     """Sample indices and positions of the tokens, from which dropout masks are computed; None: no dropout."""
-    side_losses: SideLosses | None = None
+    aux_losses: AuxLossWeights | None = None
     """Weights of auxiliary losses; None without them, as in evaluation."""
     rotary_pos_emb_local: RotaryTables | None = None
     """Rotary tables of sliding-window layers; None: ``rotary_pos_emb``."""
@@ -60,7 +60,7 @@ class ForwardContext:
             return x.chunk(2, dim)[half] if x.shape[dim] == batch else x
 
         def context(half: int) -> ForwardContext:
-            mask, dropout, side = self.attention_mask, self.dropout, self.side_losses
+            mask, dropout, side = self.attention_mask, self.dropout, self.aux_losses
             rotary, rotary_local = (
                 None if tables is None else RotaryTables(*(part(table, half, 1) for table in tables))
                 for tables in (self.rotary_pos_emb, self.rotary_pos_emb_local)
@@ -72,7 +72,7 @@ class ForwardContext:
                 rotary_pos_emb_local=rotary_local,
                 dropout=None if dropout is None else replace(dropout, sample_b=part(dropout.sample_b, half)),
                 encoder_output=None if self.encoder_output is None else part(self.encoder_output, half, 1),
-                side_losses=None if side is None else side._replace(tokens_b=part(side.tokens_b, half)),
+                aux_losses=None if side is None else side._replace(tokens_b=part(side.tokens_b, half)),
                 overlap=True,
             )
 

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.autograd_handle import start_all_gather
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.norm import IdentityOp, make_norm
+from megatron.core.transformer.norm import IdentityOp, build_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
 from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -116,16 +116,16 @@ class MLASelfAttention(nn.Module):
         def latent_norm(slot: Slot, size: int) -> nn.Module:
             if slot is None and not config.qk_layernorm:
                 return IdentityOp()
-            return build_module(slot or make_norm, config, size, config.norm_epsilon, groups=groups)
+            return build_module(slot or build_norm, config, size, config.norm_epsilon, groups=groups)
 
-        self._down = self._queries_of_stream
+        self._down = self._stream_queries
         if config.mla_down_proj_fusion:
-            self._down = self._latents_of_one_weight
+            self._down = self._latents_one_weight
             self.linear_qkv_down_proj = linear(
                 slots.linear_qkv_down_proj or slots.linear_kv_down_proj, hidden, (query_rank or 0) + rank + self._turned
             )
         elif query_rank is not None:
-            self._down = self._latents_of_two_weights
+            self._down = self._latents_two_weights
             self.linear_q_down_proj = linear(slots.linear_q_down_proj, hidden, query_rank)
         if query_rank is None:
             self.linear_q_proj = linear(slots.linear_q_proj, hidden, query_width)
@@ -156,10 +156,10 @@ class MLASelfAttention(nn.Module):
         """Run ``forward`` as a generator that yields where a collective may be in flight."""
         source, rest = self._down(hidden_states)
         # contiguous: a saved view would keep the memory of the full tensor
-        latent, turned_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
-        parts, heads = (source, self.kv_layernorm(latent), turned_key), self._heads
+        latent, rope_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
+        parts, heads = (source, self.kv_layernorm(latent), rope_key), self._heads
         if ctx.overlap and self.linear_proj.scatters:  # one message: copy engines serve few at a time
-            gathering, heads = start_all_gather(torch.cat(parts, dim=-1), self._group), self._heads_of_gathered
+            gathering, heads = start_all_gather(torch.cat(parts, dim=-1), self._group), self._gathered_heads
             yield
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
         else:
@@ -174,38 +174,39 @@ class MLASelfAttention(nn.Module):
         yield
         return finish(self.linear_proj, summing, ctx)
 
-    def _queries_of_stream(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _stream_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the query projection, which is x, and the latent of keys and values with the rope key."""
         return x, self.linear_kv_down_proj(x)[0]
 
-    def _latents_of_two_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _latents_two_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.q_layernorm(self.linear_q_down_proj(x)[0]), self.linear_kv_down_proj(x)[0]
 
-    def _latents_of_one_weight(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _latents_one_weight(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query_rank, rank = self._ranks
         query, rest = self.linear_qkv_down_proj(x)[0].split((query_rank, rank + self._turned), dim=-1)
         return self.q_layernorm(query.contiguous()), rest
 
-    def _heads(self, source: Tensor, latent: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
+    def _heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
         """Compute query and key [s, b, a, d] and value [s, b, a, e]; all-gathers the latents under sequence
         parallelism.
         """
-        turned_key = self._for_all_heads(turned_key, self._group)
-        return self._split(self._linear_query(source)[0], self.linear_kv_up_proj(latent)[0], turned_key, tables)
+        rope_key = self._for_all_heads(rope_key, self._group)
+        return self._split(self._linear_query(source)[0], self.linear_kv_up_proj(latent)[0], rope_key, tables)
 
-    def _heads_of_gathered(self, source: Tensor, latent: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
+    def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
         """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
-        query, key_value = self._linear_query.of_gathered(source)[0], self.linear_kv_up_proj.of_gathered(latent)[0]
-        return self._split(query, key_value, turned_key, tables)
+        query = self._linear_query.forward_gathered(source)[0]
+        key_value = self.linear_kv_up_proj.forward_gathered(latent)[0]
+        return self._split(query, key_value, rope_key, tables)
 
-    def _split(self, query: Tensor, key_value: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
+    def _split(self, query: Tensor, key_value: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
         query = query.unflatten(-1, (-1, self._still + self._turned))
         key, value = key_value.unflatten(-1, (-1, self._still + self._value)).split((self._still, self._value), dim=-1)
-        turned_key = turned_key.unsqueeze(2)
+        rope_key = rope_key.unsqueeze(2)
         if tables is not None:
             still, turned = query.split((self._still, self._turned), dim=-1)
             query = torch.cat((still, self._rotated(turned, *tables, True)), dim=-1)
-            turned_key = self._rotated(turned_key, *tables, True)
-        return query, torch.cat((key, turned_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+            rope_key = self._rotated(rope_key, *tables, True)
+        return query, torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
 
 serve_other_names(__name__)

@@ -39,7 +39,7 @@ from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import weight_init
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -131,9 +131,9 @@ class MultiTokenPredictionLayerSubmodules:
     """Slots of one depth."""
 
     mtp_model_layer: ModuleSpec | Callable[..., Any]
-    enorm: ModuleSpec | Callable[..., Any] = make_norm
-    hnorm: ModuleSpec | Callable[..., Any] = make_norm
-    layer_norm: ModuleSpec | Callable[..., Any] = make_norm
+    enorm: ModuleSpec | Callable[..., Any] = build_norm
+    hnorm: ModuleSpec | Callable[..., Any] = build_norm
+    layer_norm: ModuleSpec | Callable[..., Any] = build_norm
 
 
 @dataclass

@@ -118,7 +118,7 @@ class NormAcrossHeads(nn.Module):
         return (normed * (self.weight + self.offset).view(x.shape[2:])).to(x.dtype)
 
 
-def make_norm(
+def build_norm(
     config: TransformerConfig,
     hidden_size: int,
     eps: float,

@@ -198,7 +198,7 @@ def save_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: 
     return nullcontext()
 
 
-class _Again:
+class _LazyOutputs:
     """Outputs of a function, recomputed at the first use in backward and freed after the last use."""
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[Any]) -> None:
@@ -223,7 +223,7 @@ class _Again:
 class _View(NamedTuple):
     """View of one of several outputs, as an operation saved it."""
 
-    of: _Again
+    of: _LazyOutputs
     which: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -241,7 +241,7 @@ def discard_outputs(
     """
     if not torch.is_grad_enabled():
         return nullcontext()
-    again = _Again(function, arguments)
+    again = _LazyOutputs(function, arguments)
     places = {(x.data_ptr(), x.numel(), x.dtype): index for index, x in enumerate(outputs)}
 
     def pack(x: Tensor) -> Tensor | _View:

@@ -16,10 +16,10 @@ from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.pipeline_parallel.stages import branches_of_layers, layer_parts
+from megatron.core.pipeline_parallel.stages import layer_branch_costs, layer_parts
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.overlap import run_two_batch_overlap
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -53,7 +53,7 @@ class TransformerBlockSubmodules:
     """One spec per layer of the full model, and the final norm."""
 
     layer_specs: Sequence[ModuleSpec]
-    layer_norm: ModuleSpec | Callable[..., Any] = make_norm
+    layer_norm: ModuleSpec | Callable[..., Any] = build_norm
 
 
 def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) -> Sequence[ModuleSpec]:
@@ -94,7 +94,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         specs = layer_specs(spec, num_layers or config.num_layers)
         names = branch_names(specs, config.use_parallel_residual)
-        branches = branches_of_layers(range(len(specs)), names) if branches is None else branches
+        branches = layer_branch_costs(range(len(specs)), names) if branches is None else branches
         self.layers = LayerList()
         for part in layer_parts(branches, names):
             held = {} if part.is_whole else {"branches": part.branches}
@@ -105,7 +105,7 @@ class TransformerBlock(nn.Module):
         """Recomputation policy and layer positions of each group of layers."""
         self.final_layernorm = None
         if post_layer_norm:
-            norm = make_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
+            norm = build_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
             self.final_layernorm = build_module(
                 norm, config, config.hidden_size, config.norm_epsilon, groups=groups
             )

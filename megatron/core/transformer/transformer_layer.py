@@ -85,7 +85,7 @@ class TransformerLayer(nn.Module):
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
         if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
             self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
-        self._order = self._parallel_branches if config.use_parallel_residual else self._one_after_another
+        self._order = self._parallel_branches if config.use_parallel_residual else self._sequential_branches
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
@@ -103,7 +103,7 @@ class TransformerLayer(nn.Module):
             hidden_states = branch.add(hidden_states, (yield from branch.mix(stream, ctx)), ctx)
         return hidden_states
 
-    def _one_after_another(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+    def _sequential_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         stream = self.branches[0].enter(hidden_states)
         for branch, following in zip(self.branches, self.branches[1:]):
             output = yield from branch.mix(stream, ctx)

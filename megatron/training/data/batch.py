@@ -63,14 +63,14 @@ def get_batch_on_this_cp_rank(
     }
 
 
-def longest_first(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def sort_by_length(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Sort the rows of tensors [b, ...] by ``lengths`` [b], longest first; return (batch, lengths). Kernels are fast if
     rows without padding are contiguous (``attention/kernels/padded_rows.py``); row order affects no loss or mask."""
     order = lengths.argsort(descending=True, stable=True)
     return {name: value[order] for name, value in batch.items()}, lengths[order]
 
 
-def laid_end_to_end(
+def pack_rows(
     batch: dict[str, Tensor], lengths: Tensor, multiple: int
 ) -> tuple[dict[str, Tensor], PackedSeqParams]:  # fmt: skip
     """Pack the first ``lengths[i]`` (int [b], at least 1) tokens of each row [b, s] into one row [1, n]; return it with

@@ -90,7 +90,7 @@ def select_data_set(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
     return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**options)
 
 
-def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> None:
+def check_data_tokenizer(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> None:
     """Check that data was tokenized with ``tokenizer``; raises ``ValueError`` otherwise. Data without a record (made by
     other programs) gives one warning; its token ids are checked as samples are drawn."""
     silent = sources_without_record(config, tokenizer)

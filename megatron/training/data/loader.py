@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.core.config.errors import UserError
-from megatron.training.exits.conditions import OutliveExitSignals
+from megatron.training.exits.conditions import IgnoreExitSignals
 
 PADDING = -1  # data set index of samples that only pad an incomplete last batch
 
@@ -189,5 +189,5 @@ def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool)
         collate_fn=flat_batch,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # worker seeds must not advance the global state that a resume restores
-        worker_init_fn=OutliveExitSignals(),
+        worker_init_fn=IgnoreExitSignals(),
     )

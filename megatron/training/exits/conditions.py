@@ -233,7 +233,7 @@ def _restore_defaults() -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-class OutliveExitSignals:
+class IgnoreExitSignals:
     """DataLoader ``worker_init_fn``: keep workers alive on the signals that the trainer catches. Terminals, torchrun
     and batch systems signal full process groups. If the signal ended the workers, the trainer would fail in its loader
     before it reaches the checkpoint. When the trainer exits, however, Python sends SIGTERM to remaining workers and

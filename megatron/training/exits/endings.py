@@ -28,7 +28,7 @@ def say(message: str, rank: int) -> None:
     sys.stderr.flush()
 
 
-def tell_launcher(message: str, error: BaseException | None = None) -> None:
+def notify_launcher(message: str, error: BaseException | None = None) -> None:
     """Write the reason to torchrun's error file, if it is set and does not exist yet: the first reason is kept. torch's
     ``record`` decorator would add the stack of user errors and miss processes that end by an exit code.
 

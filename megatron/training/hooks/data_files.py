@@ -19,7 +19,7 @@ from typing import Any
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.training.config.launcher import launched_rank, local_rank
 from megatron.training.exits.conditions import every
-from megatron.training.exits.endings import say, tell_launcher
+from megatron.training.exits.endings import notify_launcher, say
 from megatron.training.hooks.base import Hook
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.train_state import TrainState
@@ -120,7 +120,7 @@ class BusErrorGuard(Hook):
             self._library.signal(signal.SIGBUS, self._previous)
             return
         say(str(error), launched_rank())
-        tell_launcher(str(error))
+        notify_launcher(str(error))
         os._exit(error.exit_code)
 
 

@@ -22,10 +22,10 @@ class Tags:
 
     def of(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return tag -> value for one record of ``metrics.jsonl`` or ``timing.jsonl``."""
-        kinds = {"train": self._of_step, "timing": self._of_timing, "save": self._of_save}
-        return kinds.get(record["kind"], self._of_evaluation)(record)
+        kinds = {"train": self._step_scalars, "timing": self._timing_scalars, "save": self._save_scalars}
+        return kinds.get(record["kind"], self._evaluation_scalars)(record)
 
-    def _of_step(self, record: Mapping[str, Any]) -> dict[str, float]:
+    def _step_scalars(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return the tags of one iteration: learning-rate, batch-size, each loss and module statistic under its name,
         loss-scale and world-size if selected, grad-norm, num-zeros, params-norm and weight-decay. Omits absent
         values."""
@@ -43,7 +43,7 @@ class Tags:
         }
         return {tag: float(value) for tag, value in values.items() if value is not None}
 
-    def _of_evaluation(self, record: Mapping[str, Any]) -> dict[str, float]:
+    def _evaluation_scalars(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return ``LOSS validation`` or ``LOSS test`` per loss, with ``-DATASET`` appended for named data sets, and the
         same tag plus `` ppl`` if perplexity is selected. Test sets use separate tags, so that they do not overwrite
         validation points."""
@@ -56,11 +56,11 @@ class Tags:
                 values[f"{tag} ppl"] = perplexity(value)
         return values
 
-    def _of_save(self, record: Mapping[str, Any]) -> dict[str, float]:
+    def _save_scalars(self, record: Mapping[str, Any]) -> dict[str, float]:
         names = {"time": "seconds", "stall-time": "stall_seconds", "gb-per-second": "gb_per_second"}
         return {f"save-checkpoint-{tag}": float(record[name]) for tag, name in names.items()}
 
-    def _of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
+    def _timing_scalars(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return ``iteration-time`` (s); with ``throughput`` also tokens-per-second, throughput (TFLOP/s per device)
         and mfu, the last two only if known; with ``memory`` the values of `memory_bytes`; with ``timers`` NAME-time (s)
         per timer."""

@@ -45,7 +45,7 @@ def measured_rates() -> list[MeasuredRate]:
     ]
 
 
-def kind_of_model(cfg: PretrainConfig) -> str:
+def model_kind(cfg: PretrainConfig) -> str:
     """Return the kind of model with the most similar speed, as named in measured rows."""
     if cfg.model_family != "gpt":
         return cfg.model_family
@@ -70,7 +70,7 @@ def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
     if not (cfg.bf16 or cfg.fp16):
         return None
     used = used_axes(cfg)
-    same = [rate for rate in measured_rates() if rate.kind == kind_of_model(cfg)]
+    same = [rate for rate in measured_rates() if rate.kind == model_kind(cfg)]
     alone = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
     per_axis = [
         max(found, key=lambda rate: rate.axes[axis])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
 from megatron.core.extensions.apex import what_is_missing
-from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
+from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_supports_lengths
 from megatron.core.extensions.flash_attn import INSTALL as INSTALL_FLASH
 from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
@@ -87,7 +87,7 @@ def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
         return
     length, on_gpu = cfg.seq_length or 0, gpu_present() or cfg.dry_run
     is_cudnn = on_gpu and (cfg.bf16 or cfg.fp16) and not cfg.attention_dropout and cfg.flash_attention_version is None
-    if is_cudnn and not cudnn_takes_lengths(length, length):
+    if is_cudnn and not cudnn_supports_lengths(length, length):
         reason = f"uses cuDNN, which requires a multiple of {CUDNN_LENGTHS} tokens, but --seq-length is {length}"
         yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
 

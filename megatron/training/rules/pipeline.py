@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel.stages import (
 )
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import branches_of_spec
+from megatron.training.model_description import spec_branches
 from megatron.training.rules.common import Problems, flag_names, problem
 
 _SIZES = (
@@ -102,7 +102,7 @@ def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageCo
 def _branches(cfg: PretrainConfig) -> BranchNames | None:
     """None: standard decoder layers, or other rules report a problem with --spec or the sizes."""
     try:
-        return branches_of_spec(cfg) if cfg.num_layers else None
+        return spec_branches(cfg) if cfg.num_layers else None
     except UserError:
         return None
 

@@ -6,7 +6,7 @@ models and micro-batches. A graph repeats the same kernels on the same addresses
 * Inputs that change are copied into static tensors: the batch, whose sample numbers seed the dropout masks (there is no
   generator state to keep in step), and the loss factor, which changes with batch-size ramp-up and loss scale.
 * Batches reach forward steps on the device, also during warm-up, so that no kernel choice depends on their values;
-  padding bounds are tensors that kernels read (``host_may_read`` in ``attention/packed_seq_params.py``).
+  padding bounds are tensors that kernels read (``is_on_host`` in ``attention/packed_seq_params.py``).
 * Captured hook kernels accumulate into ``main_grad``. Host code of the hooks runs once, during capture. Data-parallel
   reductions start after the last replay.
 * Weights, ``main_grad`` and the graph's memory keep their addresses.

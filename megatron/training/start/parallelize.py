@@ -20,7 +20,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
 )
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.backends import describe_choices
+from megatron.core.models.backends import kernel_summary
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.sharding.placement import adopt_declarations, require_declarations
 from megatron.core.transformer.transformer_block import LayerList
@@ -100,7 +100,7 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
 
 def report_choices(model_chunks: Sequence[nn.Module]) -> None:
     """Log the selected layer implementations and attention kernels with reasons."""
-    for line in describe_choices(model_chunks):
+    for line in kernel_summary(model_chunks):
         logger.info("%s", line)
 
 

@@ -21,7 +21,7 @@ from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
+from megatron.training.data.batch import get_batch_on_this_cp_rank, pack_rows, sort_by_length
 from megatron.training.data.datasets import select_data_set
 from megatron.training.initialize import training_device
 from megatron.training.model_description import most_masked, predicted_per_rank
@@ -111,7 +111,7 @@ class BertTask(LanguageModelTask):
         --use-packed-sequence."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
         weight = batch.pop("pair_weight", 0.0)
-        batch, lengths = longest_first(batch, batch.pop("padding_mask").sum(1))
+        batch, lengths = sort_by_length(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
         if self.cfg.use_packed_sequence:
             return {**self._packed(batch, lengths), "pair_weight": weight}
@@ -136,7 +136,7 @@ class BertTask(LanguageModelTask):
     def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
         """Pack the rows into one: sample_index and position_ids [1, n] per token, ``first_tokens`` (indices at which
         samples start on this rank), and is_random and counts of those samples."""
-        whole, documents = laid_end_to_end(batch, lengths, self._row_multiple)
+        whole, documents = pack_rows(batch, lengths, self._row_multiple)
         row = get_batch_on_this_cp_rank(whole)
         document = row.pop("document")[0]
         row["first_tokens"] = (row["position_ids"][0] == 0).nonzero()[:, 0]

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank
 from megatron.training.data.datasets import select_data_set
-from megatron.training.model_description import layers_of_spec
+from megatron.training.model_description import spec_layers
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
@@ -34,7 +34,7 @@ class GPTTask(LanguageModelTask):
         """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
         layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config, own = core_transformer_config_from_args(cfg), layers_of_spec(cfg)
+        config, own = core_transformer_config_from_args(cfg), spec_layers(cfg)
         engine = cfg.transformer_impl == "transformer_engine"
         spec = own or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(

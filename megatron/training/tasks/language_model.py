@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.description.model import ModelDescription
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.data.batch import to_device
-from megatron.training.data.datasets import NumSamples, check_tokenizer_of_data
+from megatron.training.data.datasets import NumSamples, check_data_tokenizer
 from megatron.training.initialize import training_device
 from megatron.training.model_description import describe_run
 from megatron.training.tasks.base import Task
@@ -68,7 +68,7 @@ class LanguageModelTask(Task):
 
     def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return data sets of class ``kind``, blended and split; raises for data of another tokenizer."""
-        check_tokenizer_of_data(config, self.tokenizer)
+        check_data_tokenizer(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

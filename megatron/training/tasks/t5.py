@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
+from megatron.training.data.batch import get_batch_on_this_cp_rank, sort_by_length
 from megatron.training.data.datasets import select_data_set
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
@@ -55,7 +55,7 @@ class T5Task(LanguageModelTask):
         tokens."""
         names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
         batch = next(data_iterator)
-        own, lengths = longest_first({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
+        own, lengths = sort_by_length({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
         own = get_batch_on_this_cp_rank(own)
         own["labels"] = own["labels"].clamp(min=0)
         return {**on_device(own), "lengths": lengths}

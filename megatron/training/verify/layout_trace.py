@@ -127,7 +127,7 @@ class ReferenceStep:
 Reference = list[ReferenceStep]
 
 
-def make_reference(traces: Iterable[Trace]) -> Reference:
+def build_reference(traces: Iterable[Trace]) -> Reference:
     """Consume the traces of a single-rank run and return one ReferenceStep per trace, with clones of all gradients and
     weights by name. Runs the training steps if ``traces`` is a generator."""
     steps = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.exits.endings import tell_launcher
+from megatron.training.exits.endings import notify_launcher
 from megatron.training.start.rendezvous import Arrival
 from megatron.training.watchdog import stacks
 from megatron.training.watchdog.failure_store import Answer, Failure, FailureStore, Report
@@ -217,7 +217,7 @@ class Monitor(threading.Thread):
     def _answer(self) -> Answer:
         if self.own_error:  # the main thread has already left the failed collective
             return Answer(True, self.own_error)
-        return stacks.where_is(self.main_thread)
+        return stacks.thread_stack(self.main_thread)
 
     # ---- the main thread exits on an error
 
@@ -243,7 +243,7 @@ class Monitor(threading.Thread):
                 if consequence and not self._same_error():
                     found = self._find_culprit()
                 else:
-                    found = self._first_of_all(own)
+                    found = self._first_failure(own)
                 if found.together or found.rank == self.rank:
                     speak(found)
                 self.store.declare(found)
@@ -253,7 +253,7 @@ class Monitor(threading.Thread):
                 self._wait(self.limits.heartbeat, lambda: False)
         self._wait(self.limits.spreading, self.store.others_know)
 
-    def _first_of_all(self, own: Report) -> Failure:
+    def _first_failure(self, own: Report) -> Failure:
         """Return the failure that caused the errors raised by several ranks at about the same time. Publishes ``own``
         and waits for other ranks' reports or a declared failure. The order of arrival is no evidence. An error raised
         by all ranks is attributed to none (``together``); an error with its cause elsewhere ranks last."""
@@ -315,7 +315,7 @@ class Monitor(threading.Thread):
             self.ending = False
             return
         with self._one_ends:
-            tell_launcher(str(failure))
+            notify_launcher(str(failure))
             if not failure.for_user:
                 stacks.write_stacks(self._report(failure), self.stacks_path)
             elif failure.rank not in self.local_ranks and self.local_ranks.is_first:

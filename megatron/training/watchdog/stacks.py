@@ -60,7 +60,7 @@ def leave_if_locked(seconds: float) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True, file=standard_error())
 
 
-def where_is(thread: int | None) -> Answer:
+def thread_stack(thread: int | None) -> Answer:
     """Return the stack of a thread, and whether it waits for other ranks or the GPU."""
     frame = sys._current_frames().get(thread or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""

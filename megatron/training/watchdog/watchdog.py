@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.config.errors import UserError
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.exits.endings import error_message, say, tell_launcher
+from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook
 from megatron.training.start.rendezvous import Arrival, LaunchInfo, RendezvousError, open_store, roll_call
 from megatron.training.tasks.base import Task
@@ -123,7 +123,7 @@ class Watchdog:
         reported. If all ranks raised the same error, only one rank per host prints it."""
         assert self._monitor is not None
         speaks = self._monitor.local_ranks.is_first or not failure.together
-        tell_launcher(error_message(error), None if failure.for_user else error)
+        notify_launcher(error_message(error), None if failure.for_user else error)
         if isinstance(error, UserError):
             error.reported = True
             if speaks:

@@ -123,13 +123,13 @@ def norm_kernel(cfg):
     import pytest
 
     from megatron.core.groups.process_groups import SINGLE_PROCESS
-    from megatron.core.transformer.norm import make_norm
+    from megatron.core.transformer.norm import build_norm
     from megatron.training.arguments import core_transformer_config_from_args
     from tests.test_utils import fake_apex
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake_apex.install(monkeypatch)
-        norm = make_norm(core_transformer_config_from_args(cfg), 32, 1e-5, groups=SINGLE_PROCESS)
+        norm = build_norm(core_transformer_config_from_args(cfg), 32, 1e-5, groups=SINGLE_PROCESS)
         return type(norm.normalize).__name__
 
 

@@ -19,7 +19,7 @@ def of_samples(name):
 
         with (
             mock.patch.object(language_model, "BlendedMegatronDatasetBuilder") as builder,
-            mock.patch.object(language_model, "check_tokenizer_of_data"),
+            mock.patch.object(language_model, "check_data_tokenizer"),
         ):
             builder.return_value.build.return_value = []
             task = bert.BertTask(dataclasses.replace(cfg, model_family="bert"), build_tokenizer(cfg))

@@ -21,7 +21,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sidecar import SidecarInfo, write_sidecar
 from megatron.training.checkpoint.files import delete_checkpoint
-from megatron.training.exits.endings import tell_launcher
+from megatron.training.exits.endings import notify_launcher
 from megatron.training.hooks.profiler import ProfilerHook
 from megatron.training.hooks.progress import ProgressHook
 from megatron.training.observe.metrics import MetricsFile
@@ -110,7 +110,7 @@ def preprocess(folder):
 
 
 def tell(folder):
-    tell_launcher("why")
+    notify_launcher("why")
 
 
 def write_trace(folder):

@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, M
 from megatron.training import run as program
 from megatron.training.arguments import exit_on_config_error, parse_args
 from megatron.training.checks.self_checks import BuildError, ReplicasDiffer
-from megatron.training.exits.endings import error_message, tell_launcher
+from megatron.training.exits.endings import error_message, notify_launcher
 from megatron.training.observe.metrics import NonFiniteError
 from megatron.training.start.rendezvous import RendezvousError
 from megatron.training.train_state import TrainState
@@ -99,7 +99,7 @@ def report(tmp_path, monkeypatch):
 
 def test_torchruns_report_holds_the_message_of_a_users_error(report, monkeypatch):
     ending(monkeypatch, UserError("--data-path x: is empty; give another"))
-    tell_launcher("a later reason")
+    notify_launcher("a later reason")
     assert "traceback : --data-path x: is empty; give another\n" in report() and "later" not in report()
 
 

@@ -49,7 +49,7 @@ def _at_keys(x: Tensor, tile: Tile) -> Tensor:
     return _heads_first(x)[_rows(tile), :, tile.key : tile.key + tile.num_keys]
 
 
-def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Tile, ...], list[Segments]]:
+def _split_tiles(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Tile, ...], list[Segments]]:
     """Split ``tiles`` of queries ``x`` [s, b, ...] into (tiles for one kernel call each, groups of document tiles for
     variable-length calls). All tiles are in one of the two: only flash kernels have variable-length calls, and only
     tiles of single rows (documents) use them."""
@@ -72,7 +72,7 @@ class OnlineSoftmax:
         """Attend to one block of keys [s, b, g, d] and values and merge output and log-sum-exp into the accumulators in
         place. ``tiles`` are the visible pairs of the block; none changes nothing. Document tiles of flash kernels run
         in variable-length calls. Not differentiable."""
-        single, packed = _apart(tiles, self.query, self.kernel)
+        single, packed = _split_tiles(tiles, self.query, self.kernel)
         for tile in single:
             out, lse = self.kernel.forward(
                 _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile
@@ -226,7 +226,7 @@ class BlockGradients:
         to ``sums``, accumulate the query gradient, and the bias gradient if there is a bias. ``tiles`` are the block's
         visible pairs, as in :meth:`OnlineSoftmax.add_block`."""
         key, value = keys_values
-        single, packed = _apart(tiles, self.query, self.kernel)
+        single, packed = _split_tiles(tiles, self.query, self.kernel)
         for tile in single:
             at_queries = [_at_queries(x, tile) for x in (self.grad_out, self.query, self.out, self.lse)]
             grad_query, *grads = self.kernel.backward(

@@ -48,22 +48,22 @@ def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple
     """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``; return new
     tensors in their order. Each [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per
     pair of ranks. Blocks as ``all_to_all_single`` does; no autograd."""
-    pack, unpack = (_shares_of_heads, _merge_sequence) if scatter else (_shares_of_sequence, _all_heads)
+    pack, unpack = (_head_shares, _merge_sequence) if scatter else (_sequence_shares, _all_heads)
     outgoing = pack(tensors, group.size)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group.handle)
     came = incoming.split([x.numel() // group.size for x in tensors], dim=1)
-    shapes = (_shape_of_part(x, group.size, scatter) for x in tensors)
+    shapes = (_part_shape(x, group.size, scatter) for x in tensors)
     return tuple(unpack(parts.view(group.size, *shape)) for parts, shape in zip(came, shapes))
 
 
-def _shape_of_part(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
+def _part_shape(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
     """Return the shape of the shard of ``x`` that goes to one rank: a / n heads (``scatter``) or s / n tokens."""
     s, b, a, d = x.shape
     return (s, b, a // size, d) if scatter else (s // size, b, a, d)
 
 
-def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
+def _head_shares(tensors: Sequence[Tensor], size: int) -> Tensor:
     """Copy each of ``tensors`` [s, b, a, d] into one buffer [n, elements], where row r holds the heads a / n of rank r
     of all tensors, one after the other. n is ``size``; it must divide all a."""
     outgoing = tensors[0].new_empty((size, sum(x.numel() for x in tensors) // size))
@@ -74,7 +74,7 @@ def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
     return outgoing
 
 
-def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
+def _sequence_shares(tensors: Sequence[Tensor], size: int) -> Tensor:
     """Copy each of ``tensors`` [s, b, a, d] (full sequences) into one buffer [n, elements], where row r holds the
     zig-zag tokens of rank r of all tensors, one after the other. UserError if s is not divisible by 2 n."""
     pieces = [

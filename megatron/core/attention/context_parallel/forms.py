@@ -281,12 +281,12 @@ class Layout(NamedTuple):
     """Global index of this rank's first head."""
 
 
-def layout_of_layer(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
+def layer_layout(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
     """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1): ring (p2p), allgather,
     a2a, or a2a with an inner ring (a2a+p2p); without context parallelism, attention on full sequences. It holds what
     the kernel must support, the builder of the attention, and this rank's first head. Raises UserError if heads are not
     divisible by the all-to-all group, or a2a+p2p lacks hierarchical groups."""
-    kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
+    kind = layer_comm_type(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads
     sink = has_sink(config)
@@ -321,7 +321,7 @@ def _ring(group: Group, first_head: int, sink: bool) -> Layout:
     return Layout("ring", lambda kernel: RingAttention(group, kernel), first_head)
 
 
-def comm_type_of_layer(kinds: Sequence[str] | str, layer_number: int) -> str:
+def layer_comm_type(kinds: Sequence[str] | str, layer_number: int) -> str:
     """Return ``kinds`` or its entry for layer ``layer_number`` (from 1); layers after the list use its last entry."""
     if isinstance(kinds, str):
         return kinds

@@ -28,7 +28,7 @@ from megatron.core.attention.tiles import Tile, full_tile
 from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
-from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
+from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_supports_lengths
 
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class TorchAttention(FlashKernel):
             return []
         if mask is not None:
             return [self._only] if self._only in _WITH_A_MASK else _WITH_A_MASK
-        if self._only != SDPBackend.CUDNN_ATTENTION or cudnn_takes_lengths(num_queries, num_keys):
+        if self._only != SDPBackend.CUDNN_ATTENTION or cudnn_supports_lengths(num_queries, num_keys):
             return [self._only]
         if self._by_name:
             if not torch.is_grad_enabled():
@@ -199,12 +199,12 @@ class TorchAttention(FlashKernel):
                 f"--attention-backend fused: {num_queries} queries and {num_keys} keys are not both multiples of "
                 f"{CUDNN_LENGTHS}, and of other lengths cuDNN's gradients may be NaN; choose --attention-backend auto"
             )
-        _tell_once()
+        _log_once()
         return [SDPBackend.FLASH_ATTENTION]
 
     def takes_cudnn(self, tile: Tile) -> bool:
         """Return whether cuDNN computes ``tile`` (full or a causal square, supported lengths); else flash does."""
-        fits = cudnn_takes_lengths(tile.num_queries, tile.num_keys)
+        fits = cudnn_supports_lengths(tile.num_queries, tile.num_keys)
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class TorchAttention(FlashKernel):
 
 
 @functools.cache
-def _tell_once() -> None:
+def _log_once() -> None:
     notice(logger, "attention: torch's flash kernel for lengths other than multiples of %d", CUDNN_LENGTHS)
 
 

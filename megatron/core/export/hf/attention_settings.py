@@ -242,7 +242,7 @@ def unstretched_base(kind: str, tables: Table, key: str, base: float) -> float:
     return rotary_base(key, base)
 
 
-def layers_of_types(config: Table, usual: list[bool]) -> list[bool]:
+def layer_types_pattern(config: Table, usual: list[bool]) -> list[bool]:
     """Return whether each layer has a window, from ``layer_types``; ``usual`` if the key is missing."""
     count, kinds = config["num_hidden_layers"], get(config, ("layer_types",), None)
     if kinds is None:
@@ -294,7 +294,7 @@ class Window(Rule):
         first = get(config, (self.first,), 28) if self.first else 0
         every = get(config, self.every_keys, self.every) if self.every_keys else self.every
         has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
-        return window_settings((width - 1, 0), layers_of_types(config, has) if self.by_layer else has)
+        return window_settings((width - 1, 0), layer_types_pattern(config, has) if self.by_layer else has)
 
     def save(self, settings: Table) -> dict[str, Any]:
         size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)

@@ -30,7 +30,7 @@ def load(folder: Path) -> Interchange:
         plan = placements(family, complete(settings))
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from None
-    found = _with_base(_with_names_of_today(_open_weights(folder), family), family)
+    found = _with_base(_with_current_names(_open_weights(folder), family), family)
     stand_ins = {name: same for name, same in family.stand_ins.items() if name in expected(plan).keys() - found.keys()}
     found |= {name: found[same] for name, same in stand_ins.items() if same in found}
     _drop_blank(found, family.blank(complete(settings)), folder)
@@ -71,16 +71,16 @@ def _open_bin(path: Path) -> dict[str, LazyTensor]:
     return state
 
 
-def _with_names_of_today(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+def _with_current_names(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
     """Rename old names to current ones; if both exist, the tensor with the old name keeps it."""
     renamed = {}
     for name, tensor in found.items():
-        new = _name_of_today(name, family)
+        new = _current_name(name, family)
         renamed[name if new in found else new] = tensor
     return renamed
 
 
-def _name_of_today(name: str, family: Family) -> str:
+def _current_name(name: str, family: Family) -> str:
     for old, new in family.aliases.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -125,7 +125,7 @@ def _check(
     unused = "|".join(family.unused).replace("{num_layers}", str(settings["num_layers"]))
     left_out = []
     for name in [each for each in found if each not in wanted]:
-        today = _name_of_today(name, family)
+        today = _current_name(name, family)
         same = tied.get(name) or copies.get(name) or (today if today != name else None)
         if same is not None and not _equal(found[name], found.get(same)):
             fix = "; set tie_word_embeddings in config.json to false" if name in tied else ""

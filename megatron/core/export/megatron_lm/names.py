@@ -140,7 +140,7 @@ def detect_family(names: Collection[str]) -> str:
     return "bert" if any("lm_head.dense." in name for name in names) else "gpt"
 
 
-def names_of_today(named: Mapping[str, T], family: str) -> dict[str, T]:
+def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
     """Rename tensors of BERT and T5 to names that :func:`find_place` knows, without duplicates; GPT is unchanged."""
     if family == "gpt":
         return dict(named)

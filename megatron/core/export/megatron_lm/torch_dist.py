@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.export.interchange import Interchange, check_names
 from megatron.core.export.megatron_lm.buckets import STATES, unflatten_distributed
 from megatron.core.export.megatron_lm.model import build_interchange, find_folder
-from megatron.core.export.megatron_lm.names import detect_family, is_no_weight, names_of_today
+from megatron.core.export.megatron_lm.names import current_names, detect_family, is_no_weight
 from megatron.core.export.torch_file import read_torch_file
 from megatron.core.export.unpickler import Record, unpickle
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -156,8 +156,8 @@ def load_megatron_torch_dist(
         group = next((name for name in checkpoint.objects if ".dp_group_idx_0.optimizer/" in name), None)
         state["optimizer"] = None if group is None else read_torch_file(*checkpoint.objects[group])
     family, where = detect_family(weights), str(checkpoint.folder)
-    weights = names_of_today(weights, family)
-    optimizer = {kind: names_of_today(named, family) for kind, named in optimizer.items()}
+    weights = current_names(weights, family)
+    optimizer = {kind: current_names(named, family) for kind, named in optimizer.items()}
     return build_interchange(state, weights, optimizer, where=where, padded_vocabulary=padded_vocabulary)
 
 

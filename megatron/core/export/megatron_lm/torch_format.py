@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.export.interchange import Interchange, check_names
 from megatron.core.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.core.export.megatron_lm.model import build_interchange, find_folder
-from megatron.core.export.megatron_lm.names import detect_family, find_place, is_gated, is_no_weight, names_of_today
+from megatron.core.export.megatron_lm.names import current_names, detect_family, find_place, is_gated, is_no_weight
 from megatron.core.export.megatron_lm.splits import join_ranks
 from megatron.core.export.torch_file import read_torch_file
 from megatron.core.export.unpickler import Record
@@ -120,7 +120,7 @@ def _numbered(
     names = [name for chunks in result.values() for named in chunks for name in named]
     check_names(names, directory)
     family = detect_family(names)
-    return {rank: [names_of_today(named, family) for named in chunks] for rank, chunks in result.items()}
+    return {rank: [current_names(named, family) for named in chunks] for rank, chunks in result.items()}
 
 
 def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:

@@ -3,7 +3,7 @@
 Transformer Engine provides the kernels: GEMMs, norms, attention. This library keeps the parameters (placement, names
 and initial values, so that checkpoints do not depend on the implementation), the tensor-parallel collectives (around
 a single-rank GEMM), and the destination of weight gradients. On one tensor-parallel rank the norm before a GEMM is
-fused with it (``TEColumnParallelLinear.take_over``); the norm module still owns its parameters.
+fused with it (``TEColumnParallelLinear.adopt_norm``); the norm module still owns its parameters.
 
 Each module here owns its parameters and holds a Transformer Engine module outside the module tree, built on the meta
 device, whose parameters are then replaced by the local ones. Names, ``state_dict`` and hooks are therefore exactly
@@ -155,7 +155,7 @@ class TEColumnParallelLinear(nn.Module):
         output = self._gemm(self._enter(x, self.group))
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
-    def take_over(self, norm: TENorm) -> None:
+    def adopt_norm(self, norm: TENorm) -> None:
         """Fuse ``norm`` into this layer's GEMM; ``norm`` then returns its input unchanged. Requires one tensor-parallel
         rank: with more, the sequence is all-gathered between both."""
         assert isinstance(self._gemm, Gemm) and self.group.size == 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
+from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.bert.heads import BertLMHead, Pooler
@@ -72,7 +72,7 @@ class BertModel(LanguageModule):
                 config, self.vocabulary, seq_length=max_sequence_length, max_sequence_length=max_sequence_length,
                 spec=transformer_layer_spec,
             )  # fmt: skip
-            branches = self.branches_of_this_stage(described)
+            branches = self.stage_branches(described)
         with self.construction(num_tokentypes=num_tokentypes):
             self.encoder = TransformerBlock(
                 config, transformer_layer_spec, branches=branches, post_layer_norm=post_process, groups=self.groups
@@ -126,7 +126,7 @@ class BertModel(LanguageModule):
             ValueError: padding is not after all tokens; :class:`LabelsAt` with sequence parallelism.
         """
         if attention_mask is not None:
-            packed_seq_params = PackedSeqParams.of_lengths(lengths_of_mask(attention_mask), attention_mask.shape[1])
+            packed_seq_params = PackedSeqParams.of_lengths(mask_lengths(attention_mask), attention_mask.shape[1])
         context = self.forward_context(input_ids, sample_index, packed_seq_params, position_ids)
         if self.pre_process:
             assert input_ids is not None

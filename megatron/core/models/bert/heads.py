@@ -14,7 +14,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.operators import reduce_from_region
 from megatron.core.transformer.initial_values import weight_init
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import build_norm
 
 
 class BertLMHead(nn.Module):
@@ -26,7 +26,7 @@ class BertLMHead(nn.Module):
         self.dense = ReplicatedLinear(
             width, width, config=config, init_method=weight_init(config), bias=config.add_bias_linear, groups=groups
         )
-        self.layer_norm = make_norm(config, width, config.norm_epsilon, groups=groups)
+        self.layer_norm = build_norm(config, width, config.norm_epsilon, groups=groups)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.layer_norm(F.gelu(self.dense(hidden_states)[0]))

@@ -26,7 +26,7 @@ from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
-from megatron.core.pipeline_parallel.stages import branches_of_layers, pipeline_stages
+from megatron.core.pipeline_parallel.stages import layer_branch_costs, pipeline_stages
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import ParameterSpec, Partial, initialize_parameters
@@ -81,7 +81,7 @@ class LanguageModule(MegatronModule):
 
     # ---- stages
 
-    def branches_of_this_stage(self, described: ModelDescription, layers: range | None = None) -> range:
+    def stage_branches(self, described: ModelDescription, layers: range | None = None) -> range:
         """Return the range of branches of ``layers``, or, if None, of this pipeline rank and ``vp_stage``.
 
         Raises:
@@ -89,7 +89,7 @@ class LanguageModule(MegatronModule):
         """
         costs, pp = described.costs, self.groups.pp
         if layers is not None:
-            return branches_of_layers(layers, costs.names)
+            return layer_branch_costs(layers, costs.names)
         stages = pipeline_stages(self.config, costs)
         if self.config.pipeline_model_parallel_size != pp.size:
             raise UserError(
@@ -290,7 +290,7 @@ class LanguageModule(MegatronModule):
         return sample_index
 
 
-def groups_of_program(pg_collection: Any, groups: ProcessGroups | None) -> ProcessGroups | None:
+def program_groups(pg_collection: Any, groups: ProcessGroups | None) -> ProcessGroups | None:
     """Return ``groups`` after checking them against a program's ``pg_collection`` of torch groups.
 
     Raises:

@@ -24,12 +24,12 @@ from megatron.core.models.common.language_module import (
     PositionEmbeddingType,
     Positions,
     Vocabulary,
-    groups_of_program,
+    program_groups,
 )
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer import multi_token_prediction as prediction
-from megatron.core.transformer.side_losses import SideLosses
+from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
@@ -75,7 +75,7 @@ class GPTModel(LanguageModule):
         pg_collection: Any = None,
         logit_dtype: torch.dtype | None = None,
     ) -> None:
-        groups = groups_of_program(pg_collection, groups)
+        groups = program_groups(pg_collection, groups)
         if logit_dtype not in (None, torch.float32):
             raise UserError(f"logit_dtype {logit_dtype}: not available; remove it")
         super().__init__(
@@ -99,7 +99,7 @@ class GPTModel(LanguageModule):
                 config, vocab_size=vocab_size, seq_length=max_sequence_length, max_sequence_length=max_sequence_length,
                 spec=transformer_layer_spec,
             )  # fmt: skip
-            branches = self.branches_of_this_stage(described, layer_range)
+            branches = self.stage_branches(described, layer_range)
         self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
         self._loss_scale: Tensor | None = None
         self._loss_is_mean = False
@@ -143,7 +143,7 @@ class GPTModel(LanguageModule):
                 f"{want}; pass the mask of this rank's tokens, which the sum is over, or for a mean loss_mask=None"
             )
 
-    def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> SideLosses | None:
+    def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> AuxLossWeights | None:
         """Return token weights and the scale of auxiliary losses; None in evaluation, without gradients or without such
         losses. With ``loss_mask`` the main loss is a sum over its tokens (all-reduced over context parallelism), else a
         mean over this rank's tokens.
@@ -157,11 +157,11 @@ class GPTModel(LanguageModule):
         if scale is None:
             scale = torch.ones((), device=device)
         if loss_mask is None:
-            return SideLosses(torch.full((batch,), self.groups.cp.size / batch, device=device), scale)
+            return AuxLossWeights(torch.full((batch,), self.groups.cp.size / batch, device=device), scale)
         tokens = loss_mask.sum(1, dtype=torch.float32)
         if self.groups.cp.size > 1:
             dist.all_reduce(tokens, group=self.groups.cp.handle)
-        return SideLosses(tokens, scale)
+        return AuxLossWeights(tokens, scale)
 
     def forward(
         self,
@@ -187,9 +187,9 @@ class GPTModel(LanguageModule):
         losses.
         """
         batch, _, device = self.local_shape(input_ids)
-        side_losses = self._side_losses(batch, loss_mask, device)
+        aux_losses = self._side_losses(batch, loss_mask, device)
         context = self.forward_context(
-            input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, side_losses=side_losses
+            input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, aux_losses=aux_losses
         )
         if position_ids is None and input_ids is not None:
             position_ids = self._default_positions(input_ids)
@@ -201,7 +201,7 @@ class GPTModel(LanguageModule):
         hidden_states = self.decoder(hidden_states, context)
         if not self.post_process:
             return hidden_states
-        if self.mtp is None or labels is None or side_losses is None:
+        if self.mtp is None or labels is None or aux_losses is None:
             return self.outputs(hidden_states, labels)
         if input_ids is None or position_ids is None:
             raise UserError("input_ids: None, but multi-token prediction embeds tokens; pass them and position_ids")
@@ -214,6 +214,6 @@ class GPTModel(LanguageModule):
         # backward marks it as ready
         all_labels = torch.cat([labels, *(each.labels for each in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
-        return self.mtp.attach(losses, later_losses, tokens, loss_mask, side_losses.scale)
+        return self.mtp.attach(losses, later_losses, tokens, loss_mask, aux_losses.scale)
 
 serve_other_names(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.attention.packed_seq_params import host_may_read
+from megatron.core.attention.packed_seq_params import is_on_host
 
 
 def token_mask(mask: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _visible(mask: Tensor) -> Tensor:
 
 
 def _require(fits: Tensor, message: str) -> None:
-    if not host_may_read(fits):
+    if not is_on_host(fits):
         torch._assert_async(fits)
     elif not fits:
         raise ValueError(message)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
+from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
@@ -112,7 +112,7 @@ class T5Model(LanguageModule):
             specs=specs,
         )  # fmt: skip
         if branches is None:
-            branches = self.branches_of_this_stage(described)
+            branches = self.stage_branches(described)
         of_encoder = sum(map(len, described.costs.names[:encoder_depth]))
         with self.construction():
             if pre_process and self.num_buckets:
@@ -194,7 +194,7 @@ class T5Model(LanguageModule):
         encoder_tokens = None if encoder_attn_mask is None else token_mask(encoder_attn_mask)
         check_masks(decoder_attn_mask, encoder_decoder_attn_mask, encoder_tokens)
         if encoder_tokens is not None:
-            encoder_lengths = lengths_of_mask(encoder_tokens)
+            encoder_lengths = mask_lengths(encoder_tokens)
         (batch, length), (_, target_length) = encoder_input_ids.shape, decoder_input_ids.shape
         device = encoder_input_ids.device
         samples = self.samples(batch, sample_index, device)

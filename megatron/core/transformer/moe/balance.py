@@ -134,8 +134,8 @@ def side_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (this rank's share of the sum of all losses, with coefficients and token weights; statistics).
 
-    ``tokens_b`` [b] is as in :class:`SideLosses`; ``lengths`` are the local and the full sequence length. A statistic
-    is (share of the loss without coefficient, times its tokens; share of those tokens).
+    ``tokens_b`` [b] is as in :class:`AuxLossWeights`; ``lengths`` are the local and the full sequence length. A
+    statistic is (share of the loss without coefficient, times its tokens; share of those tokens).
     """
     local, whole = lengths
     tokens_b = tokens_b.to(sums.z_b.dtype)

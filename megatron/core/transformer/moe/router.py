@@ -29,12 +29,12 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Zeros, parameter
 from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
+from megatron.core.transformer.aux_losses import attach_loss
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.moe import routing
 from megatron.core.transformer.moe.balance import SideLossRule, choice_counts, fractions, side_loss, summarize
 from megatron.core.transformer.recompute import choose, is_recomputing
-from megatron.core.transformer.side_losses import attach_loss
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -141,7 +141,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> routing.Routing:
         """Route ``hidden_states`` [s, b, h]. In training it also adds statistics and attaches the losses of
-        ``ctx.side_losses``; recomputation adds no statistics and replays the choices.
+        ``ctx.aux_losses``; recomputation adds no statistics and replays the choices.
         """
         logits = self._logits(self._jittered(hidden_states, ctx))
         experts = choose(lambda: self._choose(logits))
@@ -218,7 +218,7 @@ class TopKRouter(nn.Module):
         except during recomputation. May all-reduce choice counts over ``sharers``.
         """
         rule, counting, shares = self.losses, not is_recomputing(), {}
-        side, (length, batch) = ctx.side_losses, logits.shape[:2]
+        side, (length, batch) = ctx.aux_losses, logits.shape[:2]
         if not rule.statistics:
             return weights
         if rule.coefficient_of:

@@ -27,7 +27,7 @@ def test_rows_without_padding_have_no_documents_where_the_host_can_know(monkeypa
     whole = torch.tensor([128, 128])
     assert PackedSeqParams.of_padding(whole, 128) is None
     assert PackedSeqParams.of_padding(LENGTHS, 128).cu_seqlens_q.tolist() == [0, 3, 128, 256, 256]
-    monkeypatch.setattr(packed_seq_params, "host_may_read", lambda x: False)
+    monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
     assert PackedSeqParams.of_padding(whole, 128).cu_seqlens_q.tolist() == [0, 128, 128, 256, 256]
 
 
@@ -45,7 +45,7 @@ def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
 def test_boundaries_are_known_where_the_host_may_read_or_has_read_them(monkeypatch):
     documents = of([0, 3, 8])
     assert documents.known
-    monkeypatch.setattr(packed_seq_params, "host_may_read", lambda x: False)
+    monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
     assert PackedSeqParams().known and not documents.known
     documents.all_bounds()
     assert documents.known

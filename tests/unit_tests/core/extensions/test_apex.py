@@ -12,7 +12,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.apex import ApexAdam, ApexNormalize, ApexWeightGradient
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.models.backends import describe_choices
+from megatron.core.models.backends import kernel_summary
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -199,7 +199,7 @@ def test_an_apex_that_is_too_old_is_named(monkeypatch):
 
 def test_what_was_built_is_described(monkeypatch, caplog):
     fake_apex.install(monkeypatch)
-    ours, theirs = (list(describe_choices([make_model(parts)])) for parts in ([], BOTH))
+    ours, theirs = (list(kernel_summary([make_model(parts)])) for parts in ([], BOTH))
     described = {"weight gradients: apex (--apex-parts wgrad)", "norms: apex (--apex-parts norm)"}
     assert set(theirs) - set(ours) == described and len(theirs) == len(ours) + 2
     with caplog.at_level(logging.INFO):

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.extensions.apex import EXTENSIONS, ApexAdam, ApexNormalize, ApexWeightGradient, what_is_missing
 from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_
-from megatron.core.fusions.master_weights import Copy, Master, Remainder, Updated
+from megatron.core.fusions.master_weights import Copy, Master, OptimizerEntry, Remainder
 from megatron.core.fusions.residual_norm import NormTraits, normalize_plain
 from megatron.core.tensor_parallel.linear import accumulate_product
 from tests.test_utils import fake_apex
@@ -77,7 +77,7 @@ def test_adam_equals_ours(kind, changes, needs):
                 master.kept = torch.zeros(size, dtype=kind.kept_dtype, device="cuda")
                 master.refresh()
             moments = (random(size, seed=1), random(size, seed=2).square())
-            tensors.append(Updated(master, random(size, seed=3), moments))
+            tensors.append(OptimizerEntry(master, random(size, seed=3), moments))
         update([AdamGroup(tensors, 0.01, 0.1)], AdamStep(0.9, 0.999, 1e-8, numbers["decoupled"], step, skip, factor))
         results.append([value for each in tensors for value in (each.master.read(), *each.moments)])
     for theirs, ours in zip(results[1], results[0]):

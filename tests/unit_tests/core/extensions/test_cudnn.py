@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.core.extensions.cudnn import cudnn_takes_lengths
+from megatron.core.extensions.cudnn import cudnn_supports_lengths
 from tests.test_utils.gpt_runs import MODEL_FLAGS
 
 PARTS = ["libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"]
@@ -69,4 +69,4 @@ def test_what_the_user_named_is_named_again_afterwards(two_versions):
 
 @pytest.mark.parametrize("lengths, taken", [((128, 256), True), ((128, 200), False), ((64, 128), False)])
 def test_lengths_are_multiples_of_a_tile(lengths, taken):
-    assert cudnn_takes_lengths(*lengths) == taken
+    assert cudnn_supports_lengths(*lengths) == taken

@@ -10,7 +10,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear, kernel_variables
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.models.backends import describe_choices
+from megatron.core.models.backends import kernel_summary
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.gpt import GPTModel
@@ -182,10 +182,10 @@ def test_contradicting_variables_are_refused(monkeypatch):
 
 def test_what_was_built_is_described(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
-    ours, theirs = ("\n".join(describe_choices([make_model(engine)])) for engine in (False, True))
+    ours, theirs = ("\n".join(kernel_summary([make_model(engine)])) for engine in (False, True))
     assert "layers: local" in ours and "attention: torch SDPA (no GPU, float64, head dim 8)" in ours
     assert "layers: transformer_engine" in theirs and "attention: Transformer Engine" in theirs
-    layered = "\n".join(describe_choices([make_model(False, num_layers=4, **CASES["llama"])]))
+    layered = "\n".join(kernel_summary([make_model(False, num_layers=4, **CASES["llama"])]))
     assert "window 3,0) in layers 1, 3" in layered and "in layers 2, 4" in layered
 
 

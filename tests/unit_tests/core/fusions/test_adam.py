@@ -7,12 +7,12 @@ from megatron.core.fusions import adam
 from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
 from megatron.core.fusions.master_weights import (
     Copy,
-    Gathered,
+    FSDPMaster,
     Master,
+    OptimizerEntry,
     Remainder,
-    Updated,
-    avoid_even_halves_,
     join_fp32,
+    nudge_rounding_ties_,
     split_fp32,
 )
 
@@ -28,7 +28,7 @@ def updated(size, weight, kind, moments, gradient, device="cpu", seed=0):
         master.write(exact)
     first, second = (0.1 * torch.randn(size, generator=generator).to(device) for _ in range(2))
     states = (first.to(moments[0]), second.square().to(moments[1]))
-    return Updated(master, torch.randn(size, generator=generator).to(device, gradient), states)
+    return OptimizerEntry(master, torch.randn(size, generator=generator).to(device, gradient), states)
 
 
 def numbers(device="cpu", skip=0.0, factor=0.3, decoupled=True, step=3.0):
@@ -41,7 +41,7 @@ FORMATS = {
     "fp32": (torch.float32, Master, (torch.float32, torch.float32), torch.float32),
     "bf16, copy": (torch.bfloat16, Copy, (torch.float32, torch.float32), torch.bfloat16),
     "fp16, copy": (torch.float16, Copy, (torch.float32, torch.float32), torch.float32),
-    "fp32, gathered": (torch.float32, Gathered, (torch.float32, torch.float32), torch.float32),
+    "fp32, gathered": (torch.float32, FSDPMaster, (torch.float32, torch.float32), torch.float32),
     "bf16, remainder": (torch.bfloat16, Remainder, (torch.float32, torch.float32), torch.float32),
     "all in 16 bits": (torch.bfloat16, Remainder, (torch.bfloat16, torch.bfloat16), torch.bfloat16),
     "one moment in 16 bits": (torch.float32, Master, (torch.bfloat16, torch.float32), torch.float32),
@@ -114,7 +114,7 @@ def test_a_remainder_gives_every_fp32_number_back():
     exact = patterns.view(torch.float32)
     weight, remainder = split_fp32(exact)
     assert torch.equal(join_fp32(weight, remainder).view(torch.int32), patterns)
-    settled = avoid_even_halves_(exact.clone())
+    settled = nudge_rounding_ties_(exact.clone())
     changed = settled.view(torch.int32) != patterns
     assert torch.equal(changed, (patterns & 0x1FFFF) == 0x8000)
     weight, same = split_fp32(settled)[0].view(torch.int16), exact.bfloat16().view(torch.int16)
@@ -125,7 +125,7 @@ def test_a_remainder_gives_every_fp32_number_back():
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_masters_of_bf16_walk_the_same_path(decoupled):
     """From values that are halves, too."""
-    kinds = {Remainder: torch.bfloat16, Copy: torch.bfloat16, Gathered: torch.float32}
+    kinds = {Remainder: torch.bfloat16, Copy: torch.bfloat16, FSDPMaster: torch.float32}
     many = [updated(4001, dtype, kind, (torch.float32, torch.float32), torch.float32) for kind, dtype in kinds.items()]
     for each in many:
         each.master.write(many[0].master.read().view(torch.int32).bitwise_or(0x8000).view(torch.float32))

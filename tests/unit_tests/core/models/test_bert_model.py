@@ -19,7 +19,7 @@ from megatron.core.models.common import language_module
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt import GPTModel
 from megatron.core.sharding.placement import Partial
-from megatron.training.data.batch import laid_end_to_end
+from megatron.training.data.batch import pack_rows
 
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 SETTINGS = {
@@ -132,7 +132,7 @@ def test_samples_laid_end_to_end_are_what_they_are_in_rows(position_embedding_ty
     used = torch.arange(16) < lengths[:, None]
     losses, binary = model(ids, used.long(), types, labels)
     row = {"loss_mask": mask, "ids": ids, "types": types, "labels": labels, "sample_index": torch.arange(3)}
-    row, documents = laid_end_to_end(row, lengths, 8)
+    row, documents = pack_rows(row, lengths, 8)
     packed, packed_binary = model(
         row["ids"], tokentype_ids=row["types"], lm_labels=row["labels"], packed_seq_params=documents,
         position_ids=row["position_ids"], first_tokens=torch.tensor([0, 16, 23, 34]),

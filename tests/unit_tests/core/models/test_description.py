@@ -15,7 +15,7 @@ from megatron.core.description.model import Piece
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -219,7 +219,7 @@ class UndescribedNorm(torch.nn.Module):
 
 def test_stages_of_layers_that_take_no_time_or_have_unknown_norms_count_layers_alike():
     config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4)
-    for norm, unknown in ((make_norm, []), (UndescribedNorm, ["shapeless"])):
+    for norm, unknown in ((build_norm, []), (UndescribedNorm, ["shapeless"])):
         spec = ModuleSpec(TransformerLayer, submodules=[BranchSpec("shapeless", Shapeless, norm)])
         found = described(config, 50, 16, spec=spec)
         assert found.unknown == unknown and found.costs == ((("shapeless",),) * 3, None, 0.0)

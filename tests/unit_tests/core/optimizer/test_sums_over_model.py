@@ -34,11 +34,11 @@ GRIDS = [
 ]  # fmt: skip
 
 
-def contributions(grid, rank, shares_update):
+def contributions(grid, rank, shards_optimizer):
     """Return for each share of one rank its elements, by name and index, and the ranks of each sum."""
     groups = build_process_groups(grid, rank, lambda name, lists: (object(), None))
     optimizer = MegatronOptimizer.__new__(MegatronOptimizer)
-    optimizer.groups, optimizer.shares_update, held = groups, shares_update, {}
+    optimizer.groups, optimizer.shards_optimizer, held = groups, shards_optimizer, {}
     optimizer.model_params = {
         f"{name} of stage {groups.pp.rank}": parameter(shape, init=Zeros(), mesh=mesh, groups=groups)
         for name, (shape, mesh) in SHAPES.items()
@@ -49,7 +49,7 @@ def contributions(grid, rank, shares_update):
         if name.startswith(("experts", "all experts")):
             shard = groups.edp_shard
         own = numbers[tuple(slice(at, at + size) for at, size in zip(place.offsets, place.lengths))].flatten()
-        held[name] = np.array_split(own, shard.size)[shard.rank] if shares_update else own
+        held[name] = np.array_split(own, shard.size)[shard.rank] if shards_optimizer else own
     optimizer._counted = {
         ranks: [name for name in optimizer.model_params if optimizer._is_counted(name, ranks)]
         for ranks in groups.data_parallel
@@ -58,11 +58,11 @@ def contributions(grid, rank, shares_update):
     return [(Counter(elements), [group.ranks for group in summed]) for elements, summed in shares]
 
 
-@pytest.mark.parametrize("shares_update", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("shards_optimizer", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("sizes", GRIDS, ids=lambda sizes: " ".join(f"{axis}{size}" for axis, size in sizes.items()))
-def test_every_rank_sums_every_element_of_the_model_once(sizes, shares_update):
+def test_every_rank_sums_every_element_of_the_model_once(sizes, shards_optimizer):
     grid = RankGrid(**sizes)
-    ranks = [contributions(grid, rank, shares_update) for rank in range(grid.world_size)]
+    ranks = [contributions(grid, rank, shards_optimizer) for rank in range(grid.world_size)]
     totals = [Counter() for _ in ranks]
     for share in range(len(ranks[0])):
         values = [own[share][0] for own in ranks]

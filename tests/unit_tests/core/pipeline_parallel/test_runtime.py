@@ -12,7 +12,7 @@ from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
-from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks
+from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, chunk_iterators
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import forward_only
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
@@ -62,7 +62,7 @@ def run(schedule: Schedule, chunks, outputs=None, shapes=((2, WIDTH),), kind=Mes
         return output, lambda out: (out.sum(), *[torch.tensor(out.numel())] * (not mean), {"loss": out.sum()})
 
     transform = options.pop("loss_transform", None)
-    work = Work(forward_step, chunks, iterators_of_chunks(iter(batches()), len(chunks)), transform)
+    work = Work(forward_step, chunks, chunk_iterators(iter(batches()), len(chunks)), transform)
     shape = MessageShape(shapes, torch.float64, torch.device("cpu"))
     return PipelineRun(schedule, 0, work, kind(schedule, SINGLE_PROCESS, shape), **options).run()
 
@@ -124,14 +124,14 @@ def test_outputs_are_let_go_before_their_backward():
 
 def test_iterators_for_other_numbers_of_chunks_are_refused():
     with pytest.raises(ValueError, match="3 data iterators for 2 model chunks"):
-        iterators_of_chunks([iter(())] * 3, 2)
+        chunk_iterators([iter(())] * 3, 2)
 
 
 def test_one_iterator_is_read_once_for_all_chunks():
     batches = iter([1, 2])
-    (alone,) = iterators_of_chunks(batches, 1)
-    assert alone is batches and iterators_of_chunks(None, 2) == [None, None]
-    assert [list(each) for each in iterators_of_chunks(batches, 2)] == [[1, 2]] * 2
+    (alone,) = chunk_iterators(batches, 1)
+    assert alone is batches and chunk_iterators(None, 2) == [None, None]
+    assert [list(each) for each in chunk_iterators(batches, 2)] == [[1, 2]] * 2
 
 
 def test_a_later_stage_needs_a_way_to_take_its_input():

@@ -34,9 +34,9 @@ def test_keys_are_equal_in_every_process_and_tell_parts_apart():
     assert len(set(keys)) == len(keys)
 
 
-def elements(key, index, transform=rng._normal_of_words):
+def elements(key, index, transform=rng._normal_from_words):
     """Elements of a stream one by one: word ``i % 4`` of counter ``i // 4``."""
-    values = transform(rng._words_of_blocks(key, index >> 2))
+    values = transform(rng._block_words(key, index >> 2))
     return values.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
 
 
@@ -65,7 +65,7 @@ def test_normal_numbers_are_those_of_the_logarithm_sine_and_cosine():
 
 
 def test_uniform_numbers_fill_the_unit_interval_evenly():
-    values = elements(rng.key(5, "u"), torch.arange(1 << 18), rng._uniform_of_words)
+    values = elements(rng.key(5, "u"), torch.arange(1 << 18), rng._uniform_from_words)
     counts = torch.histc(values, bins=64, min=0, max=1)
     chi_squared = ((counts - 4096) ** 2 / 4096).sum().item()
     assert 25 < chi_squared < 120 and values.min() > 0 and values.max() < 1
@@ -76,7 +76,7 @@ def test_uniform_numbers_fill_the_unit_interval_evenly():
 def test_any_run_equals_the_elements_by_index(distribution, start, length):
     key = rng.key(9, "runs")
     run = rng.fill_runs_(torch.empty(1, length, dtype=torch.float64), key, torch.tensor([start]), distribution)
-    by_index = elements(key, torch.arange(start, start + length), getattr(rng, f"_{distribution}_of_words"))
+    by_index = elements(key, torch.arange(start, start + length), getattr(rng, f"_{distribution}_from_words"))
     assert torch.equal(run[0], by_index)
 
 

@@ -343,9 +343,9 @@ def experts_reduced_over_the_model():
 
 def replicated_experts_counted_everywhere():
     """Every rank counts its expert parameters, copies too."""
-    correct = optimizer_module.is_counted_here
+    correct = optimizer_module.counts_on_this_rank
     return mock.patch.object(
-        optimizer_module, "is_counted_here", lambda spec, groups: spec.is_expert or correct(spec, groups)
+        optimizer_module, "counts_on_this_rank", lambda spec, groups: spec.is_expert or correct(spec, groups)
     )
 
 

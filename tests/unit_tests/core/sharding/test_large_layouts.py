@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed.replicas import _AXES
 from megatron.core.groups.process_groups import RankGrid, build_process_groups
-from megatron.core.sharding.placement import data_parallel_groups, global_name, is_counted_here, local_rectangle
+from megatron.core.sharding.placement import counts_on_this_rank, data_parallel_groups, global_name, local_rectangle
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.training.config.resolve import rank_order
@@ -105,7 +105,7 @@ def held_by(groups, model):
         dp = data_parallel_groups(spec, groups)
         yield Held(
             global_name(name, spec), local_rectangle(spec, groups), dp.reduce.ranks, dp.model.ranks,
-            is_counted_here(spec, groups),
+            counts_on_this_rank(spec, groups),
         )  # fmt: skip
 
 

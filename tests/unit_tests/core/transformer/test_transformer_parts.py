@@ -23,10 +23,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.random.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import Normal, XavierUniform
-from megatron.core.transformer.branch import takes_context
+from megatron.core.transformer.branch import accepts_context
 from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.norm import L2Norm, make_norm
+from megatron.core.transformer.norm import L2Norm, build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, layer_branches
 from tests.test_utils.reference_attention import reference_attention
@@ -106,8 +106,8 @@ def test_layer_scaling_keeps_float16_scores_finite_and_changes_no_result():
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_zero_centred_norms_start_and_act_as_plain_ones(kind):
-    plain = make_norm(make_config(normalization=kind), 24, 1e-5, groups=SINGLE_PROCESS)
-    centred = make_norm(make_config(normalization=kind, apply_layernorm_1p=True), 24, 1e-5, groups=SINGLE_PROCESS)
+    plain = build_norm(make_config(normalization=kind), 24, 1e-5, groups=SINGLE_PROCESS)
+    centred = build_norm(make_config(normalization=kind, apply_layernorm_1p=True), 24, 1e-5, groups=SINGLE_PROCESS)
     x = torch.randn(3, 24, dtype=DOUBLE)
     assert centred.weight.eq(0).all() and plain.weight.eq(1).all()
     with torch.no_grad():
@@ -289,7 +289,8 @@ def test_initial_values_follow_from_the_configuration(fields, reading, writing, 
 
 
 def test_a_mixer_is_given_what_its_signature_takes():
-    assert takes_context(lambda x, ctx: x) and takes_context(lambda x, *rest: x) and not takes_context(lambda x: x)
+    assert accepts_context(lambda x, ctx: x) and accepts_context(lambda x, *rest: x)
+    assert not accepts_context(lambda x: x)
 
 
 def test_word_embeddings_are_padded_to_128_rows():

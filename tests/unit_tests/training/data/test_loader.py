@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
+from megatron.training.data.batch import get_batch_on_this_cp_rank, pack_rows, sort_by_length
 from megatron.training.data.loader import (
     PADDING,
     EpochShuffle,
@@ -126,18 +126,18 @@ def test_a_batch_of_tensors_of_all_widths_travels_as_one(pinned):
 def test_samples_are_laid_end_to_end_and_the_row_is_filled_up():
     text = torch.arange(1, 13).view(3, 4)
     batch = {"text": text, "loss_mask": text, "is_random": torch.ones(3), "sample_index": torch.tensor([7, 8, -1])}
-    row, documents = laid_end_to_end(batch, torch.tensor([4, 1, 2]), 3)
+    row, documents = pack_rows(batch, torch.tensor([4, 1, 2]), 3)
     assert row["text"].tolist() == [[1, 2, 3, 4, 5, 9, 10, 0, 0]] and documents.document_bounds() == (0, 4, 5, 7, 9)
     assert row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0, 1, 0, 1]] and documents.max_seqlen_q == 4
     assert row["document"].tolist() == [[0, 0, 0, 0, 1, 2, 2, 3, 3]]
     assert row["sample_index"].tolist() == [7, 8, -1, -1] and row["is_random"].tolist() == [1, 1, 1, 0]
-    exact, bounds = laid_end_to_end(batch, torch.tensor([4, 1, 1]), 3)
+    exact, bounds = pack_rows(batch, torch.tensor([4, 1, 1]), 3)
     assert exact["text"].tolist() == [[1, 2, 3, 4, 5, 9]] and bounds.document_bounds() == (0, 4, 5, 6)
 
 
 def test_the_longest_rows_come_first_and_equal_ones_keep_their_order(monkeypatch):
     make_sorts_unstable(monkeypatch)
-    batch, lengths = longest_first({"sample_index": torch.arange(5)}, torch.tensor([2, 4, 2, 3, 4]))
+    batch, lengths = sort_by_length({"sample_index": torch.arange(5)}, torch.tensor([2, 4, 2, 3, 4]))
     assert lengths.tolist() == [4, 4, 3, 2, 2] and batch["sample_index"].tolist() == [1, 4, 3, 0, 2]
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from megatron.training.exits.conditions import (
     EXIT_SIGNALS,
     ExitConditions,
-    OutliveExitSignals,
+    IgnoreExitSignals,
     agree,
     as_signal,
     decide,
@@ -180,7 +180,7 @@ def test_an_unsignalled_run_puts_the_handler_back():
 def test_loader_workers_outlive_the_signal_only_if_the_trainer_catches_it(restored, handles):
     cfg = flags(exit_signal_handler=handles)
     with ExitConditions(cfg):
-        loader = DataLoader(range(100), num_workers=1, worker_init_fn=OutliveExitSignals())
+        loader = DataLoader(range(100), num_workers=1, worker_init_fn=IgnoreExitSignals())
         batches = iter(loader)
         next(batches)
         (worker,) = batches._workers
@@ -324,11 +324,11 @@ LEAVES_A_LOADER_BEHIND = """
 import signal
 from types import SimpleNamespace
 from torch.utils.data import DataLoader
-from megatron.training.exits.conditions import ExitConditions, OutliveExitSignals
+from megatron.training.exits.conditions import ExitConditions, IgnoreExitSignals
 
 flags = SimpleNamespace(save="x", save_on_signal=True, exit_signal_handler=False, exit_signal="SIGTERM")
 with ExitConditions(flags):
-    kept = iter(DataLoader(range(100), num_workers=1, worker_init_fn=OutliveExitSignals()))
+    kept = iter(DataLoader(range(100), num_workers=1, worker_init_fn=IgnoreExitSignals()))
     assert next(kept) == 0
     kept._workers[0].terminate()  # as a batch system does: the worker lives on
     assert [int(next(kept)) for _ in range(20)] == list(range(1, 21))

@@ -13,7 +13,7 @@ from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import activations_by_kind, estimate_memory, stage_activations
 from megatron.training.report.out_of_memory import HeldMemory, is_out_of_memory, measure, out_of_memory
 from megatron.training.report.pipeline import run_stages
-from megatron.training.report.rates import cost_rows, kind_of_model, nearest_rate
+from megatron.training.report.rates import cost_rows, model_kind, nearest_rate
 from tests.test_utils.gpt_runs import train_with_errors
 
 LLAMA_8B = (
@@ -108,7 +108,7 @@ def test_time_and_cost_follow_from_the_measured_rate():
 )
 def test_the_nearest_measured_row_is_of_the_kind_and_the_slowest_axis(flags, kind, axes):
     cfg = settings(flags, 8)
-    assert kind_of_model(cfg) == kind
+    assert model_kind(cfg) == kind
     assert (nearest_rate(cfg).kind, dict(nearest_rate(cfg).axes)) == (kind, axes)
 
 

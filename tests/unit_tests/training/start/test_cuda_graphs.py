@@ -237,7 +237,7 @@ def test_replays_of_padded_batches_equal_plain_execution(family, flags, monkeypa
         monkeypatch.setattr(module, "check_ids", lambda *_: None)  # which reads ids in host memory alone
     monkeypatch.setattr(philox, "philox", philox._rounds)  # in torch, as on a device
     expected = train_task(family, flags, "fp64")
-    monkeypatch.setattr(packed_seq_params, "host_may_read", lambda x: False)
+    monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
     found = train_task(family, flags, "fp64", graphs={"record": record_tape})
     if DROPOUT in flags:
         assert_equal_bits(found, expected)

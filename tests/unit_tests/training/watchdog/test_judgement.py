@@ -87,7 +87,7 @@ def first_of(*reports, late=None):
 
     def raise_on(monitor):
         time.sleep(0.2 if monitor.rank == late else 0.0)
-        return monitor._first_of_all(reports[monitor.rank])
+        return monitor._first_failure(reports[monitor.rank])
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(raise_on, ranks))
@@ -143,7 +143,7 @@ def test_an_error_of_a_collective_does_not_hide_the_error_that_caused_it():
 
 def test_a_rank_that_raises_alone_is_named_after_a_moment():
     first, second = monitors(2)
-    assert first._first_of_all(report(0, "a bug")) == Failure(0, "iteration 3: a bug", "trace")
+    assert first._first_failure(report(0, "a bug")) == Failure(0, "iteration 3: a bug", "trace")
     second.store.declare(Failure(1, "was first"))
     first.main_thread_raised(report(0, "a bug"), consequence=False, speak=pytest.fail)  # no word of its own
 
@@ -260,7 +260,7 @@ def test_an_error_of_all_ranks_is_printed_once_per_host(error, together, is_firs
     said, launcher = [], []
     monkeypatch.setattr(watchdog, "say", lambda text, rank: said.append(text))
     monkeypatch.setattr(watchdog, "write_line", said.append)
-    monkeypatch.setattr(watchdog, "tell_launcher", lambda text, error: launcher.append((text, error)))
+    monkeypatch.setattr(watchdog, "notify_launcher", lambda text, error: launcher.append((text, error)))
     one = SimpleNamespace(_monitor=SimpleNamespace(rank=1, local_ranks=SimpleNamespace(is_first=is_first)))
     for_user = isinstance(error, UserError)
     watchdog.Watchdog._speak(one, error, Failure(1, "what", for_user=for_user, together=together))

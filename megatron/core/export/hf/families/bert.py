@@ -38,7 +38,7 @@ def has_pairs(masked: str) -> Computed:
     return Computed(("type_vocab_size",), ("bert_binary_head",), load, save)
 
 
-def one_kind_of_token(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def one_token_type(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The embedding that a model without pairs lacks."""
     if settings["bert_binary_head"]:
         return {}
@@ -85,7 +85,7 @@ BERT = Family(
     weights={**WEIGHTS, **POST_NORMS},
     unused=(r"bert\.embeddings\.position_ids",),
     base="bert.", model_family="bert", also_read=("BertForMaskedLM",), aliases=OLD_NAMES,
-    optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_kind_of_token,
+    optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_token_type,
 )  # fmt: skip
 MEGATRON_BERT = replace(
     BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining", models="Megatron-LM's BERT",

@@ -17,7 +17,7 @@ BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 1
 
 def _load_layers(config: Table) -> dict[str, Any]:
     count, every = config["num_hidden_layers"], get(config, ("global_attn_every_n_layers",), 3)
-    has = attention.layers_of_types(config, [layer % every != 0 for layer in range(count)])
+    has = attention.layer_types_pattern(config, [layer % every != 0 for layer in range(count)])
     half, tables = get(config, ("local_attention",), 128) // 2, get(config, ("rope_parameters",), {})
     if not isinstance(tables, dict) or not all(isinstance(tables.get(kind) or {}, dict) for kind in BASES):
         raise refuse("rope_parameters", tables, f"but must be a table each for {FULL} and {SLIDING}")

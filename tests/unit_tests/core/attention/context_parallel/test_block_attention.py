@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.attention import choose
-from megatron.core.attention.choose import build_request, choose_kernel, make_kernel
+from megatron.core.attention.choose import build_kernel, build_request, choose_kernel
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.attention.kernels.base import Request
@@ -127,7 +127,8 @@ def raw_flash_errors(tile, window):
 @pytest.mark.gpu
 def test_bands_of_rings_are_right_on_this_gpu():
     for channels, dtype in [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)]:
-        assert choose._bands_are_right_here("flash" if channels > 128 else "cudnn", channels, dtype), (channels, dtype)
+        kernel = "flash" if channels > 128 else "cudnn"
+        assert choose._flash_bands_are_correct(kernel, channels, dtype), (channels, dtype)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -135,16 +136,16 @@ def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeyp
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(choose, "_bands_are_right_here", lambda *arguments: asked.append(arguments) or right)
+    monkeypatch.setattr(choose, "_flash_bands_are_correct", lambda *arguments: asked.append(arguments) or right)
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=1, params_dtype=torch.bfloat16, attention_dropout=0.0,
         window_size=(8, 0),
     )  # fmt: skip
-    choice, kernel = make_kernel(build_request(config, config.window_size, "ring"), config, 1, 0.1)
+    choice, kernel = build_kernel(build_request(config, config.window_size, "ring"), config, 1, 0.1)
     assert type(kernel) is (TorchAttention if right else UnfusedAttention)
     assert right or "wrong on the bands" in str(choice)
     assert asked == [("cudnn", 64, torch.bfloat16)]
-    make_kernel(build_request(config, config.window_size, "gather"), config, 1, 0.1)
+    build_kernel(build_request(config, config.window_size, "gather"), config, 1, 0.1)
     assert len(asked) == 1  # only rings make bands that not every flash kernel gets right
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.compat.training_utils import get_batch_on_this_cp_rank
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.context_parallel.forms import comm_type_of_layer, layout_of_layer
+from megatron.core.attention.context_parallel.forms import layer_comm_type, layer_layout
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -139,8 +139,8 @@ def test_sizes_of_two_levels_make_up_the_ranks():
 
 
 def test_a_list_of_forms_counts_layers_of_the_whole_model():
-    assert [comm_type_of_layer(["a2a", "p2p"], layer) for layer in (1, 2)] == ["a2a", "p2p"]
-    assert comm_type_of_layer(["allgather"], 7) == comm_type_of_layer("allgather", 7) == "allgather"
+    assert [layer_comm_type(["a2a", "p2p"], layer) for layer in (1, 2)] == ["a2a", "p2p"]
+    assert layer_comm_type(["allgather"], 7) == layer_comm_type("allgather", 7) == "allgather"
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_only_rings_and_gathers_merge_blocks(kind, levels, needs):
         for name, size in {"cp": 2, **dict(zip(("cp_a2a", "cp_p2p"), levels))}.items()
     }
     config = make_config(cp_comm_type=kind, context_parallel_size=2)
-    assert layout_of_layer(config, 1, replace(SINGLE_PROCESS, **groups)).needs == needs
-    assert layout_of_layer(config, 1, SINGLE_PROCESS).needs == "whole"
+    assert layer_layout(config, 1, replace(SINGLE_PROCESS, **groups)).needs == needs
+    assert layer_layout(config, 1, SINGLE_PROCESS).needs == "whole"

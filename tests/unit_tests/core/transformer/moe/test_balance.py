@@ -14,6 +14,7 @@ from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.statistics import StatisticsSum
+from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.balance import (
     SideLossRule,
@@ -24,7 +25,6 @@ from megatron.core.transformer.moe.balance import (
     summarize,
 )
 from megatron.core.transformer.moe.routing import top_k
-from megatron.core.transformer.side_losses import SideLosses
 
 DOUBLE = torch.float64
 S, B, E, K = 6, 3, 5, 2
@@ -169,9 +169,9 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
     for step in range(STEPS):
         for sample_b in samples:
             at = DropoutCoordinates(DropoutStream(3), sample_b + step * BATCH, position)
-            side = SideLosses(valid[sample_b], torch.tensor(2.0, dtype=DOUBLE))
+            side = AuxLossWeights(valid[sample_b], torch.tensor(2.0, dtype=DOUBLE))
             x = (whole * (1 + step))[position][:, sample_b]
-            experts, weights, _ = router(x, ForwardContext(dropout=at, side_losses=side))
+            experts, weights, _ = router(x, ForwardContext(dropout=at, aux_losses=side))
             (weights.view(len(position), -1, 2) * target[position][:, sample_b]).sum().mul(2.0).backward()
             for (s, b), chosen in zip(
                 ((s, b) for s in position.tolist() for b in sample_b.tolist()), experts.tolist()

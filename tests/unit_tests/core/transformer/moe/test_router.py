@@ -13,12 +13,12 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
+from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe import routing
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute
-from megatron.core.transformer.side_losses import SideLosses
 from tests.test_utils.training_steps import give_main_grad
 
 DOUBLE = torch.float64
@@ -253,7 +253,7 @@ def test_recomputation_routes_as_the_first_pass_did_and_counts_once():
     settings = {"moe_expert_capacity_factor": 0.75, "moe_aux_loss_coeff": [0.1], "moe_router_num_groups": 4,
                 "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True,
                 "moe_router_score_function": "sigmoid"}  # fmt: skip
-    ctx = ForwardContext(side_losses=SideLosses(torch.ones(3), torch.ones(())))
+    ctx = ForwardContext(aux_losses=AuxLossWeights(torch.ones(3), torch.ones(())))
     plain, x = make_router(**settings), hidden().requires_grad_()
     (plain(x, ctx).weights ** 2).sum().backward()
     router, y = make_router(**settings), hidden().requires_grad_()
@@ -336,7 +336,7 @@ GROUPED = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
 def test_balancing_losses_know_no_bias_groups_and_capacity(other):
     settings = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [1.0, 1.0],
                 "moe_router_score_function": "sigmoid"}  # fmt: skip
-    ctx = ForwardContext(side_losses=SideLosses(torch.ones(3), torch.ones(())))
+    ctx = ForwardContext(aux_losses=AuxLossWeights(torch.ones(3), torch.ones(())))
     found = []
     for more in ({}, other):
         router = make_router(**{**settings, **more})

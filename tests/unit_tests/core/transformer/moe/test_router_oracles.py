@@ -8,9 +8,9 @@ import torch
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.side_losses import SideLosses
 
 HIDDEN, EXPERTS, K = 16, 8, 4
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
@@ -79,8 +79,8 @@ def test_auxiliary_loss_is_that_of_transformers_over_k():
     router = TopKRouter(config, layer_number=1, groups=SINGLE_PROCESS)
     torch.nn.init.normal_(router.weight)
     x = torch.randn(6, 3, HIDDEN)
-    side = SideLosses(torch.full((3,), 6.0), torch.ones(()))
-    (router(x, ForwardContext(side_losses=side)).weights * 0).sum().backward()
+    side = AuxLossWeights(torch.full((3,), 6.0), torch.ones(()))
+    (router(x, ForwardContext(aux_losses=side)).weights * 0).sum().backward()
     mine, router.weight.grad = router.weight.grad, None
     logits = torch.nn.functional.linear(x, router.weight).flatten(0, 1)
     (mixtral.load_balancing_loss_func((logits,), EXPERTS, K) * 18 / K).backward()

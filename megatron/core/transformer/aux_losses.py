@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class SideLosses(NamedTuple):
+class AuxLossWeights(NamedTuple):
     """Weights of auxiliary losses in a micro-batch."""
 
     tokens_b: Tensor
