@@ -118,7 +118,9 @@ class SelfAttention(nn.Module):
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator that yields where a collective may be in flight."""
+        """Run ``forward`` as a generator of four segments: (start the all-gather) | projection and core attention |
+        output projection (start the reduction) | (wait, add the bias). Returns the output [s, b, h]. Collectives are in
+        flight between segments only with ``ctx.overlap``; else each runs inside its linear layer."""
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
         mixed = self.mix(gathering, ctx)

@@ -141,11 +141,11 @@ def _build_mixer(slot: Any, config: TransformerConfig, layer_number: int, groups
 
 @cache
 def accepts_context(forward: Callable[..., Any]) -> bool:
-    """Return whether a mixer's ``forward`` accepts the context.
+    """Return whether a mixer's ``forward`` has a parameter ``ctx`` or ``*args``, so that it is called as ``forward(x,
+    ctx)``; else it is called as ``forward(x)``.
 
-    Raises:
-        UserError: ``forward`` has a parameter such as ``attention_mask`` but no ``ctx``; nothing would fill it.
-    """
+    Raises: UserError: ``forward`` has ``attention_mask``, ``rotary_pos_emb`` or ``packed_seq_params`` but no ``ctx``;
+    nothing would fill them."""
     if _takes(forward, "ctx", inspect.Parameter.VAR_POSITIONAL):
         return True
     facts = ("attention_mask", "rotary_pos_emb", "packed_seq_params")

@@ -65,7 +65,8 @@ def undeclared_classes(specs: Sequence[ModuleSpec | Callable[..., Any]]) -> Iter
 
 
 def _classes(slot: Any) -> Iterator[type]:
-    """Yield the class of a slot and the classes of its branches' mixers and core attention."""
+    """Yield the class in a slot (a class, a spec or a partial of a class), then recursively the classes of its
+    branches' mixers and of its core attention. Slots with functions yield nothing."""
     submodules = getattr(slot, "submodules", None)
     kind = getattr(slot, "module", slot)
     while isinstance(kind, partial):

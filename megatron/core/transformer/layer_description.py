@@ -29,6 +29,9 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
 
 
 def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace) -> Piece:
+    """Return the description of one residual branch: of its mixer and its norm, from the ``describe`` attributes of the
+    classes in the slots. If either class has none, the piece is marked as unknown (``is_known`` False), without
+    parameters."""
     describe = getattr(getattr(spec.mixer, "module", spec.mixer), "describe", None)
     describe_norm = getattr(getattr(spec.norm, "module", spec.norm), "describe", norm)
     if describe is None or describe_norm is None:

@@ -76,7 +76,9 @@ class MLP(nn.Module):
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator that yields where a collective may be in flight."""
+        """Run ``forward`` as a generator of four segments: (start the all-gather) | fc1 | activation and fc2 (start the
+        reduction) | (wait, add the bias). Returns the output [s, b, h]. Collectives are in flight between segments only
+        with ``ctx.overlap``."""
         gathering = enter(self.linear_fc1, hidden_states, ctx)
         yield
         intermediate, _ = self.linear_fc1(gathering)

@@ -105,6 +105,9 @@ class MLASelfAttention(nn.Module):
     def _build_projections(
         self, config: TransformerConfig, slots: MLASelfAttentionSubmodules, groups: ProcessGroups
     ) -> None:
+        """Create the linear layers and latent norms from the slots. With a query rank: query down (or one fused down
+        projection), norm and up; else one full query projection. Key/value: down projection, norm, up. Sets
+        ``self._down``, the function that computes the latents."""
         query_rank, rank = self._ranks
         hidden, heads = config.hidden_size, config.num_attention_heads
         query_width, width = heads * (self._still + self._turned), heads * (self._still + self._value)
@@ -153,7 +156,9 @@ class MLASelfAttention(nn.Module):
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """Run ``forward`` as a generator that yields where a collective may be in flight."""
+        """Run ``forward`` as a generator of four segments: down projections and norms (start the all-gather) | up
+        projections and core attention | output projection (start the reduction) | (wait, add the bias). Returns [s, b,
+        h]. Latents are gathered in one message if ``ctx.overlap`` is set."""
         source, rest = self._down(hidden_states)
         # contiguous: a saved view would keep the memory of the full tensor
         latent, rope_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
@@ -200,6 +205,9 @@ class MLASelfAttention(nn.Module):
         return self._split(query, key_value, rope_key, tables)
 
     def _split(self, query: Tensor, key_value: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
+        """Return query, key [s, b, a, nope + rope] and value [s, b, a, v] from the outputs of the up projections.
+        Applies rotary ``tables`` (None: no rotation) to the rope channels only; the single rope key is copied to all
+        heads."""
         query = query.unflatten(-1, (-1, self._still + self._turned))
         key, value = key_value.unflatten(-1, (-1, self._still + self._value)).split((self._still, self._value), dim=-1)
         rope_key = rope_key.unsqueeze(2)

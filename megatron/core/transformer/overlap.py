@@ -102,7 +102,8 @@ def _through(layers: Sequence[Any], hidden_states: Tensor, ctx: ForwardContext) 
 
 
 def alternate(first: Segments[Tensor], second: Segments[Tensor]) -> tuple[Tensor, Tensor]:
-    """Run both generators to the end, ``first`` two segments ahead, and return their results."""
+    """Run both generators to the end and return their results, (of ``first``, of ``second``). ``first`` begins two
+    segments ahead; then they alternate, so that each half's collective overlaps with a segment of the other half."""
     results: dict[Segments[Tensor], Tensor] = {}
     # after these three steps, each resumed half waits for a collective that overlapped with the other half's last
     # segment

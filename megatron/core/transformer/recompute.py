@@ -55,6 +55,8 @@ class _Choices:
         """Index of the next choice to replay; None in the first run."""
 
     def run(self, function: Callable, *args: Any) -> Any:
+        """Run ``function(*args)`` and return its result, with this object as the store of choices: the first run
+        records each ``choose(...)``, later runs (recomputation) return the recorded values in the same order."""
         before = _choices.set(self)
         try:
             return function(*args)
@@ -117,9 +119,8 @@ def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> 
 
 
 def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
-    """Return the modules that selective recomputation recomputes, empty for other granularities; UserError for unknown
-    names.
-    """
+    """Return the modules that selective recomputation recomputes: ``recompute_modules``, by default only core_attn.
+    Empty for no or full recomputation. Raises UserError for unknown names."""
     if config.recompute_granularity != "selective":
         return frozenset()
     names = frozenset(("core_attn",) if config.recompute_modules is None else config.recompute_modules)
@@ -210,6 +211,8 @@ class _LazyOutputs:
         return _View(self, index, tuple(x.shape), tuple(x.stride()))
 
     def give(self, view: _View) -> Tensor:
+        """Return the tensor of a saved ``view``. The first call runs the function again without gradients and keeps all
+        outputs; they are freed after the last promised view."""
         self._waiting -= 1
         if self._made is None:
             with torch.no_grad():  # values only: the gradient flows through the graph of the first forward

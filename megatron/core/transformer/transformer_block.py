@@ -57,11 +57,10 @@ class TransformerBlockSubmodules:
 
 
 def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) -> Sequence[ModuleSpec]:
-    """Return one spec per layer of the full model.
+    """Return one spec per layer of the full model, in order. A single layer spec is repeated; a block spec must have
+    exactly ``num_layers`` entries.
 
-    Raises:
-        UserError: ``spec`` has another number of layers.
-    """
+    Raises: UserError: ``spec`` has another number of layers."""
     if isinstance(spec, ModuleSpec):
         return [spec] * num_layers
     if len(spec.layer_specs) != num_layers:

@@ -95,6 +95,8 @@ class TransformerLayer(nn.Module):
         return self._order(hidden_states, ctx)
 
     def _parallel_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """Run all branches on the same input [s, b, h] and add their outputs to it one after another, as a generator
+        (``use_parallel_residual``). Each branch has its own norm."""
         streams = []
         for branch in self.branches:  # chain the stream through the norms: their backward accumulates its gradient
             streams.append(branch.enter(hidden_states))
@@ -104,6 +106,8 @@ class TransformerLayer(nn.Module):
         return hidden_states
 
     def _sequential_branches(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """Run the branches one after another on [s, b, h], as a generator: adding a branch's output and the next
+        branch's norm are one step, in one kernel where possible."""
         stream = self.branches[0].enter(hidden_states)
         for branch, following in zip(self.branches, self.branches[1:]):
             output = yield from branch.mix(stream, ctx)

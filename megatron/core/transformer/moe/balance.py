@@ -54,6 +54,8 @@ class SideLossRule:
     """Nonzero coefficient of each type in ``STATISTICS``."""
 
     def __post_init__(self) -> None:
+        """Build ``coefficient_of``: {balancing type: coefficient} of the types that have a loss and a coefficient above
+        0. Raises UserError if the numbers of types and coefficients differ and any coefficient is not 0."""
         if len(self.types) != len(self.coefficients) and any(self.coefficients):
             raise UserError(
                 f"moe_aux_loss_coeff has {len(self.coefficients)} values for the {len(self.types)} types of "

@@ -99,6 +99,8 @@ class LocalDispatcher(Dispatcher):
     """Dispatcher for one rank with all experts: a permutation without communication."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        """Sort the rows of ``tokens`` [t, h] by expert now, without communication or a host sync. The returned function
+        gives the result at once. Choices beyond the capacity are dropped, and rows padded to it if configured."""
         permutation = self._sorted(
             routing.experts, self.num_experts, self.capacity(len(tokens)), is_complete=not routing.drops
         )  # fmt: skip
@@ -114,7 +116,9 @@ ReadHost = Callable[[], list[Any]]
 
 
 def start_reading(x: Tensor) -> ReadHost:
-    """Start copying ``x`` to the host; return a function that waits for this copy only, not for later GPU work."""
+    """Start copying ``x`` to pinned host memory on the current stream. Returns a function that waits for this copy
+    only, not for later GPU work, and returns the values as a list. CPU tensors are read without a copy, when the
+    function is called."""
     if not x.is_cuda:
         return x.tolist
     on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -133,6 +137,9 @@ class AllGatherDispatcher(Dispatcher):
     """Dispatcher that all-gathers the tokens of all n ranks and reduce-scatters the expert outputs."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        """Start all-gathers of choices, weights and ``tokens`` [t, h] over the joint EP and ETP group, and sort the
+        choices of all ranks by local expert. The returned function waits, reads the number of local rows on the host
+        (not with a capacity or ``moe_static_rows``), and gathers the rows."""
         choosing = begin_all_gather(routing.experts, self.group)
         weighting, gathering = start_all_gather(routing.weights, self.group), start_all_gather(tokens, self.group)
         capacity, is_complete = self.capacity(len(tokens)), self.ep.size == 1 and not routing.drops
@@ -188,6 +195,9 @@ class AllToAllDispatcher(Dispatcher):
         )
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        """Sort the rows of ``tokens`` [t, h] by receiving rank, exchange row counts (a host sync; none with a capacity,
+        where every pair of ranks exchanges equally many), and start the all-to-alls of rows and weights over the joint
+        EP and ETP group. The returned function waits and sorts by local expert."""
         key, capacity = self._keys(routing.experts), self.capacity(len(tokens))
         sent = self._sorted(key, self.group.size * self.num_local, capacity, is_complete=not routing.drops)
         counting = self._begin_counting(sent.ends)
@@ -200,7 +210,9 @@ class AllToAllDispatcher(Dispatcher):
         return partial(self._arrived, travelling, weighting, count_ne, _Exchange(sent, send, receive))
 
     def _keys(self, experts: Tensor) -> Tensor:
-        """Return sort keys [t, k * etp] by receiving rank and its local expert; dropped choices get the largest key."""
+        """Return sort keys [t, k * etp]: receiving rank * local experts + local expert. With expert tensor parallelism
+        each choice is sent to all ranks that share the expert. Dropped choices (expert number E) get the largest key,
+        behind all ranks."""
         if self.etp.size == 1:
             return experts
         owner, local = experts // self.num_local, experts % self.num_local
@@ -227,6 +239,8 @@ class AllToAllDispatcher(Dispatcher):
     def _arrived(
         self, travelling: AutogradHandle, weighting: AutogradHandle, count_ne: Tensor, way: _Exchange
     ) -> Dispatched:
+        """Wait for weights and rows, which arrive ordered by sending rank, and return them sorted by local expert. With
+        one local expert they stay in this order. ``count_ne`` [n, e]: rows from each rank for each local expert."""
         weights, rows = weighting.wait(), travelling.wait()
         if self.num_local == 1:
             return Dispatched(rows, weights, count_ne.sum(0).cumsum(0).int(), way)
@@ -238,6 +252,8 @@ class AllToAllDispatcher(Dispatcher):
         return Dispatched(rows, weights, received.ends, way._replace(received=received))
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        """Restore the order of arrival, and start the all-to-all that returns each row to its rank. The returned
+        function waits and adds the rows of each token, [t, h]: sums in fp32, rounded once to the rows' dtype."""
         way: _Exchange = dispatched.way_back
         if way.received is not None:
             rows = permute.combine_rows(rows, way.received, self.moves)

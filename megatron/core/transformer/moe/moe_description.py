@@ -30,7 +30,8 @@ def describe_feed_forward(config: Config, place: LayerPlace) -> Piece:
 
 
 def describe_moe(config: Config, place: LayerPlace) -> Piece:
-    """Describe the router, the experts and the shared expert as one piece."""
+    """Describe router, experts and, if configured, shared expert as one piece with all their parameters and operations.
+    Rows per rank assume a balanced load; with ``moe_static_rows`` the maximum."""
     router, experts = _router(config, place), _experts(config, place)
     pieces = [router, experts]
     if config.moe_shared_expert_intermediate_size:
@@ -42,6 +43,8 @@ def describe_moe(config: Config, place: LayerPlace) -> Piece:
 
 
 def _router(config: Config, place: LayerPlace) -> Piece:
+    """Describe the router: weight [experts, hidden], replicated, a bias if linears have one, one GEMM with fp32 logits
+    saved for backward (twice: logits and scores)."""
     experts, hidden = config.num_moe_experts, config.hidden_size
     params = [Param("router.weight", (experts, hidden))]
     if config.add_bias_linear:
@@ -55,6 +58,9 @@ def _router(config: Config, place: LayerPlace) -> Piece:
 
 
 def _experts(config: Config, place: LayerPlace) -> Piece:
+    """Describe the routed experts: weights stacked over experts, split by EP in dim 0 and by ETP along the feed-forward
+    width, active for topk / experts of the tokens; permutation, fc1, activation, fc2 and combination with their traffic
+    and saved rows."""
     count, top, width = config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size
     hidden, item, gated = config.hidden_size, activation_bytes(config), config.gated_linear_unit
     split = expert_tensor_ranks(config)
@@ -90,6 +96,8 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
 
 
 def _shared_expert(config: Config, place: LayerPlace) -> Piece:
+    """Describe the shared expert: an MLP of ``moe_shared_expert_intermediate_size`` under ``shared_experts.``, and with
+    ``moe_shared_expert_gate`` its gate weight [1, hidden] and GEMM."""
     mlp = describe_mlp(config, place, width=config.moe_shared_expert_intermediate_size).under("shared_experts.")
     if not config.moe_shared_expert_gate:
         return mlp

@@ -89,6 +89,9 @@ class MoELayer(nn.Module):
         return output + (yield from mixer_segments(self.shared_experts, hidden_states, ctx))
 
     def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """Route, dispatch, compute the experts and combine, as a generator of three segments that yields while dispatch
+        and combine are in flight. With ``moe_shared_expert_overlap`` the shared expert runs during the dispatch and is
+        added to the output [s, b, h]; else the caller adds it."""
         routing = self.router(hidden_states, ctx)
         dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
         # the shared expert overlaps with the dispatch, in backward too (autograd_handle.py)

@@ -57,6 +57,9 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """Return the gradients of x and weight in their dtypes. For bf16 inputs the fp32 gradient is split into two
+        bf16 halves (17 bits), so that bf16 GEMMs compute both gradients without an fp32 copy of x; else the GEMMs run
+        in the gradient's dtype."""
         x, weight = ctx.saved_tensors
         x_th, grad_te = x.flatten(0, -2), grad.flatten(0, -2)
         if grad.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16:
@@ -121,6 +124,9 @@ class TopKRouter(nn.Module):
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
 
     def _register_buffers(self) -> None:
+        """Register ``expert_bias`` fp32 [e] (with ``moe_router_enable_expert_bias`` or quantile balancing, else None)
+        and ``last_choices`` int64 [e], which global_aux_loss reads. Raises UserError for an expert bias together with
+        quantile balancing or softmax scores."""
         biased = self.config.moe_router_enable_expert_bias
         if biased and self.rule.quantiles:
             raise UserError("quantile_balancing has a separate bias; disable moe_router_enable_expert_bias")
@@ -154,6 +160,9 @@ class TopKRouter(nn.Module):
         return routing.Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
 
     def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return ``x`` [s, b, h] times uniform factors in (1 - eps, 1 + eps) with ``moe_input_jitter_eps``, in training
+        only; else ``x`` itself. The factors depend on seed, layer, sample, position and feature, not on the layout.
+        Raises ValueError if the context has no dropout coordinates."""
         eps = self.config.moe_input_jitter_eps
         if not (eps and self.training):
             return x
@@ -204,7 +213,9 @@ class TopKRouter(nn.Module):
         return self.rule.weigh(logits, experts), sums
 
     def _within_capacity(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts and weights [t, k] with the choices beyond an expert's capacity dropped."""
+        """Return experts and weights [t, k] in which the choices beyond an expert's capacity have expert number E and
+        weight 0. Drops by weight with ``moe_token_drop_policy probs``, else the last by position. Unchanged without
+        ``moe_expert_capacity_factor``. Recomputation replays the choice."""
         factor = self.config.moe_expert_capacity_factor
         if not factor:
             return experts, weights
@@ -237,6 +248,8 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def _count(self, logits: Tensor, sums: Summary, experts: Tensor) -> None:
+        """Add the statistics of one forward pass: choices per expert (within the capacity), dropped choices, non-finite
+        logits. With quantile balancing also computes each expert's threshold, collective over ``sharers``."""
         counts_e = sums.choices_be.sum(0)
         if self.config.moe_expert_capacity_factor:
             counts_e = choice_counts(experts[:, None], self.num_experts)[0]

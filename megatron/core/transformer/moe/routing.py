@@ -93,6 +93,9 @@ class RoutingRule:
     """Number of best experts whose scores sum to a group's score; None: topk / group_topk."""
 
     def __post_init__(self) -> None:
+        """Raise UserError unless topk is in [1, experts] (below experts for quantile balancing), the number of groups
+        divides the experts, the selected groups exist, divide topk (without ``group_score_topk``) and hold at least
+        topk experts, and ``group_score_topk`` fits into a group."""
         if not 1 <= self.topk <= self.num_experts:
             raise UserError(f"moe_router_topk {self.topk}: choose 1 to {self.num_experts}, the number of experts")
         if self.quantiles and self.topk == self.num_experts:
