@@ -32,6 +32,8 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 
 
 def _open_checked(path: Path, flags: int, mode: str, buffering: int) -> BinaryIO:
+    """Open ``path`` with ``flags`` without waiting for the other end of a pipe. Raises OSError, with the kind of file,
+    unless it is a regular file; closes the descriptor then."""
     # without O_NONBLOCK, opening a pipe waits for its other end
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -90,6 +92,7 @@ def parse_json(data: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object of ``pairs`` as a dictionary. Raises ValueError for the first key that occurs twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()

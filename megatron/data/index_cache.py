@@ -172,6 +172,7 @@ class IndexCache:
                 os.unlink(f"{self.base}-{name}.partial")
 
     def _build_in_memory(self, build: Callable[[], Arrays], error: OSError) -> Arrays:
+        """Log a warning with ``error``, then return the arrays of ``build()``; nothing is written."""
         logger.warning(
             "the index cache %s cannot be used (%s); building in memory. --data-cache-path chooses another folder",
             self.folder,

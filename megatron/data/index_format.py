@@ -139,6 +139,8 @@ def read_index(idx_path: str, bin_bytes: int, multimodal: bool = False) -> Index
 
 
 def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[Any, int, int]:
+    """Return (token dtype, number of sequences, number of stored document boundaries). Raises the index error for a
+    file that is too short, has another magic or version, is byte-swapped, has an unknown dtype or no boundaries."""
     if len(buffer) < HEADER_BYTES:
         what = "is empty" if len(buffer) == 0 else f"ends within its header ({len(buffer)} of {HEADER_BYTES} bytes)"
         raise _error(idx_path, what)
@@ -157,6 +159,8 @@ def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[Any, int, int]:
 
 
 def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, multimodal: bool) -> None:
+    """Raise the index error for an .idx file whose size differs from its header: multimodal files opened without
+    ``multimodal`` and the reverse are named, else it is truncated or has grown. Never returns."""
     if not multimodal and actual == expected + num_sequences:
         raise _error(idx_path, "holds sequence modes: it is multimodal, open it with multimodal=True")
     if multimodal and actual == expected - num_sequences:

@@ -188,6 +188,8 @@ class IndexedDatasetBuilder:
         self._cleanup()
 
     def _write_index(self, stream: BinaryIO) -> None:
+        """Write the complete .idx file to ``stream``, little-endian: header, lengths, byte offsets, document
+        boundaries, modes if multimodal. Reads the spooled numbers in chunks of bounded size."""
         stream.write(
             HEADER.pack(MAGIC, VERSION, DType.code_from_dtype(self.dtype), self._lengths.count, self._documents.count)
         )

@@ -221,6 +221,8 @@ class TakesSettings(type):
         return given
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
+        """Create an object of ``cls``, also from settings of Megatron-LM. Older names are translated; settings that
+        exist only there must have their default value (ConfigError otherwise) and become attributes of the object."""
         given = cls.in_our_words(given)
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         others = {name: given.pop(name) for name in sorted(given.keys() & defaults().keys() - own)}
@@ -232,6 +234,9 @@ class TakesSettings(type):
 
 
 def _rejected(name: str, value: Any) -> Iterator[cli.Problem]:
+    """Yield a problem if the setting ``name``, which has no field here, has a value other than its default: for names
+    outside the table any true value, for ``not yet`` rows any value but the default and None. Rows without effect
+    pass."""
     row = settings().get(name)
     if row is None:
         if value:

@@ -429,6 +429,8 @@ def _help_text(spec: FlagSpec) -> str:
 
 
 def _metavar(spec: FlagSpec) -> Any:
+    """Return the placeholder of a flag's values in ``--help``: its choices in braces, a tuple with one name per value
+    for a fixed number of values, else the type's name."""
     if spec.choices:
         return "{" + ",".join(map(str, spec.choices)) + "}"
     names = (spec.metavar or (spec.type_name.upper() if spec.type_name != "custom" else "VALUE")).split()

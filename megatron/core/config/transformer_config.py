@@ -138,6 +138,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         super().__post_init__()
 
     def _impossible_sizes(self) -> Iterator[Problem]:
+        """Yield problems of the configuration: missing basic sizes (nothing else is checked then), heads, latent
+        attention, experts, fp16 with bf16, several activations, sequence parallelism without tensor parallelism,
+        dropout outside [0, 1)."""
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             value = getattr(self, name)
             if value is None or value < 1:
@@ -157,6 +160,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
                 yield Problem(name, "must be at least 0 and less than 1", getattr(self, name))
 
     def _impossible_heads(self) -> Iterator[Problem]:
+        """Yield problems of the attention heads: they must divide ``hidden_size`` (without ``kv_channels``), be a
+        multiple of the query groups and of the tensor-parallel size; norms across heads need RMSNorm."""
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads is None or hidden is None:
             return
@@ -171,6 +176,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("num_attention_heads", f"is not a multiple of tensor_model_parallel_size {size}", heads)
 
     def _impossible_latents(self) -> Iterator[Problem]:
+        """Yield problems of multi-latent attention: settings of ordinary attention that it excludes (grouped queries,
+        interleaved rotation, L2 norm, QKV bias, norms across heads, softmax scale), an odd rope dimension, a fused down
+        projection without ``q_lora_rank``."""
         if not self.multi_latent_attention:
             return
         if self.num_query_groups not in (None, self.num_attention_heads):
@@ -184,6 +192,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("mla_down_proj_fusion", "needs q_lora_rank", True)
 
     def _impossible_experts(self) -> Iterator[Problem]:
+        """Yield problems of experts: EP above 1 without experts; experts not divisible by EP, ``moe_router_topk`` above
+        their number, a layer pattern of another length, an unknown dispatcher. For dense models other MoE settings are
+        ignored."""
         experts, pattern = self.num_moe_experts, self.moe_layer_freq
         if experts is None:  # programs pass moe_* settings to every model; a dense one reads none of them
             if self.expert_model_parallel_size > 1:

@@ -53,6 +53,10 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     takes_empty_samples = True  # cls and sep remain, and no label
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
+        """Return sample ``idx``: ``text``, ``types``, ``labels`` (-1 where not masked), ``padding_mask`` and
+        ``loss_mask``, int64 [s], and the numbers ``is_random`` (segments swapped) and ``truncated``. Text is [cls]
+        first [sep] second [sep], truncated to the sample's target length, masked, and padded. Depends only on files,
+        seed and ``idx``."""
         tokens, lengths, target = self.sentences(idx)
         random_state = self.random_state(idx)
         first, second, is_random = self._pair(tokens, lengths, random_state)

@@ -51,6 +51,8 @@ class BlendedDataset:
         return {"dataset_id": source, **self.datasets[source][int(self.dataset_sample_index[idx])]}
 
     def _build_or_load(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (source int16, sample of that source int64) of every sample of the blend, built or read from the index
+        cache. With ``size`` None every sample of each source occurs once; else sources are chosen by weight."""
         length = int(sum(self.weights)) if self.size is None else self.size
 
         def build() -> dict[str, np.ndarray]:

@@ -222,6 +222,8 @@ class GPTDataset(MegatronDataset):
         )
 
     def _build_or_load(self) -> GPTIndices:
+        """Return the document, sample and shuffle indices, built or read from the index cache (shape, dtype, checksum
+        and range of the cached arrays are checked). int32 where all numbers fit, else int64."""
         length, plan = self.config.sequence_length, self.plan
         drop = self._drops_partial()
 

@@ -238,6 +238,9 @@ class MaskedWordPieceDataset(MegatronDataset):
         return self.dataset.document_indices[int(self.indices[0]) : int(self.indices[-1]) + 2]
 
     def _build_or_load(self) -> np.ndarray:
+        """Return the sample index [samples, 3] (first sentence, end, target length), built or read from the index
+        cache. Warns if every document is one sequence. Raises EmptySplitError if no sample can be made or samples
+        contain no tokens."""
         config, bounds, sizes = self.config, self._bounds(), self.dataset.sequence_lengths
         single = int(np.diff(bounds).max()) <= 1
         if single and config.min_sentences == 1:

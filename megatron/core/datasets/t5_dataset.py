@@ -44,6 +44,8 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
             return []
 
     def problems(self) -> Iterator[str]:
+        """Yield the base class's problems, then: a decoder length too short for the expected spans, too few sentinels,
+        a tokenizer without bos and pad tokens. Lengths are not checked for an invalid masking probability."""
         yield from super().problems()
         if not 0 < self.masking_probability < 1:
             return
@@ -96,6 +98,9 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         return replace(super().masking_rule(), max_spans=len(self.config.sentinels), max_marked=room)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
+        """Return sample ``idx``: ``text_enc`` (each span replaced by a sentinel), ``text_dec`` (start token, then
+        sentinel and span), ``labels`` (shifted, ending with eos, padded with -1), ``loss_mask``, ``enc_mask`` and
+        ``dec_mask``, int64 vectors, and the number ``truncated``. Depends only on files, seed and ``idx``."""
         everything, _, target = self.sentences(idx)
         tokens = everything[:target]
         spans = mask_words(tokens, target, self.rule, self.random_state(idx))

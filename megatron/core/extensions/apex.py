@@ -94,6 +94,8 @@ class ApexNormalize:
     def __call__(
         self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
     ) -> tuple[Tensor, Tensor]:
+        """Return (x + branch, its norm): ``branch`` None means x itself. RMSNorm without a bias, else LayerNorm; the
+        offset is added to the weight first. The norm has the weight's dtype."""
         stream = x if branch is None else x + branch
         whole = (weight + traits.offset if traits.offset else weight).to(stream.dtype)
         if bias is None:
@@ -121,6 +123,8 @@ class ApexAdam:
         self._opened: Callable[..., Any] = as_fp32_lists
 
     def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
+        """Update all groups in place by apex's capturable Adam: fp32 masters and moments. Learning rate, step count and
+        the skip flag stay on the device; nothing waits."""
         skip, count, one = step.skip.int(), step.step.int(), step.step.new_ones(1)
         for group in groups:
             rate = step.step.new_full((1,), group.lr)

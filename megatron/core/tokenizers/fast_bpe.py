@@ -155,6 +155,8 @@ def _members(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]
 
 
 def _fast_pattern(definition: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return (tiktoken's pattern for the pre-tokenizer of tokenizer.json, ""), or (None, the reason) if it is not
+    byte-level, adds a space before the text, or splits by a pattern that is not known to be equal."""
     steps = _members(definition.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel":
         return None, "its pre-tokenizer is not byte-level"
@@ -227,6 +229,8 @@ def _same_character_tables(core_module: Any) -> bool:
 
 
 def _same_ids(fast: FastByteLevelBPE, hf_tokenizer: Any) -> bool:
+    """Whether both tokenizers give equal ids for the self-test's texts, a JSON dump of them, and the probe characters.
+    Texts that the fast one declines (None) count as equal."""
     texts = [*_SELF_TEST, json.dumps(_SELF_TEST), "".join(map(chr, _TABLE_PROBES))]
     for text in texts:
         ids = fast.encode(text)

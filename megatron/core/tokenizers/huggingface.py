@@ -76,6 +76,9 @@ class BackendTokenizer(Tokenizer):
         return self.tokenize_sentences(texts, self._include_special_tokens)
 
     def tokenize_sentences(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        """Return the ids of each text, uint32, in order; with ``special_tokens`` surrounded by the tokens that the
+        tokenizer's file defines. Uses tiktoken where possible, else one batch of `tokenizers`. Raises UserError for a
+        lone surrogate, or if the file defines no surrounding tokens."""
         if special_tokens and self._around is None:
             self._around = _ids_around_text(self._backend)
             if self._around == ([], []):
@@ -245,6 +248,9 @@ def build_bert_wordpiece(
 
 
 def _locate(path: str | None) -> Path:
+    """Return the path of the tokenizer.json that ``path`` (a file or folder) names. Raises UserError if there is none,
+    if ``path`` is missing or does not exist (hub names are not downloaded), or if the folder's configuration requests
+    custom Python code."""
     if not path:
         raise UserError(
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
@@ -273,6 +279,7 @@ def _locate(path: str | None) -> Path:
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``raw``. Raises UserError with ``path`` for other content."""
     try:
         parsed = parse_json(raw.decode())
     except ValueError as error:
@@ -325,6 +332,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
+    """Raise UserError if the vocabulary is empty, an id is negative or at least ``MAX_IDS``, or two tokens have the
+    same id. ``where`` begins the message."""
     if not vocab:
         raise UserError(f"{where}: the vocabulary is empty")
     if odd := [token for token, index in vocab.items() if not 0 <= index < MAX_IDS]:

@@ -62,6 +62,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._vocab
 
     def tokenize(self, text: str) -> list[int]:
+        """Return the ids of ``text``, without bos or eos. Added tokens in the text (legacy layout) become their ids;
+        the text between them is encoded separately. Raises UserError for a lone surrogate."""
         check_text(text)
         if self._splitter is None:
             return self._processor.encode_as_ids(text)
@@ -74,6 +76,8 @@ class SentencePieceTokenizer(Tokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``; added tokens appear as their names, and the ids between them are decoded
+        separately."""
         if not self.added:
             return self._processor.decode([int(index) for index in ids])
         names = {index: token for token, index in self.added.items()}

@@ -88,6 +88,9 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
+    """Return {token bytes: id} of the first ``wanted`` tokens, ids from ``first_id`` on, from a JSON list or from lines
+    of base64 and rank. Raises UserError for another form, ranks out of order, equal tokens, or a byte without a
+    token."""
     try:
         is_json = raw.lstrip()[:1] in (b"[", b"{")
         rows = parse_json(raw) if is_json else _parse_lines(raw)

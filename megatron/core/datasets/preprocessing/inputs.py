@@ -100,6 +100,9 @@ def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str 
 
 
 def _below(path: str) -> list[str]:
+    """Return the file ``path``, or the sorted input files below a folder: those with a known suffix, or .txt files if
+    there are none; hidden files are ignored. Warns about skipped files. Raises UserError if the folder has no input
+    file."""
     if not os.path.isdir(path):
         return [path]
     files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
@@ -117,6 +120,8 @@ def _below(path: str) -> list[str]:
 
 
 def _kind(path: str) -> str:
+    """Return ``gzip``, ``zstd``, ``parquet`` or ``plain``, by the suffix of the name. Raises UserError if the first
+    bytes of the file show another kind; empty files pass."""
     kinds = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
     kind = kinds.get(os.path.splitext(path)[1], "plain")
     with open_regular(path) as file:
@@ -233,6 +238,8 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
 
 
 def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes]:
+    """Decompress a piece of ``data``; return (decompressed bytes, compressed bytes that are left). gzip blocks have a
+    limited size. Raises UserError for damaged data."""
     try:
         if file.kind == "gzip":
             block = decompressor.decompress(data, 4 * READ_BYTES)  # limit for the size of a decompressed block

@@ -40,6 +40,8 @@ def read_rows(part: InputSlice, keys: Sequence[str], max_line_bytes: int) -> Ite
 
 
 def _text_rows(part: InputSlice, max_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
+    """Yield ([text] or BadLine, size in bytes) for each document of a plain text file. Documents that are too long or
+    not UTF-8 are BadLines."""
     for content, size in read_documents(part, max_bytes):
         if content is None:
             yield BadLine(f"longer than --max-line-bytes {max_bytes}"), size
@@ -147,6 +149,9 @@ def _json_type(value: Any) -> str:
 
 
 def _parquet_rows(part: InputSlice, keys: Sequence[str]) -> Iterator[tuple[list[str] | BadLine, int]]:
+    """Yield (texts of ``keys`` or BadLine, number of characters) for each row of the part's row groups, in batches of
+    1024 rows. Values that are not strings make a BadLine of size 0. Raises UserError for a missing column or a damaged
+    file."""
     source = open_parquet(part.file.path)
     missing = [key for key in keys if key not in source.schema_arrow.names]
     if missing:

@@ -214,6 +214,9 @@ class _Run:
         self.bad_entries: list[dict[str, Any]] = []
 
     def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
+        """Process all parts that have no shard yet, in this process or in a pool of workers (forked if possible), and
+        return the totals of all parts. Always writes the list of bad lines. Raises TooManyBadLines if no line was
+        usable."""
         cfg = self.cfg
         workers = cfg.workers or os.cpu_count() or 1
         progress = PreprocessingProgress(sum(file.size for file in self.files), cfg.log_interval)
@@ -241,6 +244,8 @@ class _Run:
     def _with_pool(
         self, workers: int, context: Any, initargs: tuple[Any, ...], progress: PreprocessingProgress
     ) -> None:  # fmt: skip
+        """Process the parts in a pool of ``workers`` processes, with a bounded number in flight. Raises UserError if a
+        worker dies; on any exit cancels queued parts and waits for running ones."""
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_process, initargs=initargs)
         running: set[Future[PartRecord]] = set()
         try:

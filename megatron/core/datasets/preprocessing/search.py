@@ -56,6 +56,7 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
 
 
 def _documents(cfg: PreprocessConfig) -> Iterator[list[str]]:
+    """Yield the texts of every usable document of the input, in order; bad lines are skipped."""
     files = find_inputs(cfg.input, cfg.json_keys, cfg.text_documents)
     size = part_bytes(files)
     for index, file in enumerate(files):

@@ -123,6 +123,8 @@ class Worker:
         return record
 
     def _fill(self, part: InputSlice, builders: dict[str, IndexedDatasetBuilder], record: PartRecord) -> None:
+        """Read all documents of ``part``, tokenize them in batches and append them to ``builders`` (by key). Counts
+        bytes, lines and bad lines in ``record``, in place."""
         keys = self.cfg.json_keys
         waiting: dict[str, list[str]] = {key: [] for key in keys}
         characters = 0
@@ -143,6 +145,9 @@ class Worker:
     def _flush(
         self, waiting: dict[str, list[str]], builders: dict[str, IndexedDatasetBuilder], record: PartRecord
     ) -> None:
+        """Tokenize the ``waiting`` texts, as documents or split into sentences, append them to ``builders``, and empty
+        the lists. Adds the numbers of documents (of the first key) and of empty documents (of all keys) to
+        ``record``."""
         for key, texts in waiting.items():
             if self.split is None:
                 count = self._add_documents(texts, builders[key], record)

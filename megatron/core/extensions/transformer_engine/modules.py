@@ -237,6 +237,8 @@ class TEDotProductAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None, dropout: object = None,
     ) -> Tensor:  # fmt: skip
+        """Return the attention output [s, b, a * d] of Transformer Engine's kernels; document boundaries use its
+        variable-length (thd) form. ``dropout`` is ignored. Raises UserError for a dense mask."""
         if attention_mask is not None:
             raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "

@@ -81,6 +81,8 @@ class BertModel(LanguageModule):
                 self._build_heads()
 
     def _build_heads(self) -> None:
+        """Create the masked-token head, the output layer (with a bias; shares the embedding's weight if tied) and, with
+        ``add_binary_head``, pooler and sentence-order classifier [2, h]; else these two are None."""
         config = self.config
         self.lm_head = BertLMHead(config, self.groups)
         self.output_layer = self.build_output_layer(bias=True)

@@ -22,6 +22,8 @@ def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: 
 
 
 def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+    """Return the spec of multi-latent attention: the backend's linears for up and output projections, replicated
+    linears for the down projections, the library's core attention. Norms of the latents only with ``qk_layernorm``."""
     column, latent_norm = backend.column_parallel_linear, backend.norm if qk_layernorm else None
     slots = MLASelfAttentionSubmodules(
         linear_q_proj=column,
@@ -39,6 +41,9 @@ def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
 
 
 def _self_attention(backend: Backend, qk_layernorm: bool, qk_l2_norm: bool, mask: AttnMaskType) -> ModuleSpec:
+    """Return the spec of self-attention with the backend's linears and core attention, and the mask type as a
+    parameter. Query and key get a norm per head: L2 norm with ``qk_l2_norm``, else the backend's norm with
+    ``qk_layernorm``, else none."""
     head_norm = _l2_norm if qk_l2_norm else backend.norm if qk_layernorm else None
     slots = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear,
