@@ -127,6 +127,8 @@ class MicroBatches(Iterator[Any]):
         self.batches, self.on_read = batches, on_read
 
     def __next__(self) -> Any:
+        """Return the next micro-batch and pass it to ``on_read`` first. Dictionaries become a ScriptBatch, whose CPU
+        tensors ignore ``.cuda()`` if this process trains on the CPU; other objects are returned as they are."""
         batch = next(self.batches)
         self.on_read(batch)
         if not isinstance(batch, Mapping):

@@ -118,6 +118,8 @@ def _has_sizes(entry: Any, *keys: str) -> bool:
 
 
 def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, Any], where: str) -> None:
+    """Raise CheckpointDamagedError unless the chunk has the expected types, lies inside the tensor's ``shape`` and
+    inside a listed file, and has one CRC-32 per block."""
     fits = (
         isinstance(chunk, dict) and isinstance(chunk.get("key"), str)
         and isinstance(chunk.get("file"), str) and chunk["file"] in files

@@ -235,6 +235,8 @@ class CheckpointReader:
         self._checked_headers.add(file)
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of ``file`` from ``position`` on. Opens regular files only, without following a
+        link. Raises CheckpointDamagedError if it cannot be opened or ends early."""
         try:
             stream = open_regular(self.directory / file, follow=False, buffering=0)
         except OSError as error:

@@ -75,6 +75,8 @@ class Staging:
             places.append((begin, begin + block.numel()))
 
     def _slab(self) -> Tensor:
+        """Return a free slab of host memory, a new one while the limit allows; else hand queued copies to the writer
+        and wait until it frees one."""
         if self._free.empty() and self._slabs_left:
             self._slabs_left -= 1
             return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None)

@@ -83,6 +83,8 @@ class _StoredTensor:
         return self._read(self.entry.begin + start * row, (stop - start, *shape))
 
     def _read(self, begin: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor of ``shape`` whose bytes begin at ``begin`` in the file, in the stored dtype. Opens the
+        file per call and reads regular files only. Raises CheckpointDamagedError if it ends early or cannot be read."""
         # torch.empty, because a bytearray would be zero-filled first
         values = torch.empty(shape, dtype=self.entry.dtype)
         try:

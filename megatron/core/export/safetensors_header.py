@@ -64,6 +64,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _entries(header: dict[str, Any], origin: int, total: int) -> dict[str, Entry]:
+    """Return the tensors of a header by name; removes its metadata entry. Raises _MalformedError unless the tensors
+    fill bytes ``origin`` to ``total`` without gaps and overlaps."""
     metadata = header.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _MalformedError(f"{METADATA} is not a table of texts")
@@ -82,6 +84,8 @@ def _entries(header: dict[str, Any], origin: int, total: int) -> dict[str, Entry
 
 
 def _entry(name: str, value: Any, origin: int) -> Entry:
+    """Return dtype, shape and absolute byte range of one tensor. Raises _MalformedError for an unknown dtype, other
+    types of values, or a range whose size is not that of the shape."""
     if isinstance(value, dict):
         dtype, shape, place = value.get("dtype"), value.get("shape"), value.get("data_offsets")
         if _are_sizes(shape) and _are_sizes(place) and len(place) == 2 and isinstance(dtype, str):

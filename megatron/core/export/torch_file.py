@@ -122,6 +122,8 @@ class _Record:
         return values
 
     def _header_bytes(self, file: _Range) -> int:
+        """Return the size in bytes of the record's local zip header. Raises CheckpointDamagedError if there is none at
+        its position."""
         header = bytearray(_HEADER_BYTES)
         file.read_into(memoryview(header), self.position)
         if header[:4] != _ZIP_MAGIC:
@@ -284,6 +286,8 @@ def _with_lazy_tensors(value: Any, path: Path, records: Mapping[str, _Record]) -
 
 
 def _lazy(tensor: StoredTensor, path: Path, records: Mapping[str, _Record]) -> LazyTensor:
+    """Return ``tensor`` as a lazy tensor that reads from its storage's record, completely or by rows. Raises
+    CheckpointDamagedError if the record is missing or too small; reads no values."""
     storage = tensor.storage
     record, expected = records.get(storage.key), storage.numel * storage.dtype.itemsize
     if record is None or record.num_bytes < expected:

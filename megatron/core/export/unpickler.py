@@ -79,6 +79,8 @@ class StoredTensor:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+    """Return the description of a strided tensor in ``storage``. Raises CheckpointDamagedError for malformed sizes,
+    elements outside the storage, or overlapping views with far more elements than the storage."""
     if not isinstance(storage, Storage):
         raise CheckpointDamagedError("a tensor without a storage")
     known = isinstance(shape, list | tuple) and isinstance(stride, list | tuple) and len(shape) <= MAX_DIMS
@@ -206,6 +208,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return find_kind(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
+        """Return the storage that a persistent ID describes, and record it in ``storages`` by key. Raises
+        CheckpointDamagedError for other IDs or unknown types."""
         # torch before 1.6 wrote a sixth item, a view of a storage; it is None since 0.4
         known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
         if not known or pid[0] != "storage" or not isinstance(pid[1], Kind):
@@ -224,6 +228,9 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
             raise CheckpointDamagedError("a pickle that expands to far more than its bytes")
 
     def _call(self, kind: Any, args: Any) -> Any:
+        """Return the object of a constructor call: a tensor or plain data for known names, else an inert Record. Never
+        calls a function that the file names. Counts the arguments against the work limit. Raises CheckpointDamagedError
+        for other callables."""
         if not isinstance(kind, Kind) or not isinstance(args, tuple):
             raise CheckpointDamagedError(f"a pickle that calls a {type(kind).__name__}")
         sized = (each for each in args if isinstance(each, str | bytes | list | tuple | dict))
@@ -249,6 +256,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return key
 
     def _check_key(self, key: Any, depth: int) -> None:
+        """Raise CheckpointDamagedError unless ``key`` is plain, a Record, or a tuple of such, at most three deep, and
+        integers are bounded: other keys could make hashing expensive. Counts items of tuples against the work limit."""
         if isinstance(key, tuple) and depth < 3:
             self._spend(len(key))
             for item in key:
@@ -265,6 +274,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self._call(kind, args))
 
     def load_build(self) -> None:
+        """Store the state of an object as attributes of its Record; ignored for dictionaries and tensors. States other
+        than dictionaries become the attribute ``state``."""
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Record):
             return  # ignore attributes of dictionaries and tensors: they are never read
@@ -287,6 +298,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self._dictionary(self.pop_mark()))
 
     def _table(self) -> dict:
+        """Return the dictionary on top of the stack, or the attributes of a Record. Raises CheckpointDamagedError for
+        other objects."""
         target = self.stack[-1]
         if isinstance(target, Record):
             target = target.attributes
@@ -303,6 +316,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self._sequence().extend(items)
 
     def _sequence(self) -> list:
+        """Return the list on top of the stack, or the list ``items`` of a Record, created if missing. Raises
+        CheckpointDamagedError for other objects."""
         target = self.stack[-1]
         if isinstance(target, Record):
             target = target.attributes.setdefault("items", [])

@@ -147,6 +147,7 @@ class CopyProgress:
             self._show(now)
 
     def _show(self, now: float) -> None:
+        """Print the current progress to stderr: over the same line on a terminal, else as a new line."""
         done, seconds = min(self.done + self.skipped, self.total), now - self.start
         rate, share = self.done / seconds, done / self.total
         left = int((self.total - done) / rate) if rate else 0
@@ -171,6 +172,7 @@ class CopyProgress:
         return {name: self._counted(name, each) for name, each in tensors.items()}
 
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:
+        """Return ``tensor`` with reads that also count its bytes, completely or by rows."""
         def read() -> Any:
             values = tensor.read()
             self.count(name, tensor_bytes(tensor))

@@ -102,6 +102,8 @@ def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *
 
 
 def _open(folder: str | os.PathLike, which: int | str) -> Found:
+    """Return the checkpoint of iteration (or ``release``) ``which`` in ``folder``, after reading its manifest. Raises
+    CheckpointDamagedError, which names an earlier checkpoint if there is one, if the manifest is missing or damaged."""
     directory, iteration = checkpoint_directory(folder, which), 0 if which == RELEASE else int(which)
     try:
         manifest = read_manifest(directory)

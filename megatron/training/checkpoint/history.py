@@ -173,6 +173,8 @@ def set_aside(folder: str, newer_than: int | None) -> None:
 
 
 def _new_folder(parent: Path) -> Path:
+    """Create and return the first of ``set-aside-001``, ``-002``, … that does not exist in ``parent``; syncs
+    ``parent``."""
     number = 1
     while True:
         target = parent / f"{SET_ASIDE}-{number:03d}"

@@ -40,6 +40,9 @@ class SaveLock:
             self._open(folder)
 
     def _open(self, folder: str | os.PathLike) -> None:
+        """Create ``folder`` if missing, open the lock file and take the lock without waiting. Raises CheckpointError if
+        the file is a symbolic link, cannot be written, is not a lock file, or another job holds it; then nothing stays
+        open."""
         try:
             make_durable_folder(Path(folder))
             # O_NOFOLLOW: a planted link would make this job write into the file that it points to
@@ -57,6 +60,9 @@ class SaveLock:
             raise
 
     def _take(self, descriptor: int, folder: str | os.PathLike) -> None:
+        """Take the lock without waiting, and write host and process ID into the file. Raises CheckpointError if the
+        file is not a lock file of training or another job holds it. On file systems without locks logs a warning and
+        goes on."""
         status = os.fstat(descriptor)
         text = os.pread(descriptor, RECORD_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
         # a hard link to a foreign file passes O_NOFOLLOW: never write into a file that is not a training lock

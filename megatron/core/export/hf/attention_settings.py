@@ -112,6 +112,9 @@ class Rope(Rule):
         self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
     def load(self, config: Table) -> dict[str, Any]:
+        """Return the settings of rotary positions from ``rope_parameters`` or ``rope_scaling`` and the older keys:
+        base, share of channels, and linear, llama3 or yarn scaling. Raises UserError for a type that the family lacks,
+        a separate table per layer type, or scaling keys that are left over."""
         given = get(config, ("rope_parameters", "rope_scaling"), {})
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
             raise refuse("rope_parameters", given, "which cannot be represented: layers must rotate equally")
@@ -136,6 +139,8 @@ class Rope(Rule):
         return settings
 
     def save(self, settings: Table) -> dict[str, Any]:
+        """Return the ``config.json`` keys of rotary base, share of channels and ``rope_scaling`` (None without
+        scaling). Raises UserError for other positions, partial rotation or a scaling type that the family lacks."""
         positions, share = settings["position_embedding_type"], settings["rotary_percent"]
         if positions not in ("rope", "yarn"):
             raise refuse("position_embedding_type", positions, "the family rotates")
@@ -186,6 +191,8 @@ def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
 
 
 def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+    """Return the settings of yarn scaling; removes the keys that it reads from ``stretch``. Raises UserError if only
+    one of mscale and mscale_all_dim is given, or ``attention_factor`` differs from the usual value of the factor."""
     weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
         raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which must be given together")
@@ -204,6 +211,8 @@ def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
 
 
 def _save_yarn(settings: Table) -> dict[str, Any] | None:
+    """Return the ``rope_scaling`` table of yarn, with only the parameters that differ from their defaults; None for a
+    factor of 1. Raises UserError for an mscale without mscale_all_dim."""
     if settings["rotary_scaling_factor"] == 1.0:  # factor 1 does not scale positions
         return None
     original = settings["yarn_original_max_position_embeddings"]
@@ -288,6 +297,9 @@ class Window(Rule):
         super().__init__(("sliding_window", *known, *every_keys), ("window_size", "window_attn_skip_freq"))
 
     def load(self, config: Table) -> dict[str, Any]:
+        """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
+        else from the first layer and the interval. Both None if the window is off. A width of n tokens becomes (n - 1,
+        0)."""
         count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
         if width is None or (self.switch and not config.get("use_sliding_window")):
             return {"window_size": None, "window_attn_skip_freq": None}
@@ -297,6 +309,9 @@ class Window(Rule):
         return window_settings((width - 1, 0), layer_types_pattern(config, has) if self.by_layer else has)
 
     def save(self, settings: Table) -> dict[str, Any]:
+        """Return the ``config.json`` keys of the sliding window: width, switch, layer types, first layer, as the family
+        has them. Raises UserError for a window to the right, or windows in some layers if the family cannot express
+        them."""
         size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)
         on = any(has)
         if on and (size[0] < 0 or size[1] > 0):

@@ -82,6 +82,8 @@ def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
 
 
 def _parts(name: str, shape: tuple[int, ...], layout: TensorLayout, config: TransformerConfig) -> Iterator[HFTensor]:
+    """Yield the HF tensors (name, shape and position in our tensor ``name`` of ``shape``) of one local tensor, per
+    expert if the names contain ``*``. Computes shapes on the meta device; reads no values."""
     per_expert = "*" in layout.names[0]
     sample = torch.empty(shape, device="meta")
     ndim = 2 if name.endswith("weight") else 1
@@ -100,6 +102,8 @@ def to_local(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict
 
 
 def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return our tensor of ``placement`` as a lazy tensor; reading it reads the HF tensors ``found`` (by name) and
+    copies each into its place. A plain copy is only reshaped. Has the dtype of the first part."""
     first = found[placement.parts[0].name]
     if placement.is_copy:
         return LazyTensor(placement.shape, first.dtype, lambda: first.read().reshape(placement.shape))

@@ -142,6 +142,7 @@ def _check(
 
 
 def _equal(one: LazyTensor, other: LazyTensor | None) -> bool:
+    """Whether both tensors exist and have equal shapes and values; compares about 4 million elements at a time."""
     if other is None or one.shape != other.shape:
         return False
     step = max(2**22 // max(one.shape[-1], 1), 1)

@@ -103,6 +103,8 @@ class Choice(Rule):
         return dict(self.options[value])
 
     def save(self, settings: Table) -> dict[str, Any]:
+        """Return the value of the key whose option equals the settings; with several, the default if it is one of them,
+        else the first. Raises UserError if no option fits."""
         fitting = [
             value for value, option in self.options.items()
             if all(settings[name] == wanted for name, wanted in option.items())

@@ -55,6 +55,8 @@ def export_tokenizer(settings: Mapping[str, Any], assets: Mapping[str, Path], ro
 
 
 def _build(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> Tokenizer | None:
+    """Return the run's tokenizer, with files taken from ``assets`` (copies in the checkpoint) if they are there, else
+    from their original paths. None, with a warning, if the tokenizer is unknown or cannot be built."""
     values = {field.name: settings[field.name] for field in fields(TokenizerConfig) if field.name in settings}
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         if values.get(name):
@@ -88,6 +90,8 @@ def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | 
 
 
 def _files(tokenizer: Tokenizer, settings: Mapping[str, Any], assets: Mapping[str, Path]) -> dict[str, bytes]:
+    """Return {file name: content} with which ``AutoTokenizer`` loads the tokenizer: tokenizer.json, or the
+    SentencePiece model of a T5 vocabulary, and tokenizer_config.json. Empty, with a warning, for other types."""
     config: dict[str, Any]
     if isinstance(tokenizer, BackendTokenizer):
         texts = tokenizer.inv_vocab

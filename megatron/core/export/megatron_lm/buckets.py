@@ -53,6 +53,8 @@ def cut_buckets(
 
 
 def _places(order: Order, sizes: Sequence[int], alone: bool) -> list[tuple[str, tuple[int, ...], int, int]] | None:
+    """Return (name, shape, bucket, start element) of every parameter if parameters in the reverse of ``order`` fill
+    buckets of ``sizes`` exactly; else None. ``alone``: the word embedding's padding to 64 elements is left out."""
     bucket, end, places = 0, 0, []
     for name, shape in reversed(order):
         numel = math.prod(shape)

@@ -117,6 +117,8 @@ def _stack(pieces: list[LazyTensor]) -> Tensor:
 
 
 def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
+    """Return ``tensor`` lazily in this project's shape, without vocabulary padding for embeddings and output layers.
+    Raises CheckpointError with the name if the shape does not fit the settings."""
     try:
         shape = table.our_shape(place, tensor.shape, settings)
     except (CheckpointError, IndexError, KeyError) as error:

@@ -46,6 +46,8 @@ def join_ranks(ranks: Ranks, tp: int, gated: bool, where: str) -> dict[str, Lazy
 
 
 def _join(name: str, parts: Sequence[LazyTensor], tp: int, gated: bool, where: str) -> LazyTensor:
+    """Return the global tensor of the shards ``parts`` in rank order, lazily; replicated tensors return the first shard
+    unchecked. Gate and up halves are joined separately. Raises CheckpointError if shapes or dtypes differ."""
     row, first = find_place(name).row, parts[0]
     if len(parts) != tp or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = [list(part.shape) for part in parts]

@@ -89,6 +89,8 @@ class _Stored:
         return out
 
     def _piece(self, piece: Rectangle, place: tuple[Path, int, int]) -> Tensor:
+        """Read one rectangle from its file. Raises CheckpointDamagedError if the content there is not a tensor of the
+        expected shape and dtype."""
         value = read_torch_file(*place)
         if not isinstance(value, LazyTensor) or value.shape != piece.lengths or value.dtype != self.dtype:
             found = f"shape {value.shape} {value.dtype}" if isinstance(value, LazyTensor) else "no tensor"
@@ -187,6 +189,9 @@ def _open(folder: Path) -> _Checkpoint:
 
 
 def _parse(metadata: Record, folder: Path) -> _Checkpoint:
+    """Return the tensors (with the file, offset and size of each rectangle) and objects that ``.metadata`` lists.
+    Raises CheckpointDamagedError for file names with folders, ranges outside a file, missing or short pieces, or
+    rectangles that do not cover a tensor exactly; CheckpointError for compressed data."""
     sizes: dict[str, int] = {}
     places: dict[str, dict[tuple[int, ...] | None, tuple[Path, int, int]]] = {}
     for index, info in metadata["storage_data"].items():
@@ -234,6 +239,8 @@ def _checked_original(name: str, shape: tuple[int, ...], original: tuple[int, ..
 
 
 def _size(path: Path) -> int:
+    """Return the size of the file in bytes. Raises CheckpointDamagedError if it is missing, unreadable or not a regular
+    file."""
     try:
         status = path.stat()
     except OSError as error:

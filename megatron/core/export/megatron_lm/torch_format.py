@@ -81,6 +81,8 @@ def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
 
 
 def _rank_file(directory: Path, name: str) -> dict[str, Any]:
+    """Return the dictionary in the rank folder ``name``, from ``model_optim_rng.pt`` or else ``model_rng.pt``, with
+    lazy tensors. Raises CheckpointError if it is another object."""
     folder = directory / name
     path = folder / "model_optim_rng.pt"
     if not path.exists() and (folder / "model_rng.pt").exists():

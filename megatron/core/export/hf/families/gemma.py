@@ -80,6 +80,8 @@ class TwoRopes(Rope):
         self.theirs, self.ours = (*self.theirs, "rope_local_base_freq"), (*self.ours, "rotary_base_local")
 
     def load(self, config: Table) -> dict[str, Any]:
+        """Return the rotary settings of full layers, and ``rotary_base_local``, the base of layers with a window (None
+        without windows). Raises UserError for unknown layer types or scaling of the local positions."""
         given = get(config, ("rope_parameters",), {})
         local = get(config, ("rope_local_base_freq",), 10000.0)
         if isinstance(given, dict) and {FULL, SLIDING} & given.keys():
@@ -92,6 +94,8 @@ class TwoRopes(Rope):
         return {**super().load(config), "rotary_base_local": local if has_windows else None}
 
     def save(self, settings: Table) -> dict[str, Any]:
+        """Return the rotary keys and ``rope_local_base_freq``, by default the common base. Raises UserError if windowed
+        layers would share positions with linear scaling."""
         local, stretch = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
         if local is None and settings["window_size"] is not None:
             if stretch:

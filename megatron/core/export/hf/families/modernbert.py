@@ -16,6 +16,8 @@ BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 1
 
 
 def _load_layers(config: Table) -> dict[str, Any]:
+    """Return rotary bases of full and windowed layers and the two-sided window, from ``layer_types`` or the interval of
+    full layers. The local base is None without windows. Raises UserError for scaled positions or other tables."""
     count, every = config["num_hidden_layers"], get(config, ("global_attn_every_n_layers",), 3)
     has = attention.layer_types_pattern(config, [layer % every != 0 for layer in range(count)])
     half, tables = get(config, ("local_attention",), 128) // 2, get(config, ("rope_parameters",), {})
@@ -28,6 +30,8 @@ def _load_layers(config: Table) -> dict[str, Any]:
 
 
 def _save_layers(settings: Table) -> dict[str, Any]:
+    """Return window, layer types and rotary bases, in the keys of both older and newer transformers versions. Raises
+    UserError for a window of unequal sides."""
     size, local = settings["window_size"], settings["rotary_base_local"] or settings["rotary_base"]
     if size and (size[0] != size[1] or size[0] < 0):
         raise refuse("window_size", size, "the family requires windows of equal size on both sides")

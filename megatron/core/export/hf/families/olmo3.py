@@ -25,6 +25,9 @@ class FullRope(Rope):
         self.ours = (*self.ours, "rotary_base_local")
 
     def load(self, config: Table) -> dict[str, Any]:
+        """Return the rotary settings of full layers (scaled) and ``rotary_base_local`` of windowed layers (never
+        scaled; None without windows). Raises UserError for tables of other layer types, or, without tables, for a base
+        other than the default."""
         tables = get(config, ("rope_parameters",), None)
         if tables is None:
             base = get(config, (self.base_key,), BASE)
@@ -44,6 +47,8 @@ class FullRope(Rope):
         return {**settings, "rotary_base_local": local if has_windows else None}
 
     def save(self, settings: Table) -> dict[str, Any]:
+        """Return the rotary keys, with one ``rope_parameters`` table per layer type; scaling only for full layers.
+        Raises UserError if windowed layers would need scaled positions."""
         config, local = super().save(settings), settings["rotary_base_local"]
         scaling, base = config["rope_scaling"] or {"rope_type": "default"}, config[self.base_key]
         if settings["window_size"] is not None and local is None:

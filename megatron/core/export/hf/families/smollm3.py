@@ -12,6 +12,8 @@ from megatron.core.export.hf.settings import Computed, Fixed, FixedKeys, Ignored
 
 
 def _load_rotated(config: Table) -> dict[str, Any]:
+    """Return ``no_rope_freq``: None if all layers rotate, n if every n-th layer does not, else a list with 1 for layers
+    without rotary positions. Raises UserError for a list that is too short or has other values than 0 and 1."""
     count, interval = config["num_hidden_layers"], get(config, ("no_rope_layer_interval",), 4)
     rotated = get(config, ("no_rope_layers",), [int((layer + 1) % interval != 0) for layer in range(count)])
     if not isinstance(rotated, list) or len(rotated) < count or not all(each in (0, 1) for each in rotated):

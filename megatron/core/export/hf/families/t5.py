@@ -36,6 +36,8 @@ ACTIVATION = Choice(
 
 
 def _stack(stack: str, mlp: int) -> Weights:
+    """Return {our name: HF name or layout} of a stack, ``encoder`` or ``decoder``, without cross-attention. ``mlp``:
+    index of the feed-forward network in a HF layer."""
     ours, theirs = f"{stack}.layers.*", f"{stack}.block.*.layer"
     attention, wide = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
     return {
