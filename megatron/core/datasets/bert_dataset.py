@@ -92,7 +92,9 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _pair(
         self, tokens: np.ndarray, lengths: np.ndarray, random_state: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """The two segments, and whether they are out of order; everything and nothing without the head."""
+        """Return (first segment, second segment, swapped). The sentences are cut at a random place (two sentences:
+        after the first), and swapped with probability 0.5. Without the classification head: (all tokens, none, False),
+        no random draw."""
         if not self.config.classification_head:
             return tokens, tokens[:0], False
         pivot = random_state.randint(1, len(lengths)) if len(lengths) >= 3 else 1
@@ -103,7 +105,8 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         return before, behind, False
 
     def _replacement(self, random_state: np.random.RandomState) -> Any:
-        """Return a function from the id of a masked token to the id that replaces it."""
+        """Return a function from the id of a token to be masked to its replacement: the mask token with probability
+        0.8, else with equal probability the token itself or a random id. Draws from ``random_state``."""
         uniform, randint = random_state.random_sample, random_state.randint
         mask, ids = self.ids["mask"], self.config.all_ids
 

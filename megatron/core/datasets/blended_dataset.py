@@ -74,7 +74,8 @@ class BlendedDataset:
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def _check_exhaustion(self) -> None:
-        """Every source has what is taken of it; how often each is passed over is logged."""
+        """Raise UserError if the blend takes more samples of a source than it provides; then log the share and number
+        of epochs of each source."""
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, taken.tolist()):
             if count > len(dataset):

@@ -156,7 +156,8 @@ class BlendedMegatronDatasetBuilder:
     def _build_weighted(
         self, prefixes: list[str], weights: list[float], split: Split, bounds: tuple[float, float], size: int
     ) -> BlendedDataset:
-        """Blend the sources by ``weights``; each source provides its share of ``size`` samples plus a surplus."""
+        """Blend the sources by normalized ``weights``. Each source builds ceil(size * weight) samples plus the
+        configured surplus; the blend has the sum of these counts without the surplus."""
         weights = normalize(weights)
         surplus = 1 + self.config.mid_level_dataset_surplus
         wanted = [math.ceil(size * weight) for weight in weights]
@@ -189,7 +190,9 @@ class BlendedMegatronDatasetBuilder:
         self, prefixes: list[str], split: Split, bounds: tuple[float, float], sizes: Sequence[int | None],
         skip_empty: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """One data set per prefix, several at a time; sources without a sample are left out if ``skip_empty``."""
+        """Build one data set per prefix in parallel threads and return them in order. With ``skip_empty``, sources
+        without a sample are left out with a warning; else they raise EmptySplitError. All threads finish before an
+        error is raised."""
 
         left_out: list[EmptySplitError] = []
 
@@ -219,7 +222,8 @@ class BlendedMegatronDatasetBuilder:
         return (make or self.cls)(source, prefix, np.arange(first, last, dtype=dtype), size, split, self.config)
 
     def _open(self, prefix: str | None) -> Any:
-        """The low-level data set of a prefix, opened once for all splits."""
+        """Return the low-level data set of ``prefix``, opened once and shared by all splits. Thread-safe: of two
+        threads that open it at once, both return the first result."""
         with self._lock:
             opened = self._sources.get(prefix)
         if opened is None:

@@ -158,7 +158,8 @@ class GPTDataset(MegatronDataset):
         return sample
 
     def _text(self, idx: int) -> tuple[np.ndarray, int]:
-        """The tokens of sample ``idx``, int64[s + extra], padded at the end, and how many are not padding."""
+        """Return (tokens of sample ``idx``, int64 [s + extra], padded at the end; number of tokens before the padding).
+        Raises UserError for an id outside the vocabulary, if its size is known."""
         position = int(self.shuffle_index[idx])
         (first, offset), (last, _) = self.sample_index[position : position + 2].tolist()
         text = np.empty(self.config.sequence_length + self.extra_token, dtype=np.int64)
@@ -170,7 +171,9 @@ class GPTDataset(MegatronDataset):
         return text, filled
 
     def _add_document_boundaries(self, sample: dict[str, Any]) -> None:
-        """Loss mask, positions and boundaries from the places of the end-of-document token in the input."""
+        """Update ``sample`` in place at each end-of-document token: with ``eod_mask_loss`` loss mask 0 there, with
+        ``reset_position_ids`` positions that restart after it, with ``reset_attention_mask`` the boundaries
+        ``cu_seqlens`` int32."""
         tokens = sample["tokens"]
         ends = np.flatnonzero(tokens == self._eod)
         if self.config.eod_mask_loss:
@@ -206,7 +209,8 @@ class GPTDataset(MegatronDataset):
         return self.index_split != Split.valid or self.config.drop_last_partial_validation_sequence
 
     def _plan(self) -> EpochPlan:
-        """Return the epochs; raise if they contain no sample."""
+        """Return how many epochs the samples need. Raises EmptySplitError, with sizes and fixes, if the split has no
+        document or too few tokens for one sample."""
         length, extra = self.config.sequence_length, self.extra_token
         if self.tokens_per_epoch:
             plan = plan_epochs(self.tokens_per_epoch, self.num_samples, length, extra)
@@ -257,7 +261,8 @@ class GPTDataset(MegatronDataset):
 
 
 def _end_of_document(config: GPTDatasetConfig) -> int | None:
-    """The end-of-document id if anything depends on it."""
+    """Return the end-of-document id if masks, positions or the loss depend on it, else None. Raises UserError if it is
+    needed and the tokenizer has none."""
     if not (config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss):
         return None
     eod = None if config.tokenizer is None else config.tokenizer.eod
@@ -270,7 +275,9 @@ def _end_of_document(config: GPTDatasetConfig) -> int | None:
 
 
 def _padding_id(config: GPTDatasetConfig) -> int:
-    """Return the padding id, or an id outside the data if the tokenizer lacks one or uses end-of-document."""
+    """Return the tokenizer's padding id. If it has none, or its padding equals end-of-document (and
+    ``allow_ambiguous_pad_tokens`` is off; logged), return an id that no data contains, so that only real padding is
+    masked."""
     pad = special_id(config.tokenizer, "pad")
     if pad is None:
         return NO_PAD
@@ -310,7 +317,8 @@ class MockGPTLowLevelDataset:
         return document[offset:] if length is None else document[offset : offset + length]
 
     def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
-        """Same as ``IndexedDataset.gather``."""
+        """Copy the tokens of ``sequences``, concatenated, from ``offset`` of the first one, into ``out`` until it is
+        full. Returns the number of tokens copied."""
         filled = 0
         for idx in sequences.tolist():
             part = self.get(idx, offset, len(out) - filled)

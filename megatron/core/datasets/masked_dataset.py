@@ -103,7 +103,9 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         return opens
 
     def problems(self) -> Iterator[str]:
-        """Return each problem with its fix."""
+        """Yield each problem with its fix: masking or short-sequence probability out of range, n-grams below 1,
+        permutation (not available), a sequence length without room for two tokens, a tokenizer without the needed
+        special tokens."""
         if not 0 < self.masking_probability < 1:
             yield f"--mask-prob {self.masking_probability}: must lie between 0 and 1, such as 0.15"
         if not 0 <= self.short_sequence_probability <= 1:
@@ -175,7 +177,8 @@ class MaskedWordPieceDataset(MegatronDataset):
     def __getitem__(self, idx: int) -> dict[str, Any]: ...
 
     def masking_rule(self) -> MaskingRule:
-        """The masking settings of this data set."""
+        """Return the masking rule of this data set: probability, n-gram lengths, the table of tokens that begin a word,
+        and the tokens cls and sep, which are never masked."""
         never_masked = np.zeros(self.vocab_size, dtype=bool)
         for role in ("cls", "sep"):
             if self.ids[role] is not None:
@@ -222,7 +225,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         return pad if not shared or self.config.allow_ambiguous_pad_tokens else -1
 
     def check_documents(self) -> None:
-        """Looks at documents up to the first that gives a sample, some thousands at a time."""
+        """Raise EmptySplitError, with the reason, if no document of the split gives a sample. Reads lengths some
+        thousand documents at a time, up to the first that does."""
         bounds, sizes, least = self._bounds(), self.dataset.sequence_lengths, self.config.min_sentences
         for start in range(0, len(bounds) - 1, CHECKED_AT_ONCE):
             some = bounds[start : start + CHECKED_AT_ONCE + 1]
@@ -299,7 +303,9 @@ class MaskedWordPieceDataset(MegatronDataset):
     """Whether a sample without text can be made."""
 
     def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
-        """``bounds``: of the split's documents, where it has some."""
+        """Return the message that this split has no samples: what was requested, ``reason``, and the fix that fits the
+        cause (larger share, sentence splitting, longer documents). ``bounds`` of the documents; None if there are
+        none."""
         what = "a full pass" if self.num_samples is None else counted(self.num_samples, "sample")
         share = f"give that split a larger share in --split (now {self.config.split}) or more data"
         fix, sizes = f"{share}, or ask no samples of it (--eval-iters 0)", self.dataset.sequence_lengths

@@ -20,7 +20,8 @@ from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 
 
 def _role(role: str, what: str) -> Any:
-    """A property: the id of the special token of a role, or an error that names those there are."""
+    """Return a property that gives the id of the special token ``role``. Reading it raises UserError, with the roles
+    that exist, if the tokenizer has no such token. ``what`` is its docstring."""
 
     def special_id(self: Tokenizer) -> int:
         if role not in self.special_ids:

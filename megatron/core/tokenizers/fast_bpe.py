@@ -83,7 +83,8 @@ class FastByteLevelBPE:
     normal_form_c: bool
 
     def encode(self, text: str) -> np.ndarray | None:
-        """uint32 ids of ``text``, or None where `tokenizers` has to do it."""
+        """Return the ids of ``text``, uint32. None if `tokenizers` must encode it: text that needs Unicode
+        normalization, contains added tokens or lone surrogates, or makes tiktoken fail."""
         if self.normal_form_c and not (text.isascii() or unicodedata.is_normalized("NFC", text)):
             return None
         if (
@@ -174,7 +175,8 @@ def _fast_pattern(definition: Mapping[str, Any]) -> tuple[str | None, str]:
 
 
 def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dict[bytes, int], np.ndarray | None] | str:
-    """Return tiktoken's table and the id of each of its ranks, or the reason why it cannot be built."""
+    """Return (tiktoken's table {bytes: rank or id}, id of each rank; None if ranks are ids), or a string with the
+    reason why tiktoken could give other ids. Encodes every token once with its merges."""
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
     if model.get("type", "BPE") != "BPE" or any(model.get(option) for option in plain):
         return "its model is not plain BPE"
@@ -216,7 +218,8 @@ def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dic
 
 
 def _same_character_tables(core_module: Any) -> bool:
-    """Whether both regular-expression engines put characters of every Unicode version in the same classes."""
+    """Whether the regular-expression engines of tiktoken and `tokenizers` assign the probe characters (new in some
+    Unicode version) to the same classes: letters, numbers, white space, suffixes of contractions."""
     hf = libraries.require("tokenizers", "--tokenizer-type")
     bytes_only = {bytes([byte]): byte for byte in range(256)}
     for pattern in (r"\p{L}", r"\p{N}", r"\s", r"(?i:s|t|r|e|v|m|l|d)"):

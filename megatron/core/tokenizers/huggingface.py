@@ -302,7 +302,9 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
-    """Return ids by role, from the files next to tokenizer.json, then by well-known names."""
+    """Return {role: id} (bos, eos, eod, pad, cls, sep, mask, unk) from tokenizer_config.json and
+    special_tokens_map.json, then from well-known token names. BERT's cls and sep serve as bos and eos if these are
+    missing; eod is eos."""
     found: dict[str, int] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         config = _optional_json(folder / name)
@@ -350,7 +352,8 @@ def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
 
 
 def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text."""
+    """Return the ids that the post-processor adds (before, after) a text. Raises UserError if it changes the ids of the
+    text itself."""
     with _library_errors():
         bare = backend.encode("a", add_special_tokens=False).ids
         full = backend.encode("a", add_special_tokens=True).ids

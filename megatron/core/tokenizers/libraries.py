@@ -19,11 +19,8 @@ def is_installed(module: str) -> bool:
 
 
 def require(module: str, asked_by: str) -> ModuleType:
-    """Import ``module``; ``asked_by`` is the flag and value that need it.
-
-    Raises:
-        ValueError: the library is not installed, or is broken.
-    """
+    """Import and return ``module``. Raises UserError, with ``asked_by`` (the flag and value that need it) and the pip
+    command, if its package is missing or broken."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

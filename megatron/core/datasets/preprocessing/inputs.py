@@ -133,7 +133,8 @@ def _kind(path: str) -> str:
 
 
 def _is_text(path: str) -> bool:
-    """Whether a ``.txt`` file is plain text; many of these files hold JSON lines."""
+    """Whether a ``.txt`` file is plain text rather than JSON lines: its first line is not a JSON object. Other suffixes
+    are not plain text. Reads the beginning of the file."""
     if not path.endswith(TEXT_SUFFIX):
         return False
     with open_regular(path) as file:
@@ -153,7 +154,9 @@ def part_bytes(files: list[InputFile]) -> int:
 
 
 def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[InputSlice]:
-    """The parts of one file, in order."""
+    """Yield the parts of one file in order: byte ranges of ``size`` for plain files, one row group each for parquet,
+    blocks of decompressed lines (with their data) for compressed files. The cuts depend only on the file and these
+    arguments."""
     if file.kind in ("plain", *TEXT):
         for number, start in enumerate(range(0, file.size, size)):
             stop = min(start + size, file.size)

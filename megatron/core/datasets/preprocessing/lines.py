@@ -24,7 +24,8 @@ class BadLine:
 
 
 def read_rows(part: InputSlice, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """Yield for each line (parquet: row) of ``part``: the texts of ``keys`` or why they are missing; its bytes."""
+    """Yield (texts of ``keys`` or BadLine, size in bytes) for each line of ``part`` (plain text: document, parquet:
+    row). Removes a byte order mark at the start of a file."""
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
         return
@@ -60,7 +61,8 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def _plain_lines(part: InputSlice, max_line_bytes: int) -> list[bytes]:
-    """The lines that begin in the part's byte range; of a longer line than allowed, one byte more than allowed."""
+    """Return the lines that begin in the part's byte range, complete, even if the last ends after the range. Of a line
+    longer than ``max_line_bytes`` only one byte more than that is read."""
     with open_regular(part.file.path) as file:
         position = part.start
         if position:
@@ -88,7 +90,8 @@ def _plain_lines(part: InputSlice, max_line_bytes: int) -> list[bytes]:
 
 
 def row_parser(keys: Sequence[str], max_line_bytes: int) -> Callable[[bytes], list[str] | BadLine]:
-    """A function from a line to its texts. With orjson or without, the same lines are good and the same are bad."""
+    """Return a function from a JSON line (bytes) to the texts of ``keys``, or to a BadLine: too long, malformed JSON,
+    invalid UTF-8, a missing key, a value that is not a string. Uses orjson if installed; the results are equal."""
     quick: Callable[[bytes], Any] = require("orjson", "--input").loads if is_installed("orjson") else _no_quick_parser
     wanted = list(keys)
 
@@ -118,7 +121,8 @@ def _no_quick_parser(line: bytes) -> Any:
 
 
 def _careful_parse(line: bytes) -> Any:
-    """Parse with Python's ``json`` where orjson fails: it accepts more (for instance NaN) and names the error."""
+    """Return the JSON value of a line that orjson rejected, parsed by Python's ``json``, which accepts more (such as
+    NaN), or a BadLine with the reason: empty line, invalid UTF-8, malformed JSON, lone surrogate."""
     if not line.strip():
         return BadLine("empty line")
     try:

@@ -128,7 +128,9 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilde
 
 @contextlib.contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """Create and lock ``folder``; raise if another run with the same --output-prefix holds the lock."""
+    """Context that creates ``folder`` and holds its lock file until exit or the end of the process. Raises UserError if
+    another run holds the lock or the folder cannot be created. After an error before any work, a new folder is
+    removed."""
     existed = os.path.isdir(folder)
     os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
     try:
@@ -152,7 +154,8 @@ def _locked_folder(folder: str) -> Iterator[None]:
 
 
 def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, splitter: str) -> dict[str, Any]:
-    """Return every setting that the bytes of the output depend on."""
+    """Return all settings that the bytes of the output depend on (inputs with size and time, tokenizer, keys, sentence
+    splitting, limits). The number of workers is not one of them."""
     return {
         "version": PLAN_VERSION,
         "inputs": [[file.path, file.size, file.modified_ns] for file in files],
@@ -167,7 +170,9 @@ def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, s
 
 
 def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
-    """Raise if output or parts of another run exist; otherwise write the plan."""
+    """Make ``folder`` ready for ``plan``: keep finished parts of an equal plan, else remove the parts of another run
+    with --overwrite only; remove temporary files; write the plan. Raises UserError if the folder holds other files or
+    another plan's parts, or if the output exists, without --overwrite."""
     path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
     old: dict[str, Any] | None = None
     with contextlib.suppress(FileNotFoundError, ValueError):
@@ -270,7 +275,9 @@ class _Run:
         return pending
 
     def _todo(self, progress: PreprocessingProgress) -> Iterator[InputSlice]:
-        """All parts but those that an interrupted run finished."""
+        """Yield the parts without a finished shard, in order; count the finished ones as reused. Also records the order
+        of all parts and, for compressed files, their number, so that a later run need not decompress them. Raises
+        UserError if a file changed meanwhile."""
         for index, file in enumerate(self.files):
             done = self._finished_file(index, file, progress)
             if done:
@@ -290,7 +297,8 @@ class _Run:
                     note.write(b"%d" % count)
 
     def _finished_file(self, index: int, file: InputFile, progress: PreprocessingProgress) -> bool:
-        """Whether all parts of a compressed file are done, so that it need not be decompressed again."""
+        """Whether all parts of a compressed file are finished, so that it need not be decompressed again; then counts
+        them as reused, in order."""
         try:
             count = int(read_file(os.path.join(self.folder, f"{index:06d}.count"), 100))
         except (FileNotFoundError, ValueError):
@@ -314,7 +322,8 @@ class _Run:
         self._account(record)
 
     def _account(self, record: PartRecord) -> None:
-        """Count finished parts in the order of the input, so that line numbers are known and limits are exact."""
+        """Add a finished part to the totals, in the order of the input: parts that finish early wait. Gives bad lines
+        their numbers in the file. Raises TooManyBadLines when their number exceeds --max-bad-lines."""
         self.records[record.name] = record
         while self.accounted < len(self.order) and self.order[self.accounted] in self.records:
             done = self.records.pop(self.order[self.accounted])
@@ -340,7 +349,8 @@ class _Run:
         return f"{entry['file']}, {unit} {entry[unit]}: {entry['reason']}"
 
     def _write_bad_lines(self) -> None:
-        """``<prefix>.bad_lines.jsonl``: file, first line (plain text: document), number of lines in a row, reason."""
+        """Write ``<prefix>.bad_lines.jsonl``: per run of equal bad lines the file, number of the first line (plain
+        text: document), count and reason. Replaces an older file; without bad lines only removes it."""
         path = f"{self.cfg.output_prefix}.bad_lines.jsonl"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -350,7 +360,8 @@ class _Run:
 
 
 def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: list[str]) -> None:
-    """Join the shards of each key into one ``.bin``/``.idx`` pair and write the sidecar that names the tokenizer."""
+    """Join the shards of each key, in ``order``, into one ``.bin``/``.idx`` pair, and write its tokenizer sidecar.
+    Marks the start of publishing in ``folder``, so that a killed run may be repeated over its own output."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     create_file(os.path.join(folder, "publishing")).close()
     for key, prefix in output_prefixes(cfg).items():

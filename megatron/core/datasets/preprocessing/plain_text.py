@@ -50,7 +50,8 @@ def _content(content: bytearray, size: int, max_bytes: int) -> bytes | None:
 
 
 def _seek_first_line(file: BinaryIO, part: InputSlice, one_per_line: bool) -> bool:
-    """Move to the first line that begins in the range of ``part``; return whether a document may start there."""
+    """Move ``file`` to the first line that begins in the range of ``part``. Return whether a document may start there:
+    at the start of the file, after a blank line, or always if every line is a document."""
     if part.start == 0:
         return True
     position = file.seek(part.start - 1)

@@ -30,7 +30,7 @@ class PreprocessingProgress:
         self.skipped += weight
 
     def add(self, record: PartRecord) -> None:
-        """A part finished now."""
+        """Add a finished part; log a progress line after every ``log_interval`` documents, at most one per second."""
         self.documents += record.documents
         self.text_bytes += record.text_bytes
         self.worked += record.weight
@@ -41,7 +41,8 @@ class PreprocessingProgress:
             logger.info("%s", self.line())
 
     def line(self) -> str:
-        """The state now."""
+        """Return the progress line: documents, documents/s, MB/s of text, share of the input, and remaining time (0
+        before the first part). Parts of an earlier run count as done, not as speed."""
         seconds = max(self.seconds, 1e-9)
         done = self.worked + self.skipped
         left = seconds * (self.total_bytes - done) / self.worked if self.worked else 0.0
@@ -52,7 +53,8 @@ class PreprocessingProgress:
         )
 
     def finish(self, totals: Any) -> None:
-        """The summary."""
+        """Log the summary of ``totals``: documents, sequences, tokens, time, MB/s, omitted documents and lines, parts
+        reused from an earlier run."""
         seconds = max(self.seconds, 1e-9)
         logger.info(
             "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable "

@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> int:
-    """Log MB/s for each of ``cfg.workers_to_check`` and return the fastest. Writes no file next to the input or output.
-
-    Raises:
-        ValueError: as ``preprocess``.
-    """
+    """Preprocess the first ``cfg.max_documents`` documents with each of ``cfg.workers_to_check`` in a temporary folder,
+    log MB/s, and return the fastest number of workers. Writes nothing next to input or output. Raises UserError as
+    ``preprocess``, or if no document is usable."""
     if problems := dataclasses.replace(cfg, find_optimal_num_workers=True).problems():
         raise UserError("\n".join(problems))
     with tempfile.TemporaryDirectory() as folder:

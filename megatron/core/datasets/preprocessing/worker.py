@@ -56,7 +56,8 @@ class PartRecord:
         return sum(count for _, count, _ in self.bad_lines)
 
     def add_bad_line(self, line: int, reason: str) -> None:
-        """Note line number ``line`` (from 0, within the part); runs with one reason are kept as one."""
+        """Record bad line number ``line`` (from 0, within the part). Consecutive lines with the same reason become one
+        entry (first, count, reason)."""
         if self.bad_lines:
             first, count, last_reason = self.bad_lines[-1]
             if first + count == line and last_reason == reason:
@@ -71,7 +72,8 @@ def shard_prefix(folder: str, part: str, key: str) -> str:
 
 
 def read_record(folder: str, part: str) -> PartRecord | None:
-    """The record of a finished part whose files are all there, else None."""
+    """Return the record of a finished part; None if it is missing or malformed, or a shard file is missing or has
+    another size."""
     try:
         values = parse_json(read_file(os.path.join(folder, part + ".json"), MAX_RECORD_BYTES))
         record = PartRecord(**{**values, "bad_lines": [tuple(entry) for entry in values["bad_lines"]]})
@@ -96,7 +98,9 @@ class Worker:
             self.split, _ = make_splitter(cfg.lang, cfg.keep_newlines)
 
     def run(self, part: InputSlice) -> PartRecord:
-        """Make the shard of ``part`` and its record."""
+        """Write the shards of ``part`` (one pair per key), then its record by a rename, and return the record. On an
+        error removes unfinished shards. Raises UserError, with file and line, for text that the tokenizer rejects or a
+        file that changed."""
         unit = "document" if part.file.kind in TEXT else "line"
         record = PartRecord(part.name, part.file.path, unit, weight=part.weight)
         prefixes = {key: shard_prefix(self.folder, part.name, key) for key in self.cfg.json_keys}
@@ -159,7 +163,8 @@ class Worker:
             texts.clear()
 
     def _add_documents(self, texts: Sequence[str], builder: IndexedDatasetBuilder, record: PartRecord) -> int:
-        """One sequence a document; documents without tokens are left out. Returns how many were added."""
+        """Tokenize ``texts`` and append each as one sequence, followed by end-of-document if configured. Documents
+        without tokens are omitted. Adds counts to ``record``; returns the number of documents added."""
         arrays = [array for array in self.tokenizer.tokenize_batch(texts) if array.size]
         if not arrays:
             return 0
@@ -176,7 +181,9 @@ class Worker:
         self, texts: Sequence[str], split: Callable[[str], list[str]], builder: IndexedDatasetBuilder,
         record: PartRecord,
     ) -> int:  # fmt: skip
-        """One sequence a sentence; sentences and documents without tokens are left out."""
+        """Split ``texts`` into sentences, tokenize them, and append each document with one sequence per sentence;
+        end-of-document is added to the last. Sentences and documents without tokens are omitted. Adds counts to
+        ``record``; returns the number of documents added."""
         sentences = [split(text) for text in texts]
         everything = [sentence for document in sentences for sentence in document]
         arrays = iter(self.tokenizer.tokenize_sentences(everything, self.cfg.sentence_special_tokens))

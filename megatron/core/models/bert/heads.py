@@ -50,8 +50,9 @@ class Pooler(nn.Module):
         self.stream = groups.stream(config.sequence_parallel)
 
     def forward(self, hidden_states: Tensor, first_tokens: Tensor | None = None) -> Tensor:
-        """Return tanh(dense(first position)): [b, h], or [n, h] with ``first_tokens``. All-reduces over the
-        sequence-parallel ranks."""
+        """Return tanh(dense(x)) of the first position of each row, [b, h], or with ``first_tokens`` (indices in a
+        packed row) of each document, [n, h]. Collective: all-reduces over the ranks that share the sequence; ranks
+        without a position add zero."""
         if first_tokens is None:
             first = hidden_states[0] * float(self.stream.is_first)  # other ranks hold later positions and add zero
         else:

@@ -268,9 +268,9 @@ class LanguageModule(MegatronModule):
         self, batch: int, length: int, sample_index: Tensor | None, device: torch.device,
         position_ids: Tensor | None = None,
     ) -> DropoutCoordinates | None:  # fmt: skip
-        """Return the samples and positions of this rank's part of the residual stream, from which dropout masks are
-        computed; None in evaluation.
-        """
+        """Return sample index and position of each token of this rank's part of the residual stream, from which dropout
+        masks are computed; None in evaluation. Packed rows have one sample index per token, and ``position_ids`` [1, s]
+        replaces the positions."""
         if not self.training:
             return None
         stream = self._stream_split
@@ -329,11 +329,8 @@ class Positions:
         return self.kind == "learned_absolute"
 
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding, or None for kinds without one.
-
-        Raises:
-            UserError: ``kind`` is unknown.
-        """
+        """Return the rotary embedding of ``config``: of the rope dimension for latent attention, with yarn or llama3
+        scaling if configured; None for positions without rotation. Raises UserError for an unknown kind."""
         if self.kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {self.kind!r}: choose learned_absolute, rope, yarn or none")
         if config.multi_latent_attention:

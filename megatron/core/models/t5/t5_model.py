@@ -220,7 +220,8 @@ class T5Model(LanguageModule):
         return streams._replace(encoder=encoded, decoder=decoded).to(self.encoder.stream_dtype)
 
     def _embedded(self, *inputs: tuple[Tensor, ForwardContext]) -> Streams:
-        """Embed the ids [b, .] of both stacks on the first stage."""
+        """Embed the ids [b, s] of encoder and decoder on the first stage, each with its context's dropout. Returns the
+        streams [s, b, h] and, with relative positions, the bias tables, which are sent along the pipeline."""
         encoder, decoder = (
             self.embedding(ids, self.local_positions(ids.shape[1], ids.device).expand(ids.shape), context.dropout)
             for ids, context in inputs
