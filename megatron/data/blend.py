@@ -38,7 +38,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """``"949,50,1"``, ``"0.9 0.1"`` or ``"'99,1,0'"`` as three fractions that sum to 1; missing ones are 0."""
+    """Return three fractions that sum to 1 from text such as ``"949,50,1"``, ``"0.9 0.1"`` or ``"'99,1,0'"``; missing
+    ones are 0. Raises UserError for other text, more than three numbers, or a sum of 0."""
     strange = re.sub(r"[0-9.,/\s'\"%\[\]()]", "", split)
     numbers = re.findall(r"[.0-9]+", split)
     try:
@@ -89,7 +90,8 @@ def get_blend_from_list(blend: Sequence[Any] | None, flag: str = "--data-path") 
 
 
 def check_weights(weights: Sequence[float], prefixes: Sequence[str], flag: str = "--data-path") -> None:
-    """Every weight finite and above zero, as many as prefixes."""
+    """Raise UserError, beginning with ``flag``, unless there are as many weights as prefixes and every weight is finite
+    and above zero."""
     if len(weights) != len(prefixes):
         raise UserError(f"{flag}: {len(weights)} weights for {len(prefixes)} prefixes")
     for weight, prefix in zip(weights, prefixes):
@@ -143,7 +145,8 @@ def _read(path: str, flag: str) -> str:
 
 
 def _read_per_split(path: str) -> list[Blend | None]:
-    """A JSON object with any of ``train``, ``valid``, ``test``, each a list as for ``--data-path``."""
+    """Return the blends of train, valid and test (None if absent) from a JSON file with any of these keys, each a list
+    as for ``--data-path``. Raises UserError for other content."""
     flag = "--per-split-data-args-path"
     text = _read(path, flag)
     try:

@@ -57,7 +57,8 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length:
 
 
 def build_document_index(documents: np.ndarray, plan: EpochPlan, random_state: np.random.RandomState) -> np.ndarray:
-    """The documents of every epoch in shuffled order."""
+    """Return the documents of all epochs in shuffled order, int32 if the numbers fit, else int64. The last epoch is
+    shuffled separately if the plan uses it only in part. Advances ``random_state``."""
     dtype = np.int32 if documents.size == 0 or int(documents.max()) <= np.iinfo(np.int32).max else np.int64
     documents = documents.astype(dtype, copy=False)
     order = np.tile(documents, plan.num_epochs)
@@ -87,7 +88,8 @@ def build_gpt_indices(
     drop_last_partial_sequence: bool = True,
     extra_token: int = 1,
 ) -> GPTIndices:
-    """All three arrays, from one ``RandomState(seed)``: documents first, samples last."""
+    """Return document, sample and shuffle index. All draws come from one ``RandomState(seed)``: documents first,
+    samples last. ``extra_token`` 1: each sample has one token more, for the shifted labels."""
     random_state = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random_state)
     sample_index = helpers.build_sample_idx(

@@ -94,7 +94,9 @@ def build_sample_idx(
 def build_sample_idx_numpy(
     sizes: np.ndarray, documents: np.ndarray, sequence_length: int, num_samples: int, extra: int
 ) -> np.ndarray:
-    """The numpy twin of ``build_sample_idx``: token positions searched in the running sum of lengths."""
+    """Return the same array as ``build_sample_idx`` in C++, [samples + 1, 2] (document position, token offset), by
+    searching token positions in the running sum of lengths. Raises ValueError for documents outside the data set or too
+    few tokens."""
     if len(documents) and (int(documents.min()) < 0 or int(documents.max()) >= len(sizes)):
         raise ValueError("a document number lies outside the data set")
     result = np.zeros((num_samples + 1, 2), dtype=documents.dtype)
@@ -133,7 +135,8 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
 def build_blending_indices_numpy(
     weights: np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The numpy twin of ``build_blending_indices``; a source that has reached its limit is not drawn again."""
+    """Return the same arrays as ``build_blending_indices`` in C++: (source int16, its sample int64) per sample; each
+    step takes the source that is furthest behind its share. A source at its limit is not drawn again."""
     taken = np.zeros(len(weights), dtype=np.float64)
     if limits is not None:
         taken[limits == 0] = np.inf  # infinity closes a source

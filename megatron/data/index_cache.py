@@ -73,7 +73,9 @@ class IndexCache:
         self.base = os.path.join(folder, f"{self.key}-{kind}") if folder else ""
 
     def get(self, build: Callable[[], Arrays]) -> Arrays:
-        """The arrays: mapped from the folder if they are there, else built by ``build``, once for all processes."""
+        """Return the arrays, mapped from the cache folder if complete, else from ``build()``, which runs in one process
+        while others wait for the lock. Without a usable folder (no path, no locks, read-only) builds in memory with a
+        warning."""
         if self.folder is None:
             return build()
         arrays = self.load()
@@ -106,7 +108,8 @@ class IndexCache:
             return self.load() or arrays  # mapped: the processes of a machine share the pages
 
     def load(self) -> Arrays | None:
-        """The arrays of a complete, matching cache, mapped read-only; None otherwise."""
+        """Return the arrays of a complete cache with the same description, mapped read-only, after checking checksums,
+        shapes and ranges; None otherwise. ``self.damage`` is then the reason, empty if there is no cache."""
         self.damage = ""
         try:
             with open_regular(f"{self.base}-description.txt") as stream:
@@ -123,7 +126,8 @@ class IndexCache:
             return None
 
     def _checksums(self, found: bytes) -> dict[str, Any]:
-        """Return each array's checksum from the line after the description; the last line checks both."""
+        """Return each array's checksum from the content ``found`` of the description file. Raises ValueError if its own
+        checksum, in the last line, or the description does not match."""
         body, _, own = found.rpartition(b"\n")
         text, _, line = body.rpartition(b"\n")
         if own != b"%08x" % zlib.crc32(body) or text != self.description.encode():
@@ -134,7 +138,8 @@ class IndexCache:
         return checksums
 
     def _read(self, name: str, checksum: Any) -> np.ndarray:
-        """One array; ``ValueError`` names its file and what is wrong with it."""
+        """Return one array, mapped. Raises ValueError, with the file, if shape, dtype, checksum or the range of its
+        numbers differs from what is expected."""
         path = f"{self.base}-{name}.npy"
         array = map_npy(path)
         shape, dtype = self.layout[name]
@@ -150,7 +155,8 @@ class IndexCache:
         return array
 
     def save(self, arrays: Arrays) -> None:
-        """Write the arrays, then the description that makes them count."""
+        """Write each array, then the description with checksums, each to a temporary name that is renamed. A cache
+        without a description does not exist for readers."""
         for name, array in arrays.items():
             with self._renamed(f"{self.base}-{name}.npy") as stream:
                 np.lib.format.write_array(stream, array, allow_pickle=False)
@@ -186,7 +192,8 @@ def _checksum(array: np.ndarray) -> int:
 
 
 def _wait_for(lock: BinaryIO, base: str) -> None:
-    """Take the exclusive lock, saying every few seconds that another process holds it."""
+    """Block until this process has the exclusive lock; log every few seconds that another process builds ``base``.
+    Raises OSError on file systems without locks."""
     start = last = time.monotonic()
     while True:
         try:

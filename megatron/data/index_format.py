@@ -172,7 +172,8 @@ def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, 
 
 
 def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
-    """Lengths not negative, pointers their running sum, the end of the last sequence the end of the .bin."""
+    """Raise the index error unless lengths are not negative, byte offsets are the running sum of lengths from 0, and
+    the last sequence ends at the end of the .bin (``bin_bytes``). Reads the index in chunks."""
     bin_path = idx_path.removesuffix(".idx") + ".bin"
     lengths, pointers, size = index.sequence_lengths, index.sequence_pointers, index.dtype_size
     count = len(lengths)
@@ -205,7 +206,8 @@ def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
 
 
 def _check_documents(idx_path: str, index: Index) -> None:
-    """Boundaries start at 0, never fall and end at the number of sequences."""
+    """Raise the index error unless document boundaries start at 0, never decrease, and end at the number of
+    sequences."""
     documents = index.document_indices
     if int(documents[0]) != 0:
         raise _error(idx_path, f"starts its first document at sequence {int(documents[0])} instead of 0")

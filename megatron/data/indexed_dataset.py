@@ -63,7 +63,8 @@ class FileTokens:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """``count`` tokens from token ``start``, as a new array."""
+        """Return ``count`` tokens from token ``start`` as a new array, read from the open file. Raises
+        IndexedDatasetError if the file has become shorter."""
         tokens = np.empty(count, dtype=self.dtype)
         target = tokens.data.cast("B") if count else memoryview(b"")
         offset, done = start * self.dtype.itemsize, 0
@@ -120,7 +121,8 @@ class IndexedDataset:
         return len(self._lengths)
 
     def __getitem__(self, idx: Any) -> Any:
-        """The sequence ``idx``, or the list of sequences of a contiguous slice; with the modes if multimodal."""
+        """Return sequence ``idx``, or the list of sequences of a slice with step 1, as new arrays; with the modes as
+        second result if multimodal. Raises TypeError for other indices, ValueError for another step."""
         if isinstance(idx, int | np.integer):
             return self.get(int(idx))
         if not isinstance(idx, slice):
@@ -134,7 +136,8 @@ class IndexedDataset:
         return (sequences, self.sequence_modes[start:stop]) if self.multimodal else sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Return ``length`` tokens (default: the rest) of sequence ``idx``, starting at token ``offset``."""
+        """Return ``length`` tokens (None: the rest) of sequence ``idx`` from token ``offset``, as a new array; with the
+        mode if multimodal. Raises IndexError outside the sequence or the data set."""
         if not -len(self._lengths) <= idx < len(self._lengths):
             raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
         available = int(self._lengths[idx]) - offset

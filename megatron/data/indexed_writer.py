@@ -99,7 +99,8 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append one sequence to the open document; ``end_document`` closes it."""
+        """Append one sequence to the open document; ``end_document`` closes it. Raises UserError for ids that do not
+        fit the dtype; OSError, after removing all files, if writing fails."""
         tokens = self._as_tokens(tensor)
         with self._reporting():
             self.data_file.write(tokens.data)
@@ -113,7 +114,8 @@ class IndexedDatasetBuilder:
             self._documents.append(self._lengths.count)
 
     def add_document(self, tensor: Any, lengths: Any, modes: Any = None) -> None:
-        """Append a whole document: its tokens and the lengths of its sequences."""
+        """Append a complete document: its tokens, the lengths of its sequences, and their modes if multimodal (default
+        0). Raises ValueError if the lengths do not sum to the number of tokens."""
         tokens = self._as_tokens(tensor)
         if sum(lengths) != tokens.size:
             raise ValueError(f"the lengths of a document sum to {sum(lengths)}, but it has {tokens.size} tokens")
@@ -127,7 +129,8 @@ class IndexedDatasetBuilder:
                     self._modes.append(mode)
 
     def add_documents(self, tensor: Any, lengths: Any) -> None:
-        """Append many documents of one sequence each: the tokens of all, and the length of each."""
+        """Append many documents of one sequence each: the tokens of all, and the length of each. Raises ValueError for
+        negative lengths, or if they do not sum to the number of tokens."""
         tokens, sizes = self._as_tokens(tensor), np.asarray(lengths, dtype=np.int32)
         if int(sizes.sum(dtype=np.int64)) != tokens.size or (len(sizes) and int(sizes.min()) < 0):
             raise ValueError(f"the lengths sum to {int(sizes.sum(dtype=np.int64))}, but there are {tokens.size} tokens")
@@ -140,7 +143,8 @@ class IndexedDatasetBuilder:
                 self._modes.extend(np.zeros(len(sizes), dtype=np.int8))
 
     def add_index(self, path_prefix: str) -> None:
-        """Append a whole data set of the same dtype, as if its documents had been added here."""
+        """Append the data set at ``path_prefix`` as if its documents had been added here; checks its index first.
+        Raises UserError if it has another dtype."""
         bin_path = get_bin_path(path_prefix)
         index = read_index(get_idx_path(path_prefix), os.path.getsize(bin_path), self.multimodal)
         if index.dtype != self.dtype:
@@ -159,7 +163,9 @@ class IndexedDatasetBuilder:
                 shutil.copyfileobj(source, self.data_file, BUFFER_BYTES)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index, sync both files and move them to their names, the ``.idx`` last."""
+        """Write the index, sync both files, remove an older .idx, and rename the .bin, then the .idx; syncs the folders
+        last. Raises ValueError after ``finalize`` or ``abort``; OSError, after removing the temporary files, if writing
+        fails."""
         if not self._open:
             raise ValueError(f"{self.bin_path} is already finished or was given up")
         with self._reporting():
@@ -179,7 +185,7 @@ class IndexedDatasetBuilder:
         self.abort()
 
     def abort(self) -> None:
-        """Give up: close and remove the temporary files. Harmless after ``finalize``."""
+        """Close and remove the temporary files without publishing anything. No effect after ``finalize``."""
         self._open = False
         for file in (self.data_file, self._lengths.file, self._documents.file, self._modes and self._modes.file):
             if file:
@@ -207,7 +213,8 @@ class IndexedDatasetBuilder:
                 stream.write(modes.tobytes())
 
     def _as_tokens(self, values: Any) -> np.ndarray:
-        """Return ``values`` as a contiguous array of the data set's dtype; raise if a value does not fit."""
+        """Return ``values`` as a contiguous array of the data set's dtype, without a copy if possible. Raises UserError
+        if an integer does not fit."""
         given = np.asarray(values)
         if given.dtype == self._np_dtype:
             return np.ascontiguousarray(given)
@@ -224,7 +231,8 @@ class IndexedDatasetBuilder:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """A write error removes the partial files and says which data set it was."""
+        """Context in which a write error removes the partial files and is raised again as an OSError that names the
+        data set."""
         try:
             yield
         except OSError as error:

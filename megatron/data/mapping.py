@@ -52,11 +52,8 @@ def map_file(path: str) -> np.ndarray:
 
 
 def map_npy(path: str) -> np.ndarray:
-    """The array of a ``.npy`` file, mapped; objects are never unpickled.
-
-    Raises:
-        ValueError: not a complete file of plain numbers.
-    """
+    """Return the array of a ``.npy`` file, mapped read-only; never unpickles objects. Raises ValueError for another
+    file, another format version, column-major order, or a wrong size; OSError if it cannot be opened."""
     with open_regular(path) as stream:
         try:
             version = np.lib.format.read_magic(stream)

@@ -119,7 +119,8 @@ def gives_samples(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> n
 
 
 def no_samples_reason(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> str:
-    """Why none of the documents gives a sample, counted."""
+    """Return why no document gives a sample, with counts: too few sentences, or a sentence longer than the limit. To be
+    called only if that is the case."""
     counts = np.diff(bounds)
     few = int((counts < min_num_sent).sum())
     rest = len(counts) - few
@@ -132,7 +133,9 @@ def build_mapping_numpy(
     bounds: np.ndarray, sizes: np.ndarray, num_epochs: int, max_samples: int, max_length: int, short_ratio: int,
     seed: int, min_sentences: int,
 ) -> np.ndarray:  # fmt: skip
-    """The twin of ``build_mapping`` in C++."""
+    """Return the same shuffled rows as ``build_mapping`` in C++: (first sentence, end, target length). Ends after the
+    epoch that reaches ``max_samples``, or one that adds none; a target is short with probability 1 /
+    ``short_ratio``."""
     draws = _words(np.random.RandomState(seed % 2**32))
 
     def target(document: int) -> int:
@@ -157,7 +160,8 @@ def build_blocks_mapping_numpy(
     bounds: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, num_epochs: int, max_samples: int,
     max_length: int, seed: int, min_sentences: int,
 ) -> np.ndarray:  # fmt: skip
-    """The twin of ``build_blocks_mapping`` in C++."""
+    """Return the same shuffled rows as ``build_blocks_mapping`` in C++: (first sentence, end, document, block number
+    within the epoch). Targets are ``max_length`` minus the length of the document's title."""
     titles = title_sizes.tolist()
     least = min_sentences
     groups = list(_group_sentences(bounds.tolist(), sizes, lambda i: max_length - titles[i], least, least, least))
@@ -226,7 +230,8 @@ def _row_type(sizes: np.ndarray) -> type:
 def _checked(
     docs: np.ndarray, sizes: np.ndarray, num_epochs: int, max_seq_length: int, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``docs`` and ``sizes`` as C++ reads them."""
+    """Return document bounds int64 and sizes int32, contiguous as C++ reads them. Raises UserError for less than one
+    epoch, a maximum length below ``least``, or bounds that decrease or exceed the sentences."""
     if num_epochs < 1 or max_seq_length < least:
         raise UserError(f"num_epochs {num_epochs}, max_seq_length {max_seq_length}: at least 1 and {least} are needed")
     bounds = helpers.aligned(docs, np.int64)

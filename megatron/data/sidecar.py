@@ -51,7 +51,7 @@ def sidecar_info(tokenizer: FingerprintedTokenizer, append_eod: bool) -> Sidecar
 
 
 def write_sidecar(prefix: str, info: SidecarInfo) -> None:
-    """Write the sidecar of ``prefix`` to a temporary file, fsync it and rename it, replacing an older one."""
+    """Write the sidecar of ``prefix`` to a temporary file, sync it and rename it, replacing an older one."""
     path = sidecar_path(prefix)
     partial = f"{path}.partial-{os.getpid()}"
     with create_file(partial) as file:
@@ -62,11 +62,8 @@ def write_sidecar(prefix: str, info: SidecarInfo) -> None:
 
 
 def read_sidecar(prefix: str) -> SidecarInfo | None:
-    """Return the sidecar of ``prefix``, or None if the file does not exist.
-
-    Raises:
-        ValueError: it is damaged or has a newer format.
-    """
+    """Return the sidecar of ``prefix``; None if there is none. Raises UserError, with the fix, if it is damaged or of
+    another format version."""
     path = sidecar_path(prefix)
     try:
         values: dict[str, Any] = parse_json(read_text(path))
@@ -84,7 +81,7 @@ def read_sidecar(prefix: str) -> SidecarInfo | None:
 
 
 def _checked(info: SidecarInfo) -> SidecarInfo:
-    """``info``, read from a file; ``ValueError`` for values of another type."""
+    """Return ``info`` as read from a file. Raises ValueError if a value has another type than the writer's."""
     texts = isinstance(info.tokenizer_type, str) and isinstance(info.fingerprint, str)
     if not texts or type(info.vocab_size) is not int or not isinstance(info.append_eod, bool):
         raise ValueError("a value has another type than the writer's")

@@ -51,7 +51,8 @@ class MaskingRule:
         return min(self.probability * target, max(1, round(num_tokens * self.probability)))
 
     def draw_length(self, random_state: np.random.RandomState) -> Callable[[], int]:
-        """A function that draws how many words to mask together."""
+        """Return a function that draws how many words to mask together, from 1 to ``max_ngram``: geometric, or
+        proportional to 1 / n (reversed with ``longer_ngrams``). It advances ``random_state``."""
         most = self.max_ngram
         if self.geometric:
             return lambda: min(int(random_state.geometric(GEOMETRIC)), most)

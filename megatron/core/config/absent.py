@@ -42,7 +42,8 @@ class Absent:
 
     @property
     def meaning(self) -> str:
-        """Text for the flag reference and for notices."""
+        """Return the text of this row for the flag reference and for notices: not available yet, accepted without
+        effect, which flags it means, or why it is rejected."""
         if self.status == "not yet":
             return f"{self.answer} not available yet"
         if self.status == "no effect":
@@ -53,7 +54,8 @@ class Absent:
         return f"rejected: {fix} (a flag of {program})" if self.status == "other" else f"rejected: {self.answer}"
 
     def refusal(self, typed: str) -> cli.Problem:
-        """Return the problem of a flag that is always rejected."""
+        """Return the problem of a flag that is always rejected (status other, retired, foreign or removed), with its
+        fix; ``typed`` is the flag as the user wrote it."""
         if self.status == "other":
             program, _, fix = self.answer.partition(": ")
             return cli.Problem(typed, f"is a flag of {program}", fix=fix)
@@ -104,7 +106,8 @@ def _answer_to(row: Absent, value: Any) -> Absent:
 
 
 def _spec(row: Absent) -> cli.FlagSpec:
-    """Return the flag specification of an accepted row."""
+    """Return the flag specification of an accepted row (``not yet`` or ``no effect``): an integer with a lower bound,
+    values of any type, or a switch, with the row's default."""
     field = next(iter(row.settings), row.names[0])  # without a setting, the spelling is the field
     default = row.settings.get(field)
     if row.nargs.startswith("int"):
@@ -171,7 +174,8 @@ def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.S
 
 
 def answers(values: Mapping[str, Any]) -> tuple[list[str], list[cli.Problem]]:
-    """Notices and refusals for the settings of this table among ``values``; those at their default need none."""
+    """Return (notices, problems) for the settings of this table among ``values``: a problem for each that is not
+    available yet, a notice for each without effect. Values equal to the default need neither."""
     notices: list[str] = []
     problems: list[cli.Problem] = []
     for spec in specs():

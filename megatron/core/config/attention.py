@@ -11,7 +11,8 @@ from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Pr
 
 
 def parse_window(text: str) -> tuple[int, int]:
-    """``"127,0"`` -> ``(127, 0)``; also accepts parentheses and a single number for the left side."""
+    """Convert ``"127,0"`` to ``(127, 0)``; also accepts parentheses, brackets, and a single number for the left side
+    (right side 0). Raises ValueError unless there are two integers from -1 (unlimited) to below 2^31."""
     try:
         parts = [int(part) for part in text.strip("()[] ").replace(" ", ",").split(",") if part]
     except ValueError:
@@ -28,7 +29,9 @@ _PATTERN = "must be an integer or a list of 0 and 1 such as [0]*3+[1]*58"
 
 
 def parse_layer_pattern(text: str) -> int | list[int]:
-    """An integer N ("every N-th layer") or a list of 0 and 1 per layer, also as ``[0]*3+[1]*58`` or ``([1,0])*4``."""
+    """Convert text to an integer N ("every N-th layer") or a list of 0 and 1 per layer, also written as
+    ``[0]*3+[1]*58`` or ``([1,0])*4``. Evaluates only sums and products of lists. Raises ValueError for other text, an
+    empty or a too long list."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):  # Python 3.10 runs out of "memory" over deep parentheses
@@ -41,7 +44,8 @@ def parse_layer_pattern(text: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Integers, lists of integers, sums of lists, and lists times an integer; nothing is executed."""
+    """Return the value of a syntax tree of integers, lists of integers, sums of lists, and lists times an integer.
+    Executes no code. Raises ValueError for anything else, or a list that is too long."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List) and all(isinstance(item, ast.Constant) for item in node.elts):

@@ -132,7 +132,9 @@ class FlagSpec:
         return f"Disable: {text[:1].lower()}{text[1:]}" if self.is_bool and self.default is True else text
 
     def check(self, value: Any) -> Any:
-        """``value``, or a ``ValueError`` with the reason."""
+        """Return ``value``, converted earlier, after checks. Raises ValueError, with the nearest choice if there is
+        one, for a value that is not among the choices, fails the field's own check, is not finite or outside the
+        range."""
         if self.choices and value not in self.choices:
             known = {str(choice).lower(): choice for choice in self.choices}
             close = difflib.get_close_matches(str(value).lower(), known, n=1)
@@ -149,7 +151,8 @@ class FlagSpec:
         return value
 
     def refusal(self, value: Any) -> str:
-        """Why a value that a program set, not text, can never be right; empty if it can, or is None."""
+        """Return why a value that a program set (not text) is invalid, checking each item of a list; empty if it is
+        valid or None."""
         try:
             for item in value if isinstance(value, list) else [value]:
                 if item is not None:
@@ -159,7 +162,7 @@ class FlagSpec:
         return ""
 
     def from_text(self, text: str) -> Any:
-        """Convert and check one operand."""
+        """Convert one operand to the field's type and check it. Raises ValueError with the reason."""
         try:
             value = self.convert(text)
         except ValueError as error:
@@ -170,7 +173,8 @@ class FlagSpec:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string literal below each field of a dataclass, read from its source."""
+    """Return {field: string literal below it} of a dataclass, from its source; fields without one are absent. Empty if
+    the source is not available."""
     try:
         tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)) if cls.__module__ == "__main__" else _source(cls))
     except (OSError, TypeError, SyntaxError):
@@ -206,7 +210,8 @@ def _plain(annotation: Any) -> Any:
 
 
 def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]]:
-    """Converter, type name and choices of an annotation without None and list."""
+    """Return (converter from text, type name, choices) of an annotation without None and list. Raises TypeError for
+    types other than Literal, int, float, str and bool."""
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
         return type(choices[0]), type(choices[0]).__name__, choices
@@ -245,7 +250,8 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
 
 @functools.cache
 def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
-    """The flags of these dataclasses, in order, each from the class that declares its field."""
+    """Return the flags of these dataclasses, in the order of their fields. Inherited fields belong to the class that
+    declares them; fields marked ``flag=False`` have no flag."""
     specs = []
     for group in groups:
         hints = get_type_hints(group, include_extras=True)
@@ -279,7 +285,8 @@ class Segment:
 
 
 def segments(argv: Sequence[str]) -> tuple[list[Segment], list[Problem]]:
-    """Split a command line at its flags. Operands before the first flag or after ``--flag=value`` are problems."""
+    """Split a command line into flags with their operands; return (segments, problems). An operand before the first
+    flag or after ``--flag=value`` is a problem. Flag names are not checked."""
     found: list[Segment] = []
     problems: list[Problem] = []
     for token in argv:
@@ -306,7 +313,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _read(spec: FlagSpec, segment: Segment) -> Any:
-    """The value that one segment gives to its flag; ``ValueError`` with the reason."""
+    """Return the value that one segment gives to its flag: for a switch the opposite of its default, else the converted
+    operands. Raises ValueError, with the reason, for a wrong number of operands or a wrong value."""
     count = len(segment.operands)
     if spec.is_bool:
         if count:
@@ -357,7 +365,9 @@ def flatten(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def read_mapping(
     specs: Iterable[FlagSpec], mapping: Mapping[str, Any], renamed: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Field values of a file's settings: keys are field names or flag names, with ``-`` or ``_``."""
+    """Return (values by field, problems) of settings from a file, nested tables flattened. Keys are field or flag names
+    with ``-`` or ``_``; ``renamed`` maps older flag names. The key of a negative flag (``no_...``) inverts its
+    value."""
     specs = tuple(specs)
     by_field = {spec.field: spec for spec in specs}
     by_flag = flag_table(specs)
@@ -402,7 +412,8 @@ def from_object(spec: FlagSpec, value: Any) -> Any:
 
 
 def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description: str = "") -> argparse.ArgumentParser:
-    """Return an argparse parser of these flags, for ``--help`` and for scripts that add custom flags."""
+    """Return an argparse parser of these flags in groups, for ``--help`` and for scripts that add custom flags. Names
+    cannot be abbreviated."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
     )

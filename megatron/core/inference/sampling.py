@@ -35,7 +35,9 @@ class Sampling:
             raise UserError("; ".join(f"{name} {value}: {problem}" for name, (value, problem) in problems.items()))
 
     def chooser(self) -> Callable[[Tensor], int]:
-        """A function from logits [v] to a token, for one text."""
+        """Return a function from logits [v] to a token ID, for one text: the largest logit with temperature 0, else a
+        draw from a generator with this object's seed (None: torch's global generator). It raises UserError for NaN or
+        infinite logits."""
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
         def choose(logits: Tensor) -> int:
@@ -48,7 +50,8 @@ class Sampling:
         return choose
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Return logits [v] divided by the temperature; tokens that are not allowed are -inf."""
+        """Return fp32 logits [v], shifted so that the largest is 0, divided by the temperature, and -inf outside the
+        ``top_k`` largest and outside the smallest set with probability ``top_p``. Ties at top_k are kept."""
         logits = logits.float()
         logits = (logits - logits.max()) / self.temperature  # at most 0: a small temperature overflows to -inf only
         if self.top_k > 0:
@@ -70,7 +73,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def sampling_problems(values: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """Name -> value and problem of every value that is out of its range, NaN included."""
+    """Return {name: (value, problem)} of every value that is out of its range, NaN included. Missing names and None
+    pass."""
     found = {}
     for name, (low, high) in _RANGES.items():
         value = values.get(name)
@@ -161,7 +165,8 @@ def _written(
     logits: Callable[[list[int]], Tensor], context: list[int], max_new_tokens: int, stop_token: int | None,
     sampling: Sampling,
 ) -> Iterator[int]:  # fmt: skip
-    """Yield the tokens that follow ``context``; ``logits`` computes logits [1, s, v]."""
+    """Yield up to ``max_new_tokens`` sampled tokens after ``context`` and append each to that list; end before
+    ``stop_token``. ``logits`` computes [1, s, v] of the full context each time."""
     choose = sampling.chooser()
     for _ in range(max_new_tokens):
         token = choose(logits(context)[0, -1].cpu())
