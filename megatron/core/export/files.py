@@ -201,7 +201,8 @@ class Target:
             raise CheckpointError(f"{self.final}: exists already; choose another name, or remove it")
 
     def _resume(self, identity: Any) -> None:
-        """Keep the files that an earlier attempt at the same conversion completed; remove everything else."""
+        """Keep the complete files of an earlier attempt with the same ``identity`` whose checksums match; remove
+        everything else in the folder and rewrite the journal. ``identity`` None or another one: start again."""
         make_folder(self.folder, private=True)
         self._journal.seek(0)
         lines: list[Any] = []

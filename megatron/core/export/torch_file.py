@@ -188,7 +188,9 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
 
 
 def _read_zip(file: _Range) -> tuple[Any, dict[str, _Record]]:
-    """Return the unpickled value and the records by storage key."""
+    """Return (the unpickled value, records by storage key) of a zip file of ``torch.save``. Raises
+    CheckpointDamagedError for compressed, encrypted or repeated records, another byte order, or a storage without a
+    record."""
     records: dict[str, _Record] = {}
     with zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
         entries = archive.infolist()

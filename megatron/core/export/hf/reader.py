@@ -24,7 +24,9 @@ _FIRST_STD = 0.02
 
 
 def load(folder: Path) -> Interchange:
-    """See :func:`megatron.core.export.hf.load_hf`."""
+    """Return the model of a Hugging Face folder with lazy tensors, completed settings, tokenizer files and notes for
+    the user. Raises UserError if family or settings are not supported, if names or shapes differ from what
+    ``config.json`` describes, or for quantized weights. See :func:`megatron.core.export.hf.load_hf`."""
     family, settings = load_settings(folder)
     try:
         plan = placements(family, complete(settings))

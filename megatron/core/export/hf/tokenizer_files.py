@@ -75,7 +75,8 @@ def _build(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> Tokenizer
 
 
 def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | list[int]]:
-    """Ids by key. Text of a GPT ends with the token that ends its documents, and with the tokenizer's own end."""
+    """Return {config.json key: token ID or list of IDs} of the special tokens that exist and are below ``rows``. For
+    GPT the end is both the token that ends documents and the tokenizer's eos; T5 starts decoding with bos, else pad."""
     roles = {"bos_token_id": ["bos"], "eos_token_id": ["eos"], "pad_token_id": ["pad"]}
     if model_family == "gpt":
         roles["eos_token_id"] = ["eod", "eos"]

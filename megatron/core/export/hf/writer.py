@@ -34,7 +34,10 @@ def save(
     model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
     preferred: str | None = None,
 ) -> None:  # fmt: skip
-    """See :func:`megatron.core.export.hf.save_hf`."""
+    """Write ``model`` as a Hugging Face folder: shards in ``dtype`` (None: unchanged), config.json,
+    generation_config.json and tokenizer files. ``family`` forces a family; else the one of the source, ``preferred``,
+    or the first that fits. Raises UserError if none fits or tensors do not match the settings. See
+    :func:`megatron.core.export.hf.save_hf`."""
     if EMBEDDING not in model.tensors:
         raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
     before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}

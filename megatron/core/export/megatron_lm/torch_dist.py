@@ -57,7 +57,8 @@ class _Stored:
         return self.shape if self.original is None else self.original
 
     def read(self, wanted: Rectangle) -> Tensor:
-        """Read a rectangle of the tensor (global coordinates)."""
+        """Read a rectangle of the tensor (global coordinates) from the files that hold it, as a new tensor. Tensors
+        stored as flat parts of their rank shards are put together in their original shape."""
         if self.original is None:
             return self._stored(wanted)
         *counts, flat = self.shape

@@ -24,7 +24,9 @@ EXACT_GELU = Choice(
 
 
 def has_pairs(masked: str) -> Computed:
-    """Whether there are pairs of texts: kinds of tokens, pooler and head; ``masked`` is the architecture without."""
+    """Return the rule between ``type_vocab_size`` 2 (pairs of texts: token types, pooler, binary head) and
+    ``bert_binary_head``. 1 means single texts, exported as the architecture ``masked``. Other values raise
+    UserError."""
 
     def load(config: Table) -> dict[str, Any]:
         if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):
