@@ -64,9 +64,10 @@ class CoreAttention(nn.Module):
         v_channels: int | None = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size != groups.cp.size:
+        self._static, self._sink = TokenLayout.of(groups), has_sink(config)
+        if config.context_parallel_size != (ranks := self._static.group.size):
             raise UserError(
-                f"context_parallel_size {config.context_parallel_size}: the process groups have {groups.cp.size} "
+                f"context_parallel_size {config.context_parallel_size}: the process groups have {ranks} "
                 "ranks; pass the same size to initialize_model_parallel(context_parallel_size=...)"
             )
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -76,7 +77,6 @@ class CoreAttention(nn.Module):
         site = "cross attention" if self.is_cross else "attention"
         self.rate, self.site = config.attention_dropout, ("layer", layer_number, site)
         self.kind = forms.layer_comm_type(config.cp_comm_type, layer_number)
-        self._static, self._sink = TokenLayout.of(groups), has_sink(config)
         forms.check_form(config, self.kind, self._static, groups.tp.size)
         self._heads = groups.tp.rank, config.num_attention_heads // groups.tp.size
         keys = k_channels or config.kv_channels

@@ -20,8 +20,8 @@ from megatron.core.transformer.aux_losses import AuxLossWeights
 
 @dataclass(frozen=True)
 class ForwardContext(AttentionContext):
-    """Inputs shared by all layers for one micro-batch: those of core attention, and of other modules. Every default
-    means "not used"."""
+    """Inputs shared by all layers for one micro-batch, in addition to the inputs of core attention. Every default means
+    "not used"."""
 
     rotary_pos_emb: RotaryTables | None = None
     """Rotary tables of queries and keys; None without rotary positions."""

@@ -1,9 +1,9 @@
-"""Which token layouts the modules of a layer take. Under context parallelism a rank holds some tokens of each sequence.
+"""Declarations of the token layouts that modules support; a context-parallel rank holds some tokens of each sequence.
 
 A mixer, a core attention or an indivisible layer declares on its class
 
-    mixes_tokens = False                           each token is computed alone: every layout is right
-    mixes_tokens, layouts = True, {"zigzag", …}    it exchanges tokens by ``ctx.layout``, in these orders of tokens
+    mixes_tokens = False                           tokens are processed independently: supports every layout
+    mixes_tokens, layouts = True, {"zigzag", …}    exchanges tokens by ``ctx.layout``; supports these orders
 
 Other classes are rejected under context parallelism: they would compute a different model without an error.
 """
@@ -54,8 +54,9 @@ def build_token_mixer(slot: Any, *args: Any, groups: ProcessGroups, **kwargs: An
         UserError: context parallelism is on and the module does not take its layout.
     """
     module = build_module(slot, *args, groups=groups, **kwargs)
-    if groups.cp.size > 1 and (reason := layout_problem(type(module))):
-        raise UserError(f"context_parallel_size {groups.cp.size}: {reason}; {FIX}")
+    ranks = groups.cp.size
+    if ranks > 1 and (reason := layout_problem(type(module))):
+        raise UserError(f"context_parallel_size {ranks}: {reason}; {FIX}")
     return module
 
 
