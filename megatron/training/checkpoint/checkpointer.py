@@ -25,10 +25,10 @@ from megatron.core.dist_checkpointing.files import get_checkpoint_name, read_tra
 from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT
 from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
-from megatron.core.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
+from megatron.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import alternative, delete_checkpoint, saved_iterations, write_tracker
 from megatron.training.checkpoint.history import fast_folder, identity, set_aside
