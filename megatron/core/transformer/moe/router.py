@@ -267,10 +267,11 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:
-        """Update buffers in place after an optimizer step from ``totals``, the statistics of the global batch over all
-        ranks; no collective. The expert bias falls for overloaded and rises for underloaded experts, by
-        ``moe_router_bias_update_rate``; with quantile balancing it becomes the moving average of minus the mean
-        thresholds. ``last_choices`` becomes the choices for ``global_aux_loss``.
+        """Update buffers in place from ``totals``, the statistics of the global batch over all ranks: once per global
+        batch, after its backward passes and before the optimizer step, even if that is skipped. No collective. The
+        expert bias falls for overloaded and rises for underloaded experts, by ``moe_router_bias_update_rate``; with
+        quantile balancing it becomes the moving average of minus the mean thresholds, centered over experts.
+        ``last_choices`` becomes the choices for ``global_aux_loss``.
         """
         if self.rule.quantiles:
             assert self.expert_bias is not None
