@@ -91,7 +91,8 @@ class CoreAttention(nn.Module):
         add_sink(self, config, groups)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext = _NO_CONTEXT) -> Tensor:
-        """Attend and return [s, b, a * e]; collective over the ranks of ``ctx.layout``.
+        """Attend and return [s, b, a * e] in the queries' dtype. Collective over the ranks of ``ctx.layout``, also in
+        backward. With context parallelism, reads document bounds on the host; the first read waits for the GPU.
 
         A dense ``ctx.attention_mask`` applies in addition to causality and window; some kernels and context parallelism
         reject it (UserError). Raises ValueError in training with dropout without ``ctx.dropout``, and without

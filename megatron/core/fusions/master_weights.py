@@ -8,7 +8,7 @@ the exact fp32 value together with the weight:
 
 This rounds to nearest with ties up, while bf16 weights are rounded to nearest with ties to even. A tie that was rounded
 down could not be reconstructed. Masters of bf16 models are therefore never such ties: if an update ends on one (one
-time in 2^17), the master becomes the next fp32 number below, which differs in its last bit and has the same weight.
+time in 2^17), the master becomes the next fp32 number toward zero, which differs by one ulp and has the same weight.
 This applies to masters of every kind, so that all kinds give bit-identical training.
 
 Moments may be stored in bf16: they are widened, updated in fp32, and rounded to nearest.
@@ -24,7 +24,9 @@ from torch import Tensor
 
 
 def nudge_rounding_ties_(main: Tensor) -> Tensor:
-    """In place, move fp32 values on a bf16 tie that rounds down to the next fp32 below, so that split/join is exact."""
+    """In place, move fp32 values on a bf16 tie that rounds toward zero to the next fp32 number toward zero, so that
+    split/join is exact. Returns ``main``."""
+    # a tie that rounds to even toward zero: the last bf16 bit (bit 16) is 0 and the low half is exactly 2^15
     bits = main.view(torch.int32)
     bits.sub_(((bits & 0x1FFFF) == 0x8000).to(torch.int32))
     return main
@@ -41,7 +43,7 @@ def split_fp32(main: Tensor) -> tuple[Tensor, Tensor]:
 
 def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the fp32 value of a bf16 weight and its int16 remainder; inverse of :func:`split_fp32`."""
-    high = weight.contiguous().view(torch.int16).to(torch.int32) + (remainder >> 15)
+    high = weight.contiguous().view(torch.int16).to(torch.int32) + (remainder >> 15)  # undoes the plus one
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
@@ -72,12 +74,12 @@ class Master:
 
     def write(self, value: Tensor) -> None:
         """Set the exact value and, rounded, the weight. ``value`` may be the result of :meth:`read`, changed in
-        place."""
+        place; any other tensor is copied and not changed."""
         if value is not self.weight:
             self.weight.copy_(value)
 
     def refresh(self) -> None:
-        """Update the exact value after the weight was changed from outside."""
+        """Set the exact value to the weight after the weight was changed from outside."""
 
 
 class FSDPMaster(Master):
@@ -104,8 +106,7 @@ class Copy(Master):
         return self.kept
 
     def write(self, value: Tensor) -> None:
-        """Copy ``value`` to the fp32 copy, and rounded to the weight; for bf16 weights ties are moved first, in
-        place."""
+        """Copy ``value`` to the fp32 copy, move ties of this copy for bf16 weights, and round it to the weight."""
         if value is not self.kept:
             self.kept.copy_(value)
         self.weight.copy_(nudge_rounding_ties_(self.kept) if self.nudges_ties else self.kept)
@@ -168,8 +169,8 @@ class Opened(NamedTuple):
 
 def as_fp32_lists(tensors: Sequence[OptimizerEntry], factor: Tensor | None) -> Iterator[Opened]:
     """Yield foreach lists in the master dtype for in-place updates: all plain tensors first, then each other tensor,
-    widened; after the loop body masters and moments are written back (masters also to the weights). ``factor``
-    multiplies gradients, in place if of master dtype; None: 1."""
+    widened; after the loop body masters and moments are written back (masters also to the weights), so that the loop
+    must run to its end. ``factor`` multiplies gradients, in place if of master dtype; None: 1."""
     plain = [each for each in tensors if each.is_plain]
     for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
         masters = [each.master.read() for each in batch]

@@ -51,7 +51,8 @@ class UpdateRule(Protocol):
     """State tensors per parameter: name -> dtype (fp64 parameters use fp64 instead)."""
 
     def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
-        """Update masters, model weights and moments in place; may also scale the gradients in place."""
+        """Update masters, model weights and moments in place. May also scale the gradients in place, even if
+        ``conditions.skip`` is 1."""
 
 
 class Adam:
@@ -72,8 +73,8 @@ class Adam:
 
     def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
         """Update masters, model weights and both moments of all ``groups`` in place, with betas, epsilon and kind of
-        decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place. No host
-        sync."""
+        decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place (the
+        Triton kernel does not). No host sync."""
         config = self.config
         step = AdamStep(
             config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay, *conditions
@@ -93,6 +94,7 @@ class SGD:
         """Update masters, model weights and momentum buffers of all ``groups`` in place, after multiplying the
         gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 skips the
         update. No host sync."""
+        # is_first_step=False: buffers start at zero, which without dampening gives torch's first step
         for group in groups:
             for masters, gradients, moments in as_fp32_lists(group.tensors, conditions.factor):
                 torch._fused_sgd_(

@@ -38,7 +38,7 @@ class BufferCut(NamedTuple):
 
 
 def bucket_alignment(num_shards: int, pad_for_bus: bool) -> int:
-    """Return the divisor of all bucket sizes, in elements."""
+    """Return the divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of 64 elements."""
     shards = ALIGNMENT * num_shards
     return math.lcm(shards, BUS_ALIGNMENT) if pad_for_bus else shards
 

@@ -25,7 +25,8 @@ class NeighbourExchange:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Wait for both and return the previous rank's tensor. On CUDA the current stream waits, not the host."""
+        """Wait for both and return the previous rank's tensor. With NCCL the current stream waits, with gloo the host.
+        """
         for work in self._works:
             work.wait()
         return self._received
@@ -48,7 +49,7 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
 def _all_to_all(tensors: Sequence[Tensor], group: Group, order: Order, scatter: bool) -> tuple[Tensor, ...]:
     """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``; return new
     tensors in their order. Each [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per
-    pair of ranks. Blocks as ``all_to_all_single`` does; no autograd."""
+    pair of ranks. With NCCL the current stream waits, with gloo the host; no autograd."""
     outgoing = _head_shares(tensors, group.size) if scatter else _sequence_shares(tensors, group.size, order)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group.handle)
@@ -130,5 +131,6 @@ def scatter_heads(tensors: Sequence[Tensor], group: Group, order: Order) -> Sequ
 
 def gather_heads(x: Tensor, group: Group, order: Order) -> Tensor:
     """All-to-all from head to sequence sharding, the inverse of :func:`scatter_heads` for one tensor:
-    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward."""
+    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward; on one rank returns ``x``
+    itself. Raises UserError if the ranks cannot split the sequence."""
     return x if group.size == 1 else _HeadsAndSequence.apply(group, order, False, x)[0]

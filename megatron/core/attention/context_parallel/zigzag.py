@@ -68,7 +68,8 @@ def local_part(x: Tensor, rank: int, size: int, dim: int = 1, order: Order = "zi
 
 
 def merge_parts(parts: Sequence[Tensor], dim: int = 1, order: Order = "zigzag") -> Tensor:
-    """Reassemble natural-order sequences from all ranks' ``parts``, in rank order; inverse of :func:`local_part`."""
+    """Reassemble natural-order sequences from all ranks' ``parts``, in rank order: a copy, or the one part itself;
+    inverse of :func:`local_part`."""
     if len(parts) == 1:
         return parts[0]
     if order == "contiguous":
