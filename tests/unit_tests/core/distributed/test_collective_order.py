@@ -32,7 +32,12 @@ def test_reductions_start_in_the_order_of_buckets_whatever_is_ready_first(monkey
     """Ranks whose gradients are ready in different orders must start the same collectives one after another."""
     started = []
     start_sum = Bucket.start_sum
-    monkeypatch.setattr(Bucket, "start_sum", lambda self: [started.append(self), start_sum(self)] and None)
+
+    def noted(self):
+        started.append(self)
+        start_sum(self)
+
+    monkeypatch.setattr(Bucket, "start_sum", noted)
     ddp = wrapped(overlap_grad_reduce=True)
     buffer, weights = ddp.grad_buffers[0], list(ddp.module.parameters())
     ddp.zero_grad_buffer()
@@ -63,8 +68,7 @@ def test_updates_wait_for_the_gathers_of_the_step_before():
     events = []
     for bucket in ddp.grad_buffers[0].buckets:
         bucket._gather = Gather(events)
-    update = optimizer.parts[0].rule.update
-    optimizer.parts[0].rule.update = lambda *args: [events.append("updated"), update(*args)] and None
+    optimizer.parts[0].rule.update = lambda *args: events.append("updated")
     optimizer.step()
     assert events == ["waited"] * 3 + ["updated"]
 
