@@ -1,4 +1,4 @@
-"""Sums over ranks include every group and keep the width of their terms, also on ranks that have nothing to add."""
+"""Sums over ranks include every group and keep the dtype of their terms, also on ranks without terms."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,15 +28,15 @@ def test_each_group_of_a_share_is_summed_over_in_order(monkeypatch):
 
     monkeypatch.setattr(clip_grads.dist, "all_reduce", all_reduce)
     shard, model, experts = (Group(name, (0, 1), 0, name) for name in ("shard", "model", "experts"))
-    alone = Group("alone", (0,), 0, "alone")
-    shares = [([torch.ones(1)], (shard, model)), ([torch.ones(1), torch.ones(1)], (alone, experts)), ([], (model,))]
+    single = Group("single", (0,), 0, "single")
+    shares = [([torch.ones(1)], (shard, model)), ([torch.ones(1), torch.ones(1)], (single, experts)), ([], (model,))]
     total = clip_grads.sum_over_model(shares, lambda tensors: sum(tensors, torch.zeros(1)).sum())
     assert total.item() == 1 * 2 * 3 + 2 * 5 + 0 and handles == ["shard", "model", "experts", "model"]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_tokens_of_a_batch_are_added_up_exactly(monkeypatch, dtype):
-    """2^24 + 1 on each of four ranks; the factor is that of the exact sum."""
+    """2^24 + 1 on each of four ranks; the normalization uses the exact sum."""
     scaled, groups = [], []
 
     def all_reduce(value, group):

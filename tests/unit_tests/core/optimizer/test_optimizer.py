@@ -297,8 +297,8 @@ def test_a_state_with_a_loss_scale_is_for_any_optimizer():
     assert scaled.get_loss_scale() == before
 
 
-def test_an_overflow_starts_the_window_of_finite_steps_anew():
-    """A scale grows after as many finite steps in a row, not in all."""
+def test_an_overflow_restarts_the_window_of_finite_steps():
+    """Only consecutive finite steps count for the growth of the scale."""
     scaler = DynamicGradScaler(initial_scale=16.0, min_scale=2.0, growth_interval=3, hysteresis=9)
     scales = []
     for overflow in (False, False, True, False, False, True, False, False, False):
