@@ -48,9 +48,15 @@ def test_help_of_the_console_command_names_no_script(words, monkeypatch, capsys)
     assert text.startswith("usage: megatron ") and not SCRIPT.findall(text), SCRIPT.findall(text)
 
 
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --micro-batch-size 2 --lr 1e-3 --train-iters 4 --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+
 @pytest.mark.parametrize("words, said", [
     (["pretrain", "gpt", "--tensor-model-parallel-size", "2"], "torchrun --nproc_per_node=2 -m megatron pretrain gpt "),
-    (["pretrain", "bert", "--num-experts", "4"], "is supported only by megatron pretrain gpt and megatron pretrain moe"),
+    (["pretrain", "bert", "--num-experts", "4"], "only by megatron pretrain gpt and megatron pretrain moe"),
     (["pretrain", "gpt", "--data-path", "{text}"], "with the tokenizer flags of this run: megatron preprocess --input"),
     (["generate", "--load", "{text}", "--prompt", "x"], "check --load"),
 ])  # fmt: skip
@@ -59,9 +65,7 @@ def test_problems_of_the_console_command_name_no_script(words, said, tmp_path, m
     text.write_text('{"text": "a"}\n')
     line = [word.format(text=text) for word in words]
     if words[0] == "pretrain":
-        sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-        line += f"{sizes} --micro-batch-size 2 --lr 1e-3 --train-iters 4".split()
-        line += "--tokenizer-type NullTokenizer --vocab-size 100".split()
+        line += FLAGS.split()
         line += [] if "--data-path" in line else ["--mock-data"]
     monkeypatch.setattr(sys, "argv", ["megatron", *line])
     try:
