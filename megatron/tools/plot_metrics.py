@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
 
@@ -346,7 +347,7 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of this tool."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")
