@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
+from megatron.core.timers import Timers
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary
@@ -157,6 +158,23 @@ class ConsoleHook(Hook):
         for result in results:
             for line in evaluation_lines(state.iteration, result):
                 self.lines.info(line)
+
+
+class TimersHook(Hook):
+    """At each log point, gathers the time per iteration of every timer and prints it on the last rank. Use on every
+    rank, before the sinks: the gathering is collective."""
+
+    def __init__(self, timers: Timers):
+        self.timers = timers
+        self.prints = False
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.prints = run.is_log_rank
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        text = self.timers.text(normalizer=len(summary.steps))
+        if text is not None and self.prints:
+            stdout_logger().info("%s", text)
 
 
 class MemoryHook(Hook):

@@ -1,10 +1,9 @@
 """Log interval: collect iterations between log points and summarize losses and time."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.training.exits.conditions import is_log_iteration
-from megatron.training.observe.metrics import StepMetrics, materialize, train_record
+from megatron.training.observe.metrics import Record, StepMetrics, materialize, train_record
 from megatron.training.train_state import TrainState
 
 
@@ -17,7 +16,7 @@ class Step:
     metrics: StepMetrics
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """Record for ``metrics.jsonl``; the values must have been materialized."""
         return train_record(self.iteration, self.consumed_samples, self.metrics)
 

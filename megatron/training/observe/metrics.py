@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 Scalar = Union[float, int, "Tensor"]
 """Number, or a 0-d tensor that has not been read yet."""
 
+Record = dict[str, Any]
+"""JSON object: one line of ``metrics.jsonl`` or ``timing.jsonl``."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Strings for non-finite values, because JSON has no NaN."""
 
@@ -139,10 +142,10 @@ def check_finite(
         raise error
 
 
-def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> dict[str, Any]:
+def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> Record:
     """Return the ``metrics.jsonl`` record of one iteration: losses at the top level, then the measurements that are not
     None, and ``statistics`` if there are any. ``metrics`` must have been materialized. Contains no wall-clock value."""
-    record: dict[str, Any] = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
+    record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
     optional = {
         "learning_rate": metrics.learning_rate,
@@ -162,10 +165,10 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
     return record
 
 
-def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> dict[str, Any]:
+def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Record:
     """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid" or "test", counters, losses at
     the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
-    record: dict[str, Any] = {
+    record: Record = {
         "kind": "valid" if result.name == "validation" else "test",
         "iteration": iteration,
         "consumed_samples": consumed_samples,
@@ -180,7 +183,7 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> di
 
 def save_record(
     iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
-) -> dict[str, Any]:
+) -> Record:
     """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training) and bytes."""
     return {
         "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
@@ -189,13 +192,13 @@ def save_record(
     }  # fmt: skip
 
 
-def record_losses(record: Mapping[str, Any]) -> dict[str, float]:
+def record_losses(record: Record) -> dict[str, float]:
     """Return the losses in a train or evaluation record: all keys that are not other fields."""
     others = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
     return {key: value for key, value in record.items() if key not in others}
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encode(record: Record) -> bytes:
     """Return a record as one JSON line in UTF-8 with a newline. Floats use repr, which restores the same bits;
     non-finite ones become strings. Values must be plain: tensors raise TypeError."""
 
@@ -207,7 +210,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return json.dumps(plain(dict(record)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
+def decode(line: bytes) -> Record | None:
     """Return the record of one line, with strings such as "nan" as floats again. Returns None for a line without a
     newline (torn), invalid JSON, or a record without an integer ``iteration``."""
     if not line.endswith(b"\n"):
@@ -227,7 +230,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike) -> Iterator[Record]:
     """Yield the records of a ``metrics.jsonl`` or ``timing.jsonl``, possibly of a running job; skip torn lines."""
     with open_regular(path) as lines:
         for line in lines:
@@ -270,7 +273,7 @@ class MetricsFile:
             self._warn(error)
         return self.num_cut
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Queue one record of plain numbers; :meth:`flush` writes it."""
         if len(self.waiting) < self.MAX_WAITING:
             self.waiting.append(encode(record))
