@@ -163,7 +163,5 @@ class Hooks(Hook):
             if not hook.only_for:
                 raise
             self.hooks.remove(hook)
-            logger.warning(
-                "%s: %s: %s. Training continues without it; metrics.jsonl keeps the values",
-                hook.only_for, type(error).__name__, error,
-            )  # fmt: skip
+            problem = f"{hook.only_for}: {type(error).__name__}: {error}"
+            logger.warning("%s. Training continues without it; metrics.jsonl keeps the values", problem)
