@@ -89,7 +89,8 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
     """
     file = metrics_path(path)
     run = Run(label)
-    tokens, x_of_iteration = 0.0, {}
+    tokens = 0.0
+    x_of_iteration: dict[int, float] = {}
     for record in read_metrics(file):
         if record.get("kind") == "train":
             samples, num_tokens = record.get("consumed_samples"), record.get("num_tokens", 0)
