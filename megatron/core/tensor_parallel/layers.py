@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Init, Nested, Replicate, Shard, SubTensor, Zeros, parameter
+from megatron.core.sharding.placement import Init, Nested, Replicate, Shard, SubTensor, Zeros, declare, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.arguments import takes_megatron_arguments
@@ -389,7 +388,7 @@ class VocabParallelOutput(nn.Module):
                 (vocab_size, hidden_size), init=init_method, mesh={"tp": Shard(0)}, stored=(stored, hidden_size),
                 groups=groups, dtype=config.params_dtype,
             )  # fmt: skip
-            self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
+            declare(self.weight, tied_to=tied_to)
         self.register_parameter("bias", None)
         gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(

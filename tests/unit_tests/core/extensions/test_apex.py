@@ -147,7 +147,7 @@ def trained(parts, dtype, settings, poisoned=False):
         if poisoned and step == 2:
             next(model.parameters()).main_grad.view(-1)[0] = torch.inf
         steps.append(optimizer.step()[:2])
-    exact = {name: master.read().clone() for name, master in optimizer.masters.items()}
+    exact = {name: master.read().clone() for name, master in optimizer.storage.items()}
     return steps, exact, optimizer.moments
 
 
