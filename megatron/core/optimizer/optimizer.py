@@ -202,6 +202,11 @@ class MegatronOptimizer(MegatronNames):
         return next(iter(self.model_params.values())).device
 
     @property
+    def saves_masters(self) -> bool:
+        """Whether a checkpoint holds master weights of this rank's shards next to the weights."""
+        return any(storage.saves_master for storage in self.storage.values())
+
+    @property
     def step_count(self) -> int:
         """Number of applied updates; skipped steps do not count. Waits for the device."""
         return int(self._steps.item())
