@@ -36,7 +36,7 @@ def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups) -> T
     else:
         assert shard.is_full, "a matrix is cut between ranks"
     full = local.view(stored_rectangle(spec, groups).lengths)
-    for axis, placement in reversed(spec.mesh.items()):  # a later axis splits the shards of an earlier one
+    for axis, placement in reversed([*spec.mesh.items()]):  # a later axis splits the shards of an earlier one
         full = _join(full, placement, getattr(groups, axis))
     return full[tuple(slice(length) for length in (spec.shape if spec.part is None else spec.part.rectangle.lengths))]
 
