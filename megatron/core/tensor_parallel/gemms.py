@@ -1,9 +1,8 @@
 """The GEMMs of linear layers as a slot: by default torch's, in the dtype of the weights.
 
-A recipe (an fp8 format, a quantized forward pass, a counter) is a function from a :class:`GemmPlace` to the ``Gemms`` of
-that layer, or None to keep the default. :func:`install_gemms` calls it once per layer after the model is built, because
-only then does a layer have its global name and number. State of a recipe (scales, cached casts) lives in the ``Gemms``
-object of its layer.
+A recipe (such as an fp8 format) is a function from a :class:`GemmPlace` to the ``Gemms`` of that layer, or None to keep
+the default. :func:`install_gemms` calls it once per layer after the model is built, because only then does a layer have
+its global name and number. State of a recipe (scales, cached casts) lives in the ``Gemms`` object of its layer.
 
 Legend: t tokens, o output features, i input features.
 """
@@ -34,8 +33,8 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class Gemms:
-    """GEMMs of one linear layer with weight [o, i], by torch. With ``out`` inputs are matrices, and the result is written
-    there.
+    """GEMMs of one linear layer with weight [o, i], by torch. With ``out`` the inputs are matrices, and the result is
+    written there.
 
     Args:
         accumulate: (total [o, i], dY^T [o, t], x [t, i]) -> None; adds the product to ``total`` in place.
@@ -84,8 +83,8 @@ GemmRecipe = Callable[[GemmPlace], object | None]
 
 
 def install_gemms(model: nn.Module, recipe: GemmRecipe) -> None:
-    """Replace the GEMMs of every linear layer of ``model`` for which ``recipe`` returns an object; None keeps them. Call
-    it before the first forward pass, and before the model is wrapped, so that names are global."""
+    """Replace the GEMMs of every linear layer of ``model`` for which ``recipe`` returns an object; None keeps them.
+    Call it before the model is wrapped, so that names are global."""
     for name, module in model.named_modules():
         if isinstance(module, GemmLayer):
             number = re.search(r"\blayers\.(\d+)\.", name)

@@ -10,7 +10,7 @@ from megatron.core.extensions.apex import EXTENSIONS, ApexAdam, ApexNormalize, A
 from megatron.core.fusions.adam import AdamStep, adam_reference_
 from megatron.core.fusions.residual_norm import NormTraits, normalize_plain
 from megatron.core.fusions.storage import Copy, OptimizerEntry, Remainder, Storage
-from megatron.core.tensor_parallel.linear import accumulate_product
+from megatron.core.tensor_parallel.gemms import accumulate_product
 from tests.test_utils import fake_apex
 
 pytestmark = pytest.mark.gpu
