@@ -61,8 +61,8 @@ def cut_buffer(
     sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int, *, block: int = 1,
     full_over: int = 1,
 ) -> BufferCut:  # fmt: skip
-    """Assign parameters to buckets and to offsets in the buffer, in the given order, each at a multiple of 64 elements
-    and of ``block``. Always returns at least one bucket.
+    """Assign parameters to buckets and to offsets in the buffer, in the given order. Offsets are multiples of 64 and
+    ``block``. Always returns at least one bucket.
 
     Args:
         sizes: elements of each parameter, in memory order.
@@ -70,8 +70,8 @@ def cut_buffer(
         bucket_size: elements from which a bucket is closed; None: never.
         alignment: divisor of all bucket sizes; buckets are padded to it.
         block: divisor of all offsets.
-        full_over: number of shards per bucket that must consist of full parameters: each parameter is assigned to one
-            of them, largest first to the least loaded, and all are padded to the largest. 1: shards may cut parameters.
+        full_over: number of shards per bucket that must consist of full parameters. Each parameter is assigned to the
+            least loaded shard, largest first; shards are padded to the largest. 1: shards may cut parameters.
     """
     unit = math.lcm(ALIGNMENT, block)
     padded = [-(-size // unit) * unit for size in sizes]

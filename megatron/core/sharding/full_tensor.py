@@ -1,4 +1,4 @@
-"""Gather a shard of a parameter (or of its gradient or moment) to the full global tensor, and take the shard again.
+"""Gather shards of a parameter, gradient or moment to the full global tensor, and take this rank's shard from it.
 
 For update rules that own matrices: the shard may be split over the axes of the parameter's mesh (tensor and expert
 parallelism) and by rows over data-parallel ranks (FSDP). The order of elements is the global order, so that results do
@@ -25,10 +25,10 @@ from megatron.core.sharding.rectangles import Rectangle
 
 
 def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups) -> Tensor:
-    """Return the global tensor in its logical shape without padding (for a ``SubTensor``: the part) of which every rank
-    passes its ``shard``. ``flat`` holds the shard's elements in any shape. Collective: an all-gather over
-    ``shard.rows_over`` and one over every axis that splits the parameter. Requires a full shard, or ``rows_over``
-    (assert). Returns new memory if the parameter is split, else a view."""
+    """Return the global tensor in its logical shape without padding (for a ``SubTensor``: the part). Every rank passes
+    the elements of its ``shard`` as ``flat``, in any shape. Collective: an all-gather over ``shard.rows_over`` and one
+    over every axis that splits the parameter. Requires a full shard, or ``rows_over`` (assert). Returns new memory if
+    the parameter is split, else a view."""
     spec = spec_or_replicated(shard.parameter)
     local = flat.reshape(-1)
     if shard.rows_over is not None and shard.rows_over.size > 1:
