@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.export.hf import load_hf_settings
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.tokenizers import build_tokenizer
+from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.files import find_checkpoint

@@ -98,7 +98,8 @@ class CoreAttention(nn.Module):
         dropout: DropoutCoordinates | None = None,
         position_bias: Tensor | None = None,
     ) -> Tensor:
-        """Attend and return [s, b, a * e]; collective over the context-parallel group.
+        """Attend and return [s, b, a * e] in the queries' dtype. Collective over the context-parallel group, also in
+        backward. With context parallelism, reads document bounds on the host; the first read waits for the GPU.
 
         Args:
             attention_mask: bool, True where hidden, broadcastable to [b, a, s, t]; applied in addition to causality and

@@ -125,15 +125,16 @@ class RotaryEmbedding(nn.Module):
         self._share = (1, 0)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the scaled frequency of each pair in radians per position, float64 [r / 2]."""
+        """Return the scaled frequency of each pair in radians per position, float64 [r / 2], not yet divided by
+        ``interpolation``."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
         frequencies = self.base**-exponents
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
 
     @torch.inference_mode(False)  # cached tables are saved for backward later, which inference tensors cannot be
     def tables(self, positions: Tensor) -> RotaryTables:
-        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s]. Angles are computed in fp64: in
-        fp32 their error reaches 1e-2 at position 100k."""
+        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s], times YaRN's concentration, in the
+        tables' dtype; not cached. Angles are computed in fp64: in fp32 their error reaches 1e-2 at position 100k."""
         angles = torch.outer(positions.double() / self.interpolation, self.frequencies(positions.device))[:, None, None]
         concentration = 1.0 if self.scaling is None else self.scaling.concentration
         return RotaryTables(

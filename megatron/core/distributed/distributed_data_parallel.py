@@ -33,7 +33,8 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 class DistributedDataParallel(DataParallel):
     """Wrapper that accumulates ``parameter.main_grad`` in autograd hooks and sums it over the data-parallel ranks.
     ``parameter.grad`` is freed after each accumulation. With a distributed optimizer ``parameter.data`` moves into the
-    flat weight buffers.
+    flat weight buffers. The constructor starts no collective: equal weights need the same seed or
+    :meth:`broadcast_params`.
 
     Args:
         config: model configuration; unused, Megatron-LM's signature.
@@ -103,14 +104,15 @@ class DistributedDataParallel(DataParallel):
             owned = [p for p in read if p in self._buffer_of]
             buckets = list({id(bucket): bucket for p in owned if (bucket := self._buffer_of[p].bucket_of[p])}.values())
             if buckets:
+                # a pre-hook must return None: torch would take any other result as the module's new input
                 yield submodule.register_forward_pre_hook(
                     lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
                 )
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add the autograd gradient to ``main_grad``, unless ``grad_added_to_main_grad`` is set, and free it. In the
-        last micro-batch with overlap, count the parameter as ready, which may start a bucket's reduction. Runs as a
-        hook once per parameter and backward pass."""
+        """Add the autograd gradient to ``main_grad``, in its dtype, unless ``grad_added_to_main_grad`` is set, and free
+        it. In the last micro-batch with overlap, count the parameter as ready, which may start a bucket's reduction.
+        Runs as a hook once per parameter and backward pass."""
         assert isinstance(parameter, nn.Parameter)
         # a fused wgrad GEMM has accumulated already; a gradient from autograd, if any, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
@@ -152,7 +154,7 @@ class DistributedDataParallel(DataParallel):
             self._last_microbatch = True
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that backward has not started yet."""
+        """Start the reductions that backward has not started yet. Collective; does not wait."""
         for buffer in self.grad_buffers:
             buffer.start_sync()
 
@@ -207,7 +209,8 @@ class DistributedDataParallel(DataParallel):
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Broadcast all parameters in place, each from the first rank of the group over which its gradient is summed
-        (dense or expert). Collective, one broadcast each, and none over a group of one."""
+        (dense or expert). Collective, one broadcast each, and none over a group of one. Masters of an optimizer that
+        exists already keep the old values until ``reload_model_params``."""
         for parameter in self.module.parameters():
             group = data_parallel_groups(spec_or_replicated(parameter), self.groups).reduce
             if group.size > 1:

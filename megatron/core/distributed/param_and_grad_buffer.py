@@ -111,8 +111,9 @@ class Bucket:
         return local_shard(self.grads, self.layout.group) if self.layout.sharded else self.grads
 
     def start_sum(self) -> None:
-        """Start the reduction of the bucket over ``layout.group`` in place; for one rank only mark it as started.
-        Asserts that it runs at most once per iteration."""
+        """Start the reduction of the bucket over ``layout.group`` in place; for one rank only mark it as started. Until
+        :meth:`wait` nothing may read or write the bucket; if sharded, only :attr:`owned` is valid afterwards. Asserts
+        that it runs at most once per iteration."""
         assert not self.started, "a bucket was reduced twice in one iteration"
         self.started = True
         if self.layout.group.size > 1:
@@ -241,7 +242,7 @@ class ParamAndGradBuffer:
         return ParameterShard(parameter, start, stop, self.param_data[place], lambda: grad, parameter.dtype)
 
     def reset(self) -> None:
-        """Zero all gradients and mark them as not ready."""
+        """Zero all gradients and mark them as not ready; drops handles of reductions in flight without waiting."""
         self.grad_data.zero_()
         for bucket in self.buckets:
             bucket.reset()
@@ -267,7 +268,8 @@ class ParamAndGradBuffer:
             bucket.start_sum()
 
     def start_sync(self) -> None:
-        """Start the remaining reductions: all without overlap; with overlap, buckets that contain unused parameters."""
+        """Start the remaining reductions, in bucket order: all without overlap; with overlap, buckets with unused
+        parameters or ``is_last``. Collective; does not wait."""
         for bucket in self.buckets:
             if not bucket.started:
                 bucket.start_sum()

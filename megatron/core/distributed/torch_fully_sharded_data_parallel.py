@@ -80,9 +80,11 @@ class TorchFullyShardedDataParallel(DataParallel):
             fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        # FSDP2 averages by default: ``finalize_model_grads`` divides by the tokens and needs the plain sum
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        # ``fully_shard`` has replaced the parameters, which lost their attributes
         self._parameters_by_name = dict(module.named_parameters())
         for name, parameter in self._parameters_by_name.items():
             parameter.compute_dtype = compute_dtype  # type: ignore[attr-defined]
@@ -95,7 +97,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
         """Map every trained parameter to this rank's shard, a flat range of full rows. Its weights are the local memory
-        (fp32 for half-precision models), and its gradient is ``main_grad`` at the time of the call. A parameter with
+        (fp32 for half-precision models); its gradient function returns the current ``main_grad``. A parameter with
         fewer rows than ranks has no shard on the last ranks and is omitted there, except with an update rule that owns
         matrices: all ranks then take part in its collectives."""
         shards = {}
@@ -122,6 +124,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def _set_all_reduce(self, wanted: bool) -> None:
         if self.groups.dp_cp_replica.size > 1:
+            # the first unit is the root, and the setting applies to all units below it
             self._units[0].set_requires_all_reduce(wanted)
 
     def finish_grad_sync(self, *unused: Any) -> None:
@@ -134,18 +137,20 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient shard in place; call it after ``finish_grad_sync``."""
+        """Multiply every gradient shard in place (``main_grad`` and ``grad``, which share memory); call it after
+        ``finish_grad_sync``, which sets ``main_grad``."""
         for parameter in self._trained:
             parameter.main_grad.mul_(scaling_factor)  # type: ignore[attr-defined]
 
     def zero_grad_buffer(self) -> None:
-        """Free all gradients."""
+        """Free all gradients: set ``grad`` and ``main_grad`` to None."""
         for parameter in self._trained:
             parameter.grad = None
             parameter.main_grad = None  # type: ignore[attr-defined]
 
     def finish_param_sync(self) -> None:
-        """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards."""
+        """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards. No collective;
+        the next forward gathers again."""
         for unit in self._units:
             unit.reshard()
 

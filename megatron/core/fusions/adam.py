@@ -54,7 +54,7 @@ AdamUpdate = Callable[[Sequence[OptimizerEntry], AdamStep], None]
 def adam_reference_(entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
     """Update masters, model weights and both moments in place with torch's fused operator (AdamW or Adam with L2
     decay). Low-precision state is widened to copies and written back. Gradients are multiplied by ``step.factor``, in
-    place if they have the masters' dtype. ``step.skip`` 1 changes no weights or moments."""
+    place if they have the masters' dtype. ``step.skip`` 1 changes no weights or moments, but still scales gradients."""
     update: Any = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
     for (lr, weight_decay), group in by_rates(entries).items():
         for masters, gradients, (exp_avgs, exp_avg_sqs) in as_fp32_lists(group, step.factor):
@@ -95,6 +95,7 @@ if triton is not None:
         if KEPT_BITS == 16:
             high_at = tl.multiple_of(weight_address.to(tl.pointer_type(tl.int16)), ALIGNMENT) + at
             low_at = tl.multiple_of(kept_address.to(tl.pointer_type(tl.int16)), ALIGNMENT) + at
+            # the stored weight is one too high where its low half is at least 2^15 (rounded up): undo it, as join_fp32
             low = tl.load(low_at, mask=inside, other=0).to(tl.int32)
             high = tl.load(high_at, mask=inside, other=0).to(tl.int32) - (low < 0).to(tl.int32)
             p = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
@@ -118,6 +119,7 @@ if triton is not None:
         tl.store(first_at, m.to(FIRST), mask=inside)
         tl.store(second_at, v.to(SECOND), mask=inside)
 
+        # as nudge_rounding_ties_: a tie that bf16 rounds down could not be rebuilt from weight and remainder
         bits = p.to(tl.int32, bitcast=True)
         if AVOID_HALVES:
             bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
@@ -186,7 +188,8 @@ class TritonAdam:
 
     def _current(self, index: int, tensors: Sequence[OptimizerEntry]) -> list[_Table]:
         """Return the address tables of group ``index``, from the cache if all addresses and sizes are as before, else
-        rebuilt and copied to the device."""
+        rebuilt and copied to the device (every step if gradients are allocated anew). Keeps no tensors alive."""
+        # addresses and sizes only: a tensor of another dtype in the same place would be read with the old dtype
         rows = [_row(each) for each in tensors]
         known = self._tables.get(index)
         if known is None or known[0] != rows:
@@ -235,6 +238,7 @@ def _format(each: OptimizerEntry, row: tuple[int, ...]) -> _Format:
 
 
 def _to_device(table: Tensor, device: torch.device) -> Tensor:
+    # the pinned copy may be freed at once: torch's host allocator reuses it only after the copy to the device
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 

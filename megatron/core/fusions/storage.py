@@ -8,7 +8,7 @@ the exact fp32 value together with the weight:
 
 This rounds to nearest with ties up, while bf16 weights are rounded to nearest with ties to even. A tie that was rounded
 down could not be reconstructed. Masters of bf16 models are therefore never such ties: if an update ends on one (one
-time in 2^17), the master becomes the next fp32 number below, which differs in its last bit and has the same weight.
+time in 2^17), the master becomes the next fp32 number toward zero, which differs by one ulp and has the same weight.
 This applies to masters of every kind, so that all kinds give bit-identical training.
 
 Moments may be stored in bf16: they are widened, updated in fp32, and rounded to nearest.
@@ -27,7 +27,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def nudge_rounding_ties_(main: Tensor) -> Tensor:
-    """In place, move fp32 values on a bf16 tie that rounds down to the next fp32 below, so that split/join is exact."""
+    """In place, move fp32 values on a bf16 tie that rounds toward zero to the next fp32 number toward zero, so that
+    split/join is exact. Returns ``main``."""
+    # a tie that rounds to even toward zero: the last bf16 bit (bit 16) is 0 and the low half is exactly 2^15
     bits = main.view(torch.int32)
     bits.sub_(((bits & 0x1FFFF) == 0x8000).to(torch.int32))
     return main
@@ -44,12 +46,12 @@ def split_fp32(main: Tensor) -> tuple[Tensor, Tensor]:
 
 def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the fp32 value of a bf16 weight and its int16 remainder; inverse of :func:`split_fp32`."""
-    high = weight.contiguous().view(torch.int16).to(torch.int32) + (remainder >> 15)
+    high = weight.contiguous().view(torch.int16).to(torch.int32) + (remainder >> 15)  # undoes the plus one
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 class Storage:
-    """Storage of one weight, or of the shard of it that this rank updates. This base class is the simplest kind: the
+    """Storage of one weight, or the shard of it that this rank updates. This base class is the simplest kind: the
     weight itself is exact (fp32, fp64), and an all-gather sends it as it is. ``declare(parameter, storage=Kind)``
     declares another kind for a parameter; without a declaration :func:`build_storage` chooses one.
 
@@ -69,7 +71,7 @@ class Storage:
     is_live = True
     """Whether :meth:`read` returns the storage of the exact value rather than a copy."""
     saves_master = False
-    """Whether a checkpoint holds the exact value next to the weight, which alone would lose it."""
+    """Whether a checkpoint holds the exact value next to the weight, which is rounded."""
     block: ClassVar[int] = 1
     """Elements per block of the payload."""
     payload_bytes: ClassVar[int | None] = None
@@ -90,13 +92,13 @@ class Storage:
         return self.weight
 
     def write(self, value: Tensor) -> None:
-        """Set the exact value, and the weight to what :meth:`install` of its payload would write. ``value`` may be the
-        result of :meth:`read`, changed in place."""
+        """Set the exact value, and the weight as :meth:`install` would write it. ``value`` may be the result of
+        :meth:`read`, changed in place; any other tensor is copied and not changed."""
         if value is not self.weight:
             self.weight.copy_(value)
 
     def refresh(self) -> None:
-        """Update the exact value after the weight was changed from outside."""
+        """Set the exact value to the weight after the weight was changed from outside."""
 
     def payload(self) -> Tensor:
         """Return what an all-gather sends: uint8 [blocks, ``payload_bytes``], the last block padded."""
@@ -105,7 +107,7 @@ class Storage:
     @classmethod
     def install(cls, payload: Tensor, weight: Tensor) -> None:
         """Write what GEMMs read: the flat ``weight`` from the ``payload`` uint8 [blocks, ``payload_bytes``] of all its
-        blocks. Runs on every rank, for its own shards and those of other ranks."""
+        blocks. Runs on every rank for the shards of all ranks."""
         raise NotImplementedError
 
 
@@ -140,8 +142,7 @@ class Copy(Storage):
         return self.kept
 
     def write(self, value: Tensor) -> None:
-        """Copy ``value`` to the fp32 copy, and rounded to the weight; for bf16 weights ties are moved first, in
-        place."""
+        """Copy ``value`` to the fp32 copy, move ties of this copy for bf16 weights, and round it to the weight."""
         if value is not self.kept:
             self.kept.copy_(value)
         self.weight.copy_(nudge_rounding_ties_(self.kept) if self.nudges_ties else self.kept)
@@ -221,8 +222,8 @@ class Opened(NamedTuple):
 
 def as_fp32_lists(tensors: Sequence[OptimizerEntry], factor: Tensor | None) -> Iterator[Opened]:
     """Yield foreach lists in the master dtype for in-place updates: all plain tensors first, then each other tensor,
-    widened; after the loop body masters and moments are written back (masters also to the weights). ``factor``
-    multiplies gradients, in place if of master dtype; None: 1."""
+    widened; after the loop body masters and moments are written back (masters also to the weights), so that the loop
+    must run to its end. ``factor`` multiplies gradients, in place if of master dtype; None: 1."""
     plain = [each for each in tensors if each.is_plain]
     for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
         masters = [each.storage.read() for each in batch]

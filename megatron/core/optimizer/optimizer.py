@@ -50,7 +50,7 @@ class Update(NamedTuple):
     found_nonfinite: Tensor
     """bool: whether the step was skipped, for a NaN or infinity in the gradients or by the caller's ``skip_update``."""
     grad_norm: Tensor
-    """fp64: L2 norm of the unscaled gradients before clipping."""
+    """fp64: L2 norm of the gradients after unscaling (loss scale, ``gradient_factor``) and before clipping."""
     num_zeros: Tensor | None
     """int64: zero gradient elements; None without ``log_num_zeros_in_grad``."""
 
@@ -98,7 +98,7 @@ class MegatronOptimizer(MegatronNames):
         shards = {key: shard for each in cut for key, shard in each.items()} if cut else None
         rates = {"lr": 0.0 if config.lr is None else config.lr, "weight_decay": config.weight_decay}
         self.param_groups = [{**rates, **group, **self._adopt(group, shards)} for group in param_groups]
-        """Parameter groups; the scheduler writes their ``lr`` and ``weight_decay``."""
+        """Parameter groups, with local shards only; the scheduler writes their ``lr`` and ``weight_decay``."""
         if not self.model_params:
             raise UserError("the model has no parameter to train")
         self.parts = self._build_parts()
@@ -107,6 +107,7 @@ class MegatronOptimizer(MegatronNames):
         }
         """Names that this rank contributes to sums over the model, by data-parallel groups of the parameter."""
         self._allocate()
+        # fp32, as torch's fused kernels require; exact up to 2^24 updates
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self._start_payload_sync()
@@ -250,7 +251,8 @@ class MegatronOptimizer(MegatronNames):
     def update(self, skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
         """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Waits (in stream
         order) for weight all-gathers, computes norm and overflow, updates weights and state unless skipped, then starts
-        the all-gather of updated weights if the state is sharded. Collective. May scale gradients in place.
+        the all-gather of updated weights if the state is sharded. Collective. May scale gradients in place, also if
+        skipped: gradients are invalid afterwards.
 
         Args:
             skip_update: bool device tensor; True skips the step like a NaN in the gradients.
@@ -308,7 +310,8 @@ class MegatronOptimizer(MegatronNames):
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the shards by name, as live views in the accumulation dtype."""
+        """Return the gradients of the shards by name, as live views in the accumulation dtype. Names without a gradient
+        (unused parameters without ``main_grad``) are omitted, and the update leaves them as they are."""
         grads = ((name, shard.gradient()) for name, shard in self.shards.items())
         return {name: grad.detach() for name, grad in grads if grad is not None}
 
@@ -353,8 +356,8 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Copy the model's weights to the masters, after a checkpoint without optimizer state was loaded. Collective if
-        a parameter declares a storage."""
+        """Copy the model's weights to the masters (a remainder becomes zero), after a checkpoint without optimizer
+        state was loaded. Keeps moments and step. Collective if a parameter declares a storage, else not."""
         for storage in self.storage.values():
             storage.refresh()
         self._start_payload_sync()

@@ -68,7 +68,7 @@ def parameter_groups(
         lr_mult: learning rate factor.
         update_rule: update rule per parameter; default: as declared in its spec, else ``config.optimizer``.
         overrides: group settings per parameter. They replace the default rules of weight decay and decoupled learning
-            rates, which ``get_standard_config_overrides`` returns as overrides.
+            rates, which ``get_standard_config_overrides`` returns as overrides; ``no_weight_decay`` is then ignored.
     """
     rule = no_weight_decay or (
         has_no_weight_decay_but_qk_norms if config.apply_wd_to_qk_layernorm else has_no_weight_decay

@@ -74,13 +74,14 @@ class UpdateRule(Protocol):
     """Interface of an update rule."""
 
     owns: ClassVar[Literal["elements", "matrices"]]
-    """Whether the rule updates each element by itself, or needs full matrices."""
+    """Whether the rule updates elements independently, or needs full matrices."""
     moment_dtypes: dict[str, torch.dtype]
     """State tensors per parameter: name -> dtype (fp64 parameters use fp64 instead)."""
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
-        """Update masters, model weights and moments in place; may also scale the gradients in place. Ranks that share a
-        parameter pass their entries in the same order, so that a rule may run collectives per entry."""
+        """Update masters, model weights and moments in place. May also scale the gradients in place, even if
+        ``conditions.skip`` is 1. Ranks that share a parameter pass their entries in the same order, so that a rule may
+        run collectives per entry."""
 
 
 RuleFactory = Callable[[OptimizerConfig, Sequence[Storage]], UpdateRule]
@@ -107,8 +108,8 @@ class Adam:
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and both moments of all ``entries`` in place, with betas, epsilon and kind of
-        decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place. No host
-        sync."""
+        decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place (the
+        Triton kernel does not). No host sync."""
         config = self.config
         step = AdamStep(
             config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay, *conditions
@@ -130,6 +131,7 @@ class SGD:
         """Update masters, model weights and momentum buffers of all ``entries`` in place, after multiplying the
         gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 skips the
         update. No host sync."""
+        # is_first_step=False: buffers start at zero, which without dampening gives torch's first step
         for (lr, weight_decay), group in by_rates(entries).items():
             for masters, gradients, moments in as_fp32_lists(group, conditions.factor):
                 torch._fused_sgd_(

@@ -39,7 +39,8 @@ class BufferCut(NamedTuple):
 
 
 def bucket_alignment(num_shards: int, pad_for_bus: bool, block: int = 1) -> int:
-    """Return the divisor of all bucket sizes, in elements. ``block``: elements that shards must not split."""
+    """Return the divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of 64 elements, and of
+    ``block``."""
     shards = math.lcm(ALIGNMENT, block) * num_shards
     return math.lcm(shards, BUS_ALIGNMENT) if pad_for_bus else shards
 

@@ -38,8 +38,8 @@ class ParameterShard:
 
 
 def full_shard(parameter: nn.Parameter) -> ParameterShard:
-    """Return a shard that covers the full parameter: ``values`` is the parameter itself, and its gradient function
-    returns ``main_grad`` if set, else ``grad``, at each call."""
+    """Return a shard that covers the full parameter: ``values`` is the parameter itself (in its shape, not flat), and
+    its gradient function returns ``main_grad`` if set, else ``grad``, at each call."""
 
     def gradient() -> Tensor | None:
         main_grad = getattr(parameter, "main_grad", None)

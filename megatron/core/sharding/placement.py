@@ -281,13 +281,15 @@ def local_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
 
 
 def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
-    """Return the unpadded elements of a local tensor (parameter, gradient or moment), a view in the logical shape."""
+    """Return the unpadded elements of a contiguous local tensor (parameter, gradient or moment), a detached view in the
+    logical shape."""
     stored = stored_rectangle(spec, groups)
     return Rectangle.whole(stored.within(spec.shape).lengths).of(param.detach().view(stored.lengths))
 
 
 def spec_or_replicated(param: Tensor) -> ParameterSpec:
-    """Return the parameter's spec; for parameters of custom modules without one, a replicated dense spec."""
+    """Return the parameter's spec; for parameters of custom modules without one, a new replicated dense spec, which is
+    not attached and whose ``init`` has no meaning."""
     spec = getattr(param, "spec", None)
     shape = tuple(param.shape)
     return ParameterSpec(shape, Zeros(), ndim=len(shape), stored=shape) if spec is None else spec
@@ -359,7 +361,8 @@ def require_declarations(model: nn.Module) -> None:
 def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups) -> None:
     """Fill every parameter in place with its shard of the global initial tensor. Each element is a function of (seed,
     global name, global element index), so that the values do not depend on the parallel layout. Parameters without a
-    spec (custom modules) keep the values from their constructors."""
+    spec (custom modules) keep the values from their constructors. No collective. Call it before FSDP shards the
+    parameters: it writes full local shards."""
     for name, param in model.named_parameters():
         spec: ParameterSpec | None = getattr(param, "spec", None)
         if spec is not None:

@@ -49,7 +49,7 @@ class GroupedProducts(NamedTuple):
     """
 
 
-def _stretches(ends: Tensor) -> Iterator[slice]:
+def _row_ranges(ends: Tensor) -> Iterator[slice]:
     """Yield the row range of each group. Copies ``ends`` to the host."""
     start = 0
     for end in ends.tolist():
@@ -61,7 +61,7 @@ def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [r, o] in the dtype of ``x`` [r, i], one GEMM per group with ``weight`` [g, o, i]; rows after the last end
     are zero. Reads ``ends`` on the host."""
     out = x.new_zeros((len(x), weight.shape[1]))
-    for rows, weight_oi in zip(_stretches(ends), weight):
+    for rows, weight_oi in zip(_row_ranges(ends), weight):
         torch.mm(x[rows], weight_oi.t(), out=out[rows])
     return out
 
@@ -71,13 +71,14 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
     in the dtype of ``x``. Reads ``ends`` on the host."""
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
-    for rows, total_oi in zip(_stretches(ends), total):
+    for rows, total_oi in zip(_row_ranges(ends), total):
         accumulate_product(total_oi, grad[rows].t(), x[rows])
     return total
 
 
 def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute all groups in one launch; fall back to :func:`multiply_loop` for unsupported dtypes or sizes."""
+    """Return [r, o]: all groups in one launch, rows after the last end undefined. Falls back to :func:`multiply_loop`
+    for unsupported dtypes or sizes."""
     if not _is_served(x, weight.shape[1], x.shape[1]):
         return multiply_loop(x, weight, ends)
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -154,7 +155,8 @@ class GroupedLinear(GemmLayer):
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Return [r, o] in the order of rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert.
         ``bias_scale`` [r] multiplies the bias of each row; None: 1. No collective: with ``splits_input`` the results
-        are partial sums over ``etp``. Backward defers dW if ``weight_gradient_store`` is set."""
+        are partial sums over ``etp``, else dX is; the caller reduces both. Backward defers dW if
+        ``weight_gradient_store`` is set."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
         weight: Any = linear.FusedGradParam(self.weight)
         ready = None
@@ -221,7 +223,7 @@ def _weight_gradient(
 
 @torch.no_grad()
 def _complete(weight: Tensor, *rest: Any) -> None:
-    """Compute a deferred weight gradient."""
+    """Compute a deferred weight gradient and run the parameter's hooks."""
     linear.complete_later(weight, _weight_gradient(weight, *rest))
 
 
@@ -244,7 +246,8 @@ class _GroupedBias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of y (``grad`` itself), bias and scale. The bias gradient is None if it is added to
-        ``main_grad`` in place. The last result is a placeholder gradient for the token ``ready``."""
+        ``main_grad`` in place; dY times scale is rounded to the dtype of dY before its sum. The last result is a
+        placeholder gradient for the token ``ready``."""
         bias, scale, ends = ctx.saved_tensors
         grad_bias = grad_scale = None
         if ctx.needs_input_grad[2]:

@@ -79,7 +79,8 @@ class ColumnParallelLinear(GemmLayer):
     ``output_size`` is the full size. Input [..., input_size] is replicated (split along the sequence under sequence
     parallelism); output is [..., output_size / tp], or full with ``gather_output``. For a stacked size with fewer
     blocks than ranks, the rows that several ranks hold are separate parameters: ``shared_weight`` and ``shared_bias``,
-    slices of the global ``weight`` and ``bias``. They come last in a rank's output.
+    slices of the global ``weight`` and ``bias``. They come last in a rank's output; ``gather_output`` and
+    ``skip_bias_add`` then raise ValueError.
     """
 
     @takes_megatron_arguments
@@ -123,7 +124,9 @@ class ColumnParallelLinear(GemmLayer):
     def forward(self, x: Tensor | AutogradHandle, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return (output, bias for the caller to add or None). Under sequence parallelism all-gathers ``x`` [s / tp, b,
         i]. ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. ``weight`` replaces the layer's
-        weight by another module's; its gradient is not deferred. A ``weight`` next to a handle is ignored."""
+        weight by another module's; its gradient is not deferred, and that module must announce it
+        (``LinearTraits.weight_has_other_uses``). A ``weight`` next to a handle is ignored. Backward reduces the
+        gradient of ``x``: reduce-scatter under sequence parallelism, else all-reduce."""
         if isinstance(x, AutogradHandle):
             return self.forward_gathered(x.wait())
         if weight is not None:
@@ -139,13 +142,14 @@ class ColumnParallelLinear(GemmLayer):
         self._bare_traits = self._bare_traits._replace(gemms=self.traits.gemms)
 
     def forward_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run ``forward`` on input that is already all-gathered along the sequence."""
+        """Run ``forward`` on input that is already all-gathered along the sequence. Backward does not reduce the
+        gradient of ``x``: it is a partial sum over the group, which the handle of :meth:`gather` reduce-scatters."""
         output = self._multiply_gathered(x, None if self.skip_bias_add else self.bias)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def gather(self, x: Tensor) -> AutogradHandle:
-        """Start the all-gather of ``x`` along the sequence (sequence parallelism); pass the handle to :meth:`forward`.
-        """
+        """Start the all-gather of ``x`` along the sequence; pass the handle to :meth:`forward`. Only for sequence
+        parallelism, which is not checked."""
         return start_all_gather(x, self.group)
 
     def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -334,6 +338,8 @@ class VocabParallelEmbedding(nn.Module):
         return look_up(self.weight, local, absent, self.traits, self._add_rows)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors [..., h] of ids [...], all-reduced over the tensor-parallel group; no collective in
+        backward. Raises IndexError as in the class docstring."""
         check_ids(ids, self.num_embeddings, "token ids")
         return self._look_up(ids)
 
@@ -404,6 +410,9 @@ class VocabParallelOutput(GemmLayer):
         )  # fmt: skip
 
     def forward(self, x: Tensor, weight: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Return logits [s, b, v / tp] in the dtype of ``x``, or with ``labels`` losses [s, b] in fp32, equal on all
+        ranks. Under sequence parallelism all-gathers ``x`` [s / tp, b, h], again in backward; losses need one more
+        all-gather. Backward reduces the gradient of ``x``. ``weight``: the embedding's, if the weight is shared."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "a shared output layer is called with the embedding's weight"
         return self._logits(x, weight) if labels is None else self._losses(x, weight, labels)

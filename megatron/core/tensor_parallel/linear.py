@@ -42,7 +42,7 @@ class WeightGradientStore:
     input-gradient part of a micro-batch it calls :meth:`take`. Each closure must be called once, in order; it completes
     the gradient of one weight exactly as backward would have, in ``main_grad`` (or ``grad``), and runs the parameter's
     post-accumulate-gradient hooks. All ranks of a tensor-parallel group must call the closures in the same order,
-    because under sequence parallelism they all-gather their input.
+    because under sequence parallelism they all-gather their input. A closure keeps dY and X in memory until then.
     """
 
     def __init__(self) -> None:
@@ -141,6 +141,7 @@ class _ParallelLinear(torch.autograd.Function):
         # expose both collectives
         if traits.gather_input and needs_weight and store is None:
             gathering = begin_all_gather(x, traits.group)
+        # the all-reduce writes into this product; no other tensor may share its memory
         if needs[0]:
             summing = start_input_gradient_reduction(traits.gemms.input_gradient(grad, weight), traits)
         if store is not None:
@@ -195,7 +196,8 @@ def autograd_proxy(
 ) -> tuple[Tensor | FusedGradParam, Tensor | None]:
     """Return what autograd sees of a parameter: (parameter, None) if its gradient goes through autograd; (hidden, its
     token ``grad_ready``) if operators add it to ``main_grad``; or (hidden, None) if another use announces that gradient
-    and the input ``x`` requires a gradient, so that backward runs anyway."""
+    and the input ``x`` requires a gradient. Without token and such an input only the parameter can make backward run:
+    (parameter, None), although operators add to ``main_grad``."""
     # hide the parameter: its hooks run even without a gradient, so the bucket would count it as ready before dW is
     # added, or twice; the token gets its gradient only after all uses have added their gradients
     if not parameter.requires_grad or fused_gradient(parameter, traits) is None:

@@ -114,7 +114,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return dX, dW and the bias gradient; recomputes the logits chunk by chunk. All-gathers ``x`` again, and
         reduces dX over the group, overlapped with the last dW GEMM. dW is None if it is in ``main_grad`` or its
-        delivery is deferred to ``store``. The seventh result is a placeholder for the token."""
+        delivery is deferred to ``store``. The bias gradient, summed in fp32, always goes through autograd. The seventh
+        result is a placeholder for the token."""
         x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
         traits, store = ctx.traits, ctx.store
         needs_x, needs_ready = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
@@ -129,6 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             bias_sum = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
         for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens, ctx.steps, traits.gemms):
             softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
+            # before the pass below, which overwrites the capped logits with their gradient
             slope = None if soft_cap is None else 1 - (logits / soft_cap).square_()
             ctx.passes.gradient(logits, label_t[chunk], softmax, grad_t[chunk], out_tv=logits)
             if slope is not None:
@@ -188,7 +190,7 @@ def _hand_over(
     total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
 ) -> Tensor | None:  # fmt: skip
     """Return dW in the weight's dtype for autograd, None if it is in ``main_grad``. With ``store``: put a closure that
-    delivers it into the store and return None."""
+    delivers it into the store and return None. The closure keeps ``total`` alive."""
     if store is not None:
         store.put(lambda: linear.complete_later(weight, _gradient(total, weight, traits)))
         return None

@@ -130,8 +130,9 @@ class SelfAttention(nn.Module):
         return finish(self.linear_proj, summing, ctx)
 
     def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
-        """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d]. Reads
-        the rotary tables, mask, position bias, documents and dropout of ``ctx``.
+        """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d], for
+        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Reads the
+        rotary tables, mask, position bias, documents and dropout of ``ctx``.
         """
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))

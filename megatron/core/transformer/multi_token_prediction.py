@@ -76,8 +76,8 @@ def shifted_tokens(
     tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, cp: Group, packed: PackedSeqParams | None
 ) -> list[Tokens]:
     """Return the tokens shifted left by 1 to ``depths`` positions. ``tensors`` are ids, positions and labels [b, s] of
-    this context-parallel rank. All-gathers the full sequences over ``cp``, because the next tokens may be on other
-    ranks.
+    this context-parallel rank. One all-gather of full sequences over ``cp``, because the next tokens may be on other
+    ranks. ``packed`` has the document bounds of full sequences.
     """
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
@@ -193,6 +193,7 @@ class MultiTokenPredictionBlock(nn.Module):
             build_module(each, config, layer_number=config.num_layers + depth, groups=groups)
             for depth, each in enumerate(spec.layer_specs[: 1 if repeats else None], start=1)
         )
+        # a repeated layer gets one gradient per depth: a bucket reduced after the first would miss the others
         for weight in self.parameters():
             weight.has_several_gradients = len(self.layers) < self.num_depths  # type: ignore[attr-defined]
         self.factor = config.mtp_loss_scaling_factor / self.num_depths
@@ -211,8 +212,8 @@ class MultiTokenPredictionBlock(nn.Module):
     def attach(
         self, losses: Tensor, later: Sequence[Tensor], tokens: Sequence[Tokens], mask: Tensor | None, scale: Tensor
     ) -> Tensor:
-        """Return the main ``losses`` [b, s]; their backward also differentiates the ``later`` losses of every depth.
-        Records the depths' losses as statistics.
+        """Return a view of the main ``losses`` [b, s]; its backward also differentiates the ``later`` losses [b, s] of
+        every depth. Adds the depths' losses to the statistics, on the first tensor-parallel rank only.
 
         ``mask`` [b, s]: valid main losses (None: all). ``scale`` (0-d): factor of the summed loss before backward, used
         on ranks without valid main tokens.

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.files import read_json
-from megatron.core.export.hf import save_hf
-from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.registry import find_family
-from megatron.core.export.hf.side_files import CONFIG
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.export.hf import save_hf
+from megatron.export.hf.family import complete
+from megatron.export.hf.registry import find_family
+from megatron.export.hf.side_files import CONFIG
+from megatron.export.interchange import Interchange
+from megatron.export.native import InterchangeReader
 from megatron.tools.checkpoint.formats import say
 from megatron.tools.checkpoint.small_model import random_weights, shrink, small_config, tokens_needed
 from megatron.training.checkpoint.other_formats import WORDS

@@ -23,12 +23,12 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
 from megatron.core.dist_checkpointing.writer import write_file
-from megatron.core.export.files import Target
-from megatron.core.export.hf import save_hf
-from megatron.core.export.interchange import COUNTER, Interchange, with_counters
-from megatron.core.export.megatron_lm import save_megatron_torch_dist
-from megatron.core.export.native import save_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import Target
+from megatron.export.hf import save_hf
+from megatron.export.interchange import COUNTER, Interchange, with_counters
+from megatron.export.megatron_lm import save_megatron_torch_dist
+from megatron.export.native import save_native, save_safetensors
 from megatron.tools.checkpoint import formats
 from megatron.tools.checkpoint.formats import say
 from megatron.training.arguments import parse_args, validate_args

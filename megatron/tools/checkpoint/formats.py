@@ -15,12 +15,12 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
-from megatron.core.export.files import HIDDEN, tensor_bytes
-from megatron.core.export.hf import load_hf
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist
-from megatron.core.export.native import load_native, load_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import HIDDEN, tensor_bytes
+from megatron.export.hf import load_hf
+from megatron.export.interchange import Interchange
+from megatron.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist
+from megatron.export.native import load_native, load_safetensors
 from megatron.training.checkpoint.files import find_checkpoint
 
 LOADERS = ("hf", "megatron_torch", "megatron_torch_dist", "native", "safetensors")

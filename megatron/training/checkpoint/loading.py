@@ -44,7 +44,8 @@ class Start:
 
 def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
     """Return the checkpoint of --load or --pretrained-checkpoint as found by the first rank; None to start from
-    scratch. Collective over ``world``: the first rank searches and broadcasts.
+    scratch. Collective over ``world``: the first rank searches, restores checkpoints whose replacement was interrupted,
+    and shares the result.
 
     Raises:
         CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
@@ -92,7 +93,7 @@ def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | No
 
 
 class Loading:
-    """Loads one checkpoint into a live run. Every method is collective over all ranks.
+    """Load of one checkpoint into a live run. Construction and :meth:`restore` are collective over all ranks.
 
     Args:
         live: state to fill.
@@ -158,7 +159,8 @@ class Loading:
         return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])
 
     def _check_objects(self) -> list[str]:
-        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results."""
+        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results. Not
+        collective: runs on the first rank. Reads all assets."""
         reader, found, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
         where = reader.directory / MANIFEST
         if wrong := malformed(objects, release=found.release):

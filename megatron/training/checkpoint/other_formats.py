@@ -29,14 +29,14 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped
-from megatron.core.export.hf import load_hf, load_hf_settings
-from megatron.core.export.interchange import COUNTER, Interchange, differences
-from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.describe import weight_shapes
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.export.hf import load_hf, load_hf_settings
+from megatron.export.interchange import COUNTER, Interchange, differences
+from megatron.export.native import InterchangeReader
 from megatron.training.arguments import flag_specs
 from megatron.training.checkpoint.settings import LAYOUT
 from megatron.training.config.network import ModelConfig

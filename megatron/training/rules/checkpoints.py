@@ -109,9 +109,9 @@ def hf_export_family(cfg: PretrainConfig) -> Problems:
     torch. Errors in sizes or --spec are left to other rules."""
     if cfg.save_hf_interval is None or not cfg.save:
         return
-    from megatron.core.export.hf.family import complete, described  # imports torch, which a command line does without
-    from megatron.core.export.hf.registry import family_for
     from megatron.core.models.describe import weight_shapes
+    from megatron.export.hf.family import complete, described  # imports torch, which a command line does without
+    from megatron.export.hf.registry import family_for
 
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     try:

@@ -71,8 +71,8 @@ def check_inputs(
     """
     # here: --help does without numpy and the libraries of tokenizers
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.export.hf.side_files import TOKENIZER, side_files
     from megatron.core.tokenizers import build_tokenizer
+    from megatron.export.hf.side_files import TOKENIZER, side_files
     from megatron.training.data.datasets import select_data_set, sources_without_record
 
     built: list[Any] = []

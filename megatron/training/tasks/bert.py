@@ -55,10 +55,10 @@ class BertTask(LanguageModelTask):
         return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """Read the next ``num_microbatches`` batches and return an iterator over copies with ``pair_weight``: masked
-        tokens per text pair in the global batch, so that the mean over pairs and the mean over masked tokens contribute
-        equally. Collective all-reduce over data-parallel ranks. Without the order head, or without data, return
-        ``data_iterator`` unchanged."""
+        """Read the next ``num_microbatches`` batches and return an iterator over shallow copies with ``pair_weight``
+        (0-d fp64 on the device): masked tokens per text pair in the global batch, so that the mean over pairs and the
+        mean over masked tokens contribute equally. Collective all-reduce over data-parallel ranks. Without the order
+        head, or without data, return ``data_iterator`` unchanged."""
         if not self.cfg.bert_binary_head or data_iterator is None:
             return data_iterator
         batches = list(islice(data_iterator, num_microbatches))

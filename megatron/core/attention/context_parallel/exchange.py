@@ -24,7 +24,8 @@ class NeighbourExchange:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Wait for both and return the previous rank's tensor. On CUDA the current stream waits, not the host."""
+        """Wait for both and return the previous rank's tensor. With NCCL the current stream waits, with gloo the host.
+        """
         for work in self._works:
             work.wait()
         return self._received
@@ -47,7 +48,7 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
 def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
     """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``; return new
     tensors in their order. Each [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per
-    pair of ranks. Blocks as ``all_to_all_single`` does; no autograd."""
+    pair of ranks. With NCCL the current stream waits, with gloo the host; no autograd."""
     pack, unpack = (_head_shares, _merge_sequence) if scatter else (_sequence_shares, _all_heads)
     outgoing = pack(tensors, group.size)
     incoming = torch.empty_like(outgoing)
@@ -134,5 +135,6 @@ def scatter_heads(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
     """All-to-all from head to sequence sharding, the inverse of :func:`scatter_heads` for one tensor:
-    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward."""
+    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward; on one rank returns ``x``
+    itself. Raises UserError unless the sequence is divisible by 2 n."""
     return x if group.size == 1 else _HeadsAndSequence.apply(group, False, x)[0]

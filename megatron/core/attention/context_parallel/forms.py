@@ -78,7 +78,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
         sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
-        later, so that they end at their rank."""
+        later, so that they end at their rank: n - 1 exchanges each over ``plan.group``. Gradients of query, key and
+        value have the query's dtype."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)

@@ -57,8 +57,8 @@ def local_part(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
 
 
 def merge_parts(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """Reassemble natural-order sequences from all ranks' zig-zag ``parts``, in rank order; inverse of
-    :func:`local_part`."""
+    """Reassemble natural-order sequences from all ranks' zig-zag ``parts``, in rank order: a copy, or the one part
+    itself; inverse of :func:`local_part`."""
     if len(parts) == 1:
         return parts[0]
     halves = [part.chunk(2, dim=dim) for part in parts]

@@ -40,14 +40,15 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left @ right`` in the wider ``dtype``."""
+    """Return the matrix product ``left @ right`` in the wider ``dtype``; for fp32 on GPUs both must have 16 bits."""
     if left.is_cuda and dtype == torch.float32:  # products of 16-bit values are exact in fp32: no wider copies
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
 
 class _WideLinear(torch.autograd.Function):
-    """x W^T in a wider dtype than x and W. Gradients are also computed in it and cast at the end."""
+    """x W^T in a wider dtype than x and W. Gradients are also computed in it, except that of bf16 x (bf16 GEMM), and
+    returned in the dtypes of x and W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +148,9 @@ class TopKRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> routing.Routing:
         """Route ``hidden_states`` [s, b, h]. In training it also adds statistics and attaches the losses of
-        ``ctx.aux_losses``; recomputation adds no statistics and replays the choices.
+        ``ctx.aux_losses``; recomputation adds no statistics and replays the choices. In training with Sinkhorn,
+        quantile balancing, ``aux_loss`` or ``seq_aux_loss`` it is collective over ``sharers``, the ranks that hold the
+        other tokens of the same sequences.
         """
         logits = self._logits(self._jittered(hidden_states, ctx))
         experts = choose(lambda: self._choose(logits))
@@ -264,8 +267,11 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:
-        """Update the expert bias after an optimizer step from ``totals``, the statistics of the global batch: lower it
-        for overloaded experts, raise it for underloaded ones. Saves the choices for ``global_aux_loss``.
+        """Update buffers in place from ``totals``, the statistics of the global batch over all ranks: once per global
+        batch, after its backward passes and before the optimizer step, even if that is skipped. No collective. The
+        expert bias falls for overloaded and rises for underloaded experts, by ``moe_router_bias_update_rate``; with
+        quantile balancing it becomes the moving average of minus the mean thresholds, centered over experts.
+        ``last_choices`` becomes the choices for ``global_aux_loss``.
         """
         if self.rule.quantiles:
             assert self.expert_bias is not None
