@@ -198,7 +198,7 @@ def _parts_summary(module: nn.Module) -> Iterator[str]:
     if isinstance(module, StreamNorm):
         kernel: object = module.normalize
     elif isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelOutput):
-        kernel = module.traits.accumulate
+        kernel = module.traits.gemms.accumulate
     else:
         return
     if isinstance(kernel, ApexNormalize | ApexWeightGradient):

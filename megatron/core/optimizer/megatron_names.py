@@ -63,7 +63,7 @@ class InnerOptimizer:
     def state(self) -> dict[nn.Parameter, ParameterState]:
         """State by model parameter, for parameters with a shard on this rank."""
         owner = self._optimizer
-        return {owner.model_params[name]: ParameterState(owner, name) for name in owner.masters}
+        return {owner.model_params[name]: ParameterState(owner, name) for name in owner.storage}
 
 
 class MegatronNames:
@@ -85,7 +85,7 @@ class MegatronNames:
     def shard_fp32_from_float16_groups(self: Any) -> list[list[Tensor]]:
         """Live fp32 copies of half-precision weights, by parameter group; empty lists if 16-bit remainders are stored.
         A change reaches the model weights only with the next update."""
-        masters = ([self.masters[name] for name in group["names"]] for group in self.param_groups)
+        masters = ([self.storage[name] for name in group["names"]] for group in self.param_groups)
         return [[each.kept for each in own if each.kept_dtype == torch.float32] for own in masters]
 
     def get_parameters(self: Any) -> list[nn.Parameter]:

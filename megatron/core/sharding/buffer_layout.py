@@ -2,13 +2,14 @@
 
 Used by the gradient buffers and by ``--dry-run``. Parameters are placed in the order in which backward produces their
 gradients, each aligned to 64 elements. One collective reduces one bucket. With sharded optimizer state each
-data-parallel rank owns an equal contiguous range of every bucket.
+data-parallel rank owns an equal contiguous range of every bucket. The ranges may cut parameters at any aligned element,
+or, for update rules that own matrices, between parameters only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 ALIGNMENT = 64  # elements: every parameter's gradient starts on a 256-byte boundary in fp32
@@ -37,9 +38,10 @@ class BufferCut(NamedTuple):
     """Size of the buffer, with padding."""
 
 
-def bucket_alignment(num_shards: int, pad_for_bus: bool) -> int:
-    """Return the divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of 64 elements."""
-    shards = ALIGNMENT * num_shards
+def bucket_alignment(num_shards: int, pad_for_bus: bool, block: int = 1) -> int:
+    """Return the divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of 64 elements, and of
+    ``block``."""
+    shards = math.lcm(ALIGNMENT, block) * num_shards
     return math.lcm(shards, BUS_ALIGNMENT) if pad_for_bus else shards
 
 
@@ -56,36 +58,64 @@ def chosen_bucket_size(
     return bucket_size
 
 
-def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int) -> BufferCut:
-    """Assign parameters to buckets and to offsets in the buffer, in the given order, each at a multiple of 64 elements.
-    Always returns at least one bucket.
+def cut_buffer(
+    sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int, *, block: int = 1,
+    full_over: int = 1,
+) -> BufferCut:  # fmt: skip
+    """Assign parameters to buckets and to offsets in the buffer, in the given order. Offsets are multiples of 64 and
+    ``block``. Always returns at least one bucket.
 
     Args:
         sizes: elements of each parameter, in memory order.
         alone: whether the parameter gets a separate bucket.
         bucket_size: elements from which a bucket is closed; None: never.
         alignment: divisor of all bucket sizes; buckets are padded to it.
+        block: divisor of all offsets.
+        full_over: number of shards per bucket that must consist of full parameters. Each parameter is assigned to the
+            least loaded shard, largest first; shards are padded to the largest. 1: shards may cut parameters.
     """
+    unit = math.lcm(ALIGNMENT, block)
+    padded = [-(-size // unit) * unit for size in sizes]
     starts: list[int] = []
     buckets: list[BucketCut] = []
-    cursor = begin = 0
+    begin = 0
+    for stop in _bucket_stops(padded, alone, bucket_size):
+        own = padded[len(starts) : stop]
+        shards = _balanced(own, full_over)
+        loads = [0] * full_over
+        offsets = []
+        for size, shard in zip(own, shards):
+            offsets.append(loads[shard])
+            loads[shard] += size
+        length = -(-max(loads) * full_over // alignment) * alignment // full_over
+        starts += [begin + shard * length + offset for shard, offset in zip(shards, offsets)]
+        buckets.append(BucketCut(stop, begin, begin + length * full_over))
+        begin = buckets[-1].end
+    return BufferCut((*starts, *[begin] * (len(sizes) - len(starts))), tuple(buckets), begin)
 
-    def close(stop: int) -> None:
-        nonlocal cursor, begin
-        cursor = -(-cursor // alignment) * alignment
-        buckets.append(BucketCut(stop, begin, cursor))
-        begin = cursor
 
+def _bucket_stops(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None) -> Iterator[int]:
+    """Yield the index after the last parameter of each bucket, at least one. Empty parameters at the end get none."""
+    filled = last = 0
     for index, size in enumerate(sizes):
-        if alone[index] and cursor > begin:
-            close(index)
-        starts.append(cursor)
-        cursor += -(-size // ALIGNMENT) * ALIGNMENT
-        if alone[index] or (bucket_size is not None and cursor - begin >= bucket_size):
-            close(index + 1)
-    if cursor > begin or not buckets:
-        close(len(sizes))
-    return BufferCut(tuple(starts), tuple(buckets), cursor)
+        if alone[index] and filled:
+            yield index
+            filled = 0
+        filled += size
+        if alone[index] or (bucket_size is not None and filled >= bucket_size):
+            yield (last := index + 1)
+            filled = 0
+    if filled or not last:
+        yield len(sizes)
+
+
+def _balanced(sizes: Sequence[int], num_shards: int) -> list[int]:
+    """Return a shard for each of ``sizes``: the largest first, each to the least loaded shard."""
+    loads, shards = [0] * num_shards, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        shards[index] = loads.index(min(loads))
+        loads[shards[index]] += sizes[index]
+    return shards
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:

@@ -192,9 +192,11 @@ class Loading:
         )
 
     def _other_precision(self) -> list[str]:
-        """Return a problem if main parameters are stored but not used, or reverse: only half precision has them."""
+        """Return a problem if main parameters are stored but not used, or reverse: only half precision and some
+        declared storages have them."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
-        if stored == (self.cfg.bf16 or self.cfg.fp16):
+        declared = self.live.optimizer is not None and self.live.optimizer.saves_masters
+        if stored == (self.cfg.bf16 or self.cfg.fp16 or declared):
             return []
         precisions = ("half precision (--bf16 or --fp16)", "full precision")
         theirs, ours = precisions if stored else reversed(precisions)
