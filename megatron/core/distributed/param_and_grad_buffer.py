@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.reductions import Reduction, all_reduce, local_shard
-from megatron.core.fusions.storage import Storage
+from megatron.core.fusions.storage import HALF, Storage
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group
@@ -291,17 +291,13 @@ class ParamAndGradBuffer:
             self.grad_data.mul_(factor)
 
 
-def gradient_dtype(parameter: nn.Parameter, reduce_in_fp32: bool) -> torch.dtype:
-    """Return fp32 for bf16 and fp16 parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
-    half = parameter.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if half and reduce_in_fp32 else parameter.dtype
-
-
 def group_by_kind(parameters: Iterable[nn.Parameter], reduce_in_fp32: bool) -> dict[BufferKind, list[nn.Parameter]]:
-    """Group parameters by buffer kind; each list keeps the creation order."""
+    """Group parameters by buffer kind; each list keeps the creation order. The gradient dtype is fp32 for bf16 and fp16
+    parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
     kinds: dict[BufferKind, list[nn.Parameter]] = {}
     for parameter in parameters:
-        spec, grad_dtype = spec_or_replicated(parameter), gradient_dtype(parameter, reduce_in_fp32)
-        kind = BufferKind(parameter.dtype, grad_dtype, spec.storage, spec.owns_matrices)
+        spec, dtype = spec_or_replicated(parameter), parameter.dtype
+        grad_dtype = torch.float32 if dtype in HALF and reduce_in_fp32 else dtype
+        kind = BufferKind(dtype, grad_dtype, spec.storage, spec.owns_matrices)
         kinds.setdefault(kind, []).append(parameter)
     return kinds
