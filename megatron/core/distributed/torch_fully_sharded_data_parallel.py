@@ -105,10 +105,8 @@ class TorchFullyShardedDataParallel(DataParallel):
             spec = spec_or_replicated(parameter)
             if start < stop or spec.owns_matrices:
                 dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-                shards[parameter] = ParameterShard(
-                    parameter, start, stop, local, _main_grad_getter(parameter), dtype,
-                    rows_over=data_parallel_groups(spec, self.groups).shard,
-                )  # fmt: skip
+                gradient, rows_over = _main_grad_getter(parameter), data_parallel_groups(spec, self.groups).shard
+                shards[parameter] = ParameterShard(parameter, start, stop, local, gradient, dtype, rows_over)
         return shards
 
     @contextmanager

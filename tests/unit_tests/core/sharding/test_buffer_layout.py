@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron.core.sharding.buffer_layout import bucket_alignment, cut_buffer, owned_elements
+from megatron.core.sharding.buffer_layout import CutRule, cut_buffer, owned_elements
 
 SIZES = [random.Random(seed).choices([1, 63, 64, 65, 1000, 4096, 5000], k=17) for seed in range(4)]
 
@@ -31,7 +31,7 @@ def in_order(sizes, alone, bucket_size, alignment):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_elements_are_laid_out_in_order(sizes, bucket_size):
     alone = [index % 5 == 3 for index in range(len(sizes))]
-    cut = cut_buffer(sizes, alone, bucket_size, bucket_alignment(4, False))
+    cut = cut_buffer(sizes, alone, bucket_size, CutRule(4))
     starts, ends = in_order(sizes, alone, bucket_size, 256)
     assert list(cut.starts) == starts and [bucket.end for bucket in cut.buckets] == ends
     assert cut.total == ends[-1] and sum(owned_elements(sizes, cut, 4)) == sum(sizes)
@@ -42,8 +42,7 @@ def test_elements_are_laid_out_in_order(sizes, bucket_size):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
     shards, unit = 3, math.lcm(64, block)
-    cut = cut_buffer(sizes, [False] * len(sizes), 9000, bucket_alignment(shards, pad, block), block=block,
-                     full_over=shards)  # fmt: skip
+    cut = cut_buffer(sizes, [False] * len(sizes), 9000, CutRule(shards, pad, block, full=True))
     taken, first = set(), 0
     for stop, begin, end in cut.buckets:
         length, loads = (end - begin) // shards, [0] * shards
@@ -63,6 +62,6 @@ def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
 
 
 def test_a_buffer_without_elements_has_one_bucket():
-    assert cut_buffer([], [], None, 64).buckets == ((0, 0, 0),)
-    assert cut_buffer([0], [False], None, 64).buckets == ((1, 0, 0),)
-    assert len(cut_buffer([0, 0], [False, False], 10, 64).starts) == 2
+    assert cut_buffer([], [], None, CutRule()).buckets == ((0, 0, 0),)
+    assert cut_buffer([0], [False], None, CutRule()).buckets == ((1, 0, 0),)
+    assert len(cut_buffer([0, 0], [False, False], 10, CutRule()).starts) == 2
