@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import choose_rotary
@@ -68,7 +69,7 @@ def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
 class MLASelfAttention(nn.Module):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
-    supports_context_parallel = True  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
     def __init__(
         self,
@@ -172,9 +173,7 @@ class MLASelfAttention(nn.Module):
             yield
         qkv = heads(*parts, ctx.rotary_pos_emb)
         with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb):
-            mixed = self._run_core(
-                self.core_attention, *qkv, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
-            )
+            mixed = self._run_core(self.core_attention, *qkv, ctx)
         yield
         summing = leave(self.linear_proj, mixed, ctx)
         yield
@@ -217,5 +216,6 @@ class MLASelfAttention(nn.Module):
             query = torch.cat((nope, self._rotated(rope, *tables, True)), dim=-1)
             rope_key = self._rotated(rope_key, *tables, True)
         return query, torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+
 
 serve_other_names(__name__)

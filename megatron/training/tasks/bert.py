@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
@@ -116,7 +117,8 @@ class BertTask(LanguageModelTask):
         if self.cfg.use_packed_sequence:
             return {**self._packed(batch, lengths), "pair_weight": weight}
         length = batch["text"].shape[1]
-        batch["counts"] = (batch["sample_index"] >= 0) & parallel_state.get_process_groups().cp.is_first
+        layout = TokenLayout.of(parallel_state.get_process_groups())
+        batch["counts"] = (batch["sample_index"] >= 0) & layout.has_first_token
         documents = PackedSeqParams.of_padding(lengths, length)
         batch = self._predicted_only(get_batch_on_this_cp_rank(batch))
         return {**on_device(batch, documents), "pair_weight": weight}

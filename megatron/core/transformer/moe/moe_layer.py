@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.errors import UserError
 from megatron.core.config.moe import depends_on_micro_batch
 from megatron.core.config.transformer_config import TransformerConfig
@@ -49,7 +50,7 @@ class MoELayer(nn.Module):
     parallelism requires sequence parallelism, so that each rank routes different tokens; UserError otherwise.
     """
 
-    supports_context_parallel = True  # balance statistics are all-reduced over groups.cp
+    mixes_tokens, layouts = True, ANY_ORDER  # the router's balance depends on all tokens of a sequence
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups

@@ -295,3 +295,13 @@ def test_a_state_with_a_loss_scale_is_for_any_optimizer():
     before = scaled.get_loss_scale()
     scaled.load_state_dict(scaled.state_dict() | {"grad_scaler": plain.state_dict()["grad_scaler"]})
     assert scaled.get_loss_scale() == before
+
+
+def test_an_overflow_restarts_the_window_of_finite_steps():
+    """Only consecutive finite steps count for the growth of the scale."""
+    scaler = DynamicGradScaler(initial_scale=16.0, min_scale=2.0, growth_interval=3, hysteresis=9)
+    scales = []
+    for overflow in (False, False, True, False, False, True, False, False, False):
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == [16] * 8 + [32]

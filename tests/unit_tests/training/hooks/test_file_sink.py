@@ -4,15 +4,15 @@ import pytest
 
 from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hooks
-from megatron.training.hooks.console import ConsoleHook
-from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
-from megatron.training.hooks.timing import Clock, TimersHook
+from megatron.training.hooks.console import ConsoleHook, TimersHook
+from megatron.training.hooks.sinks import Clock, FileSink
 from megatron.training.observe.metrics import MetricsFile, read_metrics
 from megatron.training.observe.throughput import Throughput
 
 
 def recorder(path, log_interval=5, trains=True):
-    return Hooks(log_interval, [MetricsRecorder(MetricsFile(path), trains)])
+    clock = Clock(Throughput(1, "CPU"), Timers())
+    return Hooks(log_interval, [FileSink(MetricsFile(path), ("train", "valid", "test"), clock, trains)])
 
 
 @pytest.mark.parametrize("log_interval", [1, 4, 100])
@@ -72,7 +72,7 @@ def test_timing_has_one_record_per_log_point(tmp_path, simulated_run):
     timers = Timers(1)
     timers("optimizer", log_level=1)._elapsed = 0.5
     clock = Clock(Throughput(2, "NVIDIA H200"), timers)
-    simulated_run().train(Hooks(5, [TimersHook(timers), TimingRecorder(MetricsFile(path), clock)]), 1, 10)
+    simulated_run().train(Hooks(5, [TimersHook(timers), FileSink(MetricsFile(path), ("timing",), clock)]), 1, 10)
     records = list(read_metrics(path))
     assert [(record["iteration"], record["iterations"]) for record in records] == [(1, 1), (5, 4), (10, 5)]
     last = records[-1]
