@@ -18,18 +18,18 @@ so the result, is therefore the same with and without overlap.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.reductions import Reduction, all_reduce, local_shard
-from megatron.core.fusions.storage import Storage
+from megatron.core.fusions.storage import HALF, Storage
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group
-from megatron.core.sharding.buffer_layout import bucket_alignment, cut_buffer
+from megatron.core.sharding.buffer_layout import CutRule, cut_buffer
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import spec_or_replicated
 
@@ -53,6 +53,8 @@ class BufferLayout:
     alone: Callable[[nn.Parameter], bool] = lambda parameter: False
     """Predicate for parameters that get a separate bucket, so that ranks with different other parameters shard them
     equally (tied embeddings)."""
+    storage: type[Storage] | None = None
+    """Declared storage of the weights; None: all-gathers send the weights."""
 
 
 class BufferKind(NamedTuple):
@@ -74,19 +76,17 @@ class Bucket:
         grads: flat view of the gradients.
         weights: flat view of the weights with the same layout if the optimizer state is sharded; else None.
         parameters: parameters of this bucket.
-        layout: reduction groups and collective.
-        storage: storage with a payload that all-gathers send; None: they send the weights.
+        layout: reduction groups and collective, storage.
     """
 
     def __init__(
-        self, grads: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter], layout: BufferLayout,
-        storage: type[Storage] | None = None,
-    ) -> None:  # fmt: skip
+        self, grads: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter], layout: BufferLayout
+    ) -> None:
         self.grads, self.weights, self.layout = grads, weights, layout
         self.parameters = list(parameters)
         self.shards: list[ParameterShard] = []
         """This rank's shards, set by the buffer."""
-        self.storage = None
+        self.storage, storage = None, layout.storage
         if storage is not None and storage.payload_bytes is not None and weights is not None and layout.group.size > 1:
             self.storage, blocks = storage, weights.numel() // storage.block
             self.payloads = torch.zeros((blocks, storage.payload_bytes), dtype=torch.uint8, device=weights.device)
@@ -174,14 +174,13 @@ class ParamAndGradBuffer:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], kind: BufferKind, layout: BufferLayout) -> None:
-        self.layout = layout
+        self.layout = layout = replace(layout, storage=kind.storage)
         self.parameters = list(reversed(parameters))
         block = 1 if kind.storage is None else kind.storage.block
-        shards = layout.group.size if layout.sharded else 1
+        rule = CutRule(layout.group.size if layout.sharded else 1, layout.pad_for_bus, block, kind.owns_matrices)
         cut = cut_buffer(
             [parameter.numel() for parameter in self.parameters], [layout.alone(each) for each in self.parameters],
-            layout.bucket_size, bucket_alignment(shards, layout.pad_for_bus, block), block=block,
-            full_over=shards if kind.owns_matrices else 1,
+            layout.bucket_size, rule,
         )  # fmt: skip
         like = self.parameters[0]
         self.starts = dict(zip(self.parameters, cut.starts))
@@ -192,8 +191,7 @@ class ParamAndGradBuffer:
         first = 0
         for last, begin, end in cut.buckets:
             weights = None if self.param_data is None else self.param_data[begin:end]
-            own = self.parameters[first:last]
-            self.buckets.append(Bucket(self.grad_data[begin:end], weights, own, layout, kind.storage))
+            self.buckets.append(Bucket(self.grad_data[begin:end], weights, self.parameters[first:last], layout))
             first = last
         for bucket in self.buckets:
             self.bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
@@ -291,17 +289,13 @@ class ParamAndGradBuffer:
             self.grad_data.mul_(factor)
 
 
-def gradient_dtype(parameter: nn.Parameter, reduce_in_fp32: bool) -> torch.dtype:
-    """Return fp32 for bf16 and fp16 parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
-    half = parameter.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if half and reduce_in_fp32 else parameter.dtype
-
-
 def group_by_kind(parameters: Iterable[nn.Parameter], reduce_in_fp32: bool) -> dict[BufferKind, list[nn.Parameter]]:
-    """Group parameters by buffer kind; each list keeps the creation order."""
+    """Group parameters by buffer kind; each list keeps the creation order. The gradient dtype is fp32 for bf16 and fp16
+    parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
     kinds: dict[BufferKind, list[nn.Parameter]] = {}
     for parameter in parameters:
-        spec, grad_dtype = spec_or_replicated(parameter), gradient_dtype(parameter, reduce_in_fp32)
-        kind = BufferKind(parameter.dtype, grad_dtype, spec.storage, spec.owns_matrices)
+        spec, dtype = spec_or_replicated(parameter), parameter.dtype
+        grad_dtype = torch.float32 if dtype in HALF and reduce_in_fp32 else dtype
+        kind = BufferKind(dtype, grad_dtype, spec.storage, spec.owns_matrices)
         kinds.setdefault(kind, []).append(parameter)
     return kinds

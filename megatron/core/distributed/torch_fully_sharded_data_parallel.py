@@ -25,12 +25,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.fusions.storage import HALF
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import flat_range
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import data_parallel_groups, spec_or_replicated
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class TorchFullyShardedDataParallel(DataParallel):
@@ -68,7 +67,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         policy = _precision(compute_dtype, ddp_config)
         with torch.no_grad():
             for parameter in module.parameters():
-                if parameter.dtype in _HALF:
+                if parameter.dtype in HALF:
                     parameter.data = parameter.data.float()
         device = next(module.parameters()).device
         mesh = _mesh(groups.dense, device)
@@ -106,10 +105,8 @@ class TorchFullyShardedDataParallel(DataParallel):
             spec = spec_or_replicated(parameter)
             if start < stop or spec.owns_matrices:
                 dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-                shards[parameter] = ParameterShard(
-                    parameter, start, stop, local, _main_grad_getter(parameter), dtype,
-                    rows_over=data_parallel_groups(spec, self.groups).shard,
-                )  # fmt: skip
+                gradient, rows_over = _main_grad_getter(parameter), data_parallel_groups(spec, self.groups).shard
+                shards[parameter] = ParameterShard(parameter, start, stop, local, gradient, dtype, rows_over)
         return shards
 
     @contextmanager
@@ -170,7 +167,7 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
     ``grad_reduce_in_fp32``, in fp32; other dtypes keep theirs. Inputs are not cast."""
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)

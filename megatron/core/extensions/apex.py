@@ -67,8 +67,6 @@ class ApexWeightGradient:
     [o, i])``, or ``wgrad_gemm_accum_fp16`` for a 16-bit ``main_grad``. They ignore strides: tensors must be
     contiguous."""
 
-    description = f"weight gradients: apex ({FLAG} wgrad)"
-
     def __init__(self) -> None:
         self._wide, self._narrow = _load("wgrad", EXTENSIONS["wgrad"], "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
 
@@ -83,8 +81,6 @@ class ApexNormalize:
     """``fusions.residual_norm.Normalize`` by ``apex/normalization/fused_layer_norm.py``:
     ``fused_layer_norm_affine(input, weight, bias, normalized_shape, eps)`` and ``fused_rms_norm_affine(input, weight,
     normalized_shape, eps)``, with input and weights of one dtype. The branch is added in a separate operation."""
-
-    description = f"norms: apex ({FLAG} norm)"
 
     def __init__(self) -> None:
         _load("norm", EXTENSIONS["norm"])  # check now: apex imports it only at first use
@@ -113,8 +109,6 @@ class ApexAdam:
     rate and gradient scale (fp32) from device memory: no host sync. (The other variant, ``multi_tensor_adam``, ignores
     its flag.) Gradients are multiplied by ``factor`` before, because with decay added to them (mode 0) both roundings
     could become one. Low-precision state is widened and written back one tensor at a time."""
-
-    description = f"adam: apex ({FLAG} adam)"
 
     def __init__(self) -> None:
         (self._update,) = _load("adam", EXTENSIONS["adam"], "multi_tensor_adam_capturable")

@@ -22,15 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.installed_triton import tl, triton
-from megatron.core.fusions.storage import (
-    Copy,
-    FSDPStorage,
-    OptimizerEntry,
-    Remainder,
-    Storage,
-    as_fp32_lists,
-    by_rates,
-)
+from megatron.core.fusions.storage import Copy, FSDPStorage, OptimizerEntry, Remainder, Storage, as_fp32_lists, by_rates
 
 
 class AdamStep(NamedTuple):

@@ -201,9 +201,7 @@ class OptimizerEntry:
         return self.storage.is_live and all(moment.dtype == self.storage.dtype for moment in self.moments)
 
 
-def by_rates(
-    entries: Iterable[OptimizerEntry],
-) -> dict[tuple[float, float], list[OptimizerEntry]]:
+def by_rates(entries: Iterable[OptimizerEntry]) -> dict[tuple[float, float], list[OptimizerEntry]]:
     """Group ``entries`` by (learning rate, weight decay), which foreach operators and kernels take as numbers."""
     found: dict[tuple[float, float], list[OptimizerEntry]] = {}
     for each in entries:

@@ -124,10 +124,9 @@ class MegatronOptimizer(MegatronNames):
             shard = full_shard(parameter) if shards is None else shards.get(parameter)
             if shard is not None:
                 self.shards[name] = shard
-                shard.storage = self.storage[name] = build_storage(
-                    shard.values, shard.compute_dtype, split=self.config.store_param_remainders,
-                    declared=spec_or_replicated(parameter).storage,
-                )  # fmt: skip
+                split, declared = self.config.store_param_remainders, spec_or_replicated(parameter).storage
+                shard.storage = build_storage(shard.values, shard.compute_dtype, split=split, declared=declared)
+                self.storage[name] = shard.storage
                 names.append(name)
         return {"names": names, "params": [self.model_params[name] for name in names]}
 
@@ -297,14 +296,15 @@ class MegatronOptimizer(MegatronNames):
     def _entries(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[Entry]:
         """Return the entries of all names of ``part`` with a gradient, in the order of the parameter groups, with the
         groups' ``lr`` and ``weight_decay`` as they are (the scheduler has applied the multipliers). Changes nothing."""
-        kinds = [self.moments[kind] for kind in part.rule.moment_dtypes]
-        return [
-            Entry(
-                self.storage[name], grads[name], tuple(kind[name] for kind in kinds), group["lr"],
-                group["weight_decay"], name, self.shards[name], self.groups,
-            )
-            for group in part.param_groups for name in group["names"] if name in grads
-        ]  # fmt: skip
+        entries = []
+        for group in part.param_groups:
+            rates = group["lr"], group["weight_decay"]
+            for name in group["names"]:
+                if name in grads:
+                    moments = tuple(self.moments[kind][name] for kind in part.rule.moment_dtypes)
+                    more = name, self.shards[name], self.groups
+                    entries.append(Entry(self.storage[name], grads[name], moments, *rates, *more))
+        return entries
 
     def _parallel_chunks(self) -> list[DataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]

@@ -11,7 +11,6 @@ FSDP splits; ZeRO-1 shards consist of full parameters.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
@@ -28,8 +27,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.full_tensor import gather_full, take_shard
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import ParameterSpec, spec_or_replicated
-
-logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Supported dtypes of moments. Formats with 5 exponent bits (fp16) or fewer would need a scale per tensor."""
@@ -99,12 +96,7 @@ class Adam:
             "exp_avg_sq": moment_dtype("--exp-avg-sq-dtype", config.exp_avg_sq_dtype),
         }
         self.config = config
-        self._update: AdamUpdate
-        if "adam" in config.apex_parts:
-            self._update = ApexAdam()
-            logger.info("%s", ApexAdam.description)
-        else:
-            self._update = choose_adam(storages)
+        self._update: AdamUpdate = ApexAdam() if "adam" in config.apex_parts else choose_adam(storages)
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and both moments of all ``entries`` in place, with betas, epsilon and kind of

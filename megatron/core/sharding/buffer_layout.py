@@ -38,11 +38,29 @@ class BufferCut(NamedTuple):
     """Size of the buffer, with padding."""
 
 
-def bucket_alignment(num_shards: int, pad_for_bus: bool, block: int = 1) -> int:
-    """Return the divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of 64 elements, and of
-    ``block``."""
-    shards = math.lcm(ALIGNMENT, block) * num_shards
-    return math.lcm(shards, BUS_ALIGNMENT) if pad_for_bus else shards
+class CutRule(NamedTuple):
+    """Where the shards of a buffer may be cut."""
+
+    num_shards: int = 1
+    """Equal ranges of every bucket."""
+    pad_for_bus: bool = False
+    """Whether bucket sizes are multiples of 2^16 elements."""
+    block: int = 1
+    """Elements that no cut separates, counted from the start of a parameter."""
+    full: bool = False
+    """Whether shards consist of full parameters. Each parameter is assigned to the least loaded shard, largest first;
+    shards are padded to the largest."""
+
+    @property
+    def unit(self) -> int:
+        """Divisor of all offsets, in elements."""
+        return math.lcm(ALIGNMENT, self.block)
+
+    @property
+    def bucket_alignment(self) -> int:
+        """Divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of the unit."""
+        shards = self.unit * self.num_shards
+        return math.lcm(shards, BUS_ALIGNMENT) if self.pad_for_bus else shards
 
 
 def chosen_bucket_size(
@@ -58,38 +76,30 @@ def chosen_bucket_size(
     return bucket_size
 
 
-def cut_buffer(
-    sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int, *, block: int = 1,
-    full_over: int = 1,
-) -> BufferCut:  # fmt: skip
-    """Assign parameters to buckets and to offsets in the buffer, in the given order. Offsets are multiples of 64 and
-    ``block``. Always returns at least one bucket.
+def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, rule: CutRule) -> BufferCut:
+    """Assign parameters to buckets and to offsets in the buffer, in the given order. Always returns at least one
+    bucket.
 
     Args:
         sizes: elements of each parameter, in memory order.
         alone: whether the parameter gets a separate bucket.
         bucket_size: elements from which a bucket is closed; None: never.
-        alignment: divisor of all bucket sizes; buckets are padded to it.
-        block: divisor of all offsets.
-        full_over: number of shards per bucket that must consist of full parameters. Each parameter is assigned to the
-            least loaded shard, largest first; shards are padded to the largest. 1: shards may cut parameters.
+        rule: alignment, and where shards may be cut.
     """
-    unit = math.lcm(ALIGNMENT, block)
-    padded = [-(-size // unit) * unit for size in sizes]
+    padded = [-(-size // rule.unit) * rule.unit for size in sizes]
+    alignment, regions = rule.bucket_alignment, rule.num_shards if rule.full else 1
     starts: list[int] = []
     buckets: list[BucketCut] = []
     begin = 0
     for stop in _bucket_stops(padded, alone, bucket_size):
         own = padded[len(starts) : stop]
-        shards = _balanced(own, full_over)
-        loads = [0] * full_over
-        offsets = []
-        for size, shard in zip(own, shards):
-            offsets.append(loads[shard])
-            loads[shard] += size
-        length = -(-max(loads) * full_over // alignment) * alignment // full_over
-        starts += [begin + shard * length + offset for shard, offset in zip(shards, offsets)]
-        buckets.append(BucketCut(stop, begin, begin + length * full_over))
+        loads, places = [0] * regions, []
+        for size, region in zip(own, _balanced(own, regions)):
+            places.append((region, loads[region]))
+            loads[region] += size
+        length = -(-max(loads) * regions // alignment) * alignment // regions
+        starts += [begin + region * length + offset for region, offset in places]
+        buckets.append(BucketCut(stop, begin, begin + length * regions))
         begin = buckets[-1].end
     return BufferCut((*starts, *[begin] * (len(sizes) - len(starts))), tuple(buckets), begin)
 

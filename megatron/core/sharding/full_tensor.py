@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.sharding.parameter_shard import ParameterShard
-from megatron.core.sharding.placement import (
-    Nested,
-    Placement,
-    Shard,
-    local_rectangle,
-    spec_or_replicated,
-    stored_rectangle,
-)
+from megatron.core.sharding.placement import Nested, Shard, local_rectangle, spec_or_replicated, stored_rectangle
 from megatron.core.sharding.rectangles import Rectangle
 
 

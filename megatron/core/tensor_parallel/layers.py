@@ -111,9 +111,6 @@ class ColumnParallelLinear(GemmLayer):
         gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
         self._bare_traits = _traits(config, groups)
-        self._multiply, self._multiply_gathered = self._whole, self._forward_gathered
-        if self.shared_weight is not None:
-            self._multiply, self._multiply_gathered = self._multiply_shared_rows, self._multiply_shared_rows_gathered
         self._enter: Callable = operators.copy_to_region
         if gathers:
             self._enter = operators.gather_from_sequence
@@ -134,7 +131,7 @@ class ColumnParallelLinear(GemmLayer):
             added = None if self.skip_bias_add else self.bias
             output = parallel_linear(self._enter(x, self.group), weight, added, traits)
             return self._leave(output, self.group), self.bias if self.skip_bias_add else None
-        output = self._multiply(x, None if self.skip_bias_add else self.bias)
+        output = self._multiply(x, self.traits)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def use_gemms(self, gemms: object) -> None:
@@ -144,7 +141,7 @@ class ColumnParallelLinear(GemmLayer):
     def forward_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``forward`` on input that is already all-gathered along the sequence. Backward does not reduce the
         gradient of ``x``: it is a partial sum over the group, which the handle of :meth:`gather` reduce-scatters."""
-        output = self._multiply_gathered(x, None if self.skip_bias_add else self.bias)
+        output = self._multiply(x, self._bare_traits)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def gather(self, x: Tensor) -> AutogradHandle:
@@ -152,21 +149,14 @@ class ColumnParallelLinear(GemmLayer):
         parallelism, which is not checked."""
         return start_all_gather(x, self.group)
 
-    def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return parallel_linear(x, self.weight, bias, self.traits, self.weight_gradient_store)
-
-    def _forward_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
-
-    def _multiply_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """All-gather the input and reduce its gradient once for both weights, without overlap."""
-        return self._multiply_shared_rows_gathered(self._enter(x, self.group), bias)
-
-    def _multiply_shared_rows_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the split and the shared rows as two GEMMs of the same input, and concatenate them along the last
-        dim, shared rows last. Adds ``bias`` to the split rows and ``shared_bias`` to the shared rows. No collective."""
-        assert self.shared_weight is not None
-        store = self.weight_gradient_store
+    def _multiply(self, x: Tensor, traits: LinearTraits) -> Tensor:
+        """Return the product of ``x``, which is already all-gathered for ``_bare_traits``, without output collective.
+        Shared rows are a second GEMM of the same input; they come last in the output, with ``shared_bias``."""
+        bias, store = None if self.skip_bias_add else self.bias, self.weight_gradient_store
+        if self.shared_weight is None:
+            return parallel_linear(x, self.weight, bias, traits, store)
+        # gather the input and reduce its gradient once for both weights, without overlap
+        x = x if traits is self._bare_traits else self._enter(x, self.group)
         own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
         shared = parallel_linear(x, self.shared_weight, self.shared_bias, self._bare_traits, store)
         return torch.cat((own, shared), dim=-1)

@@ -1,7 +1,6 @@
 """NVIDIA apex in the library's slots equals the built-in kernels. A stand-in with the same call signatures
 computes here; the package itself is in ``test_apex_gpu.py``."""
 
-import logging
 import sys
 
 import pytest
@@ -12,7 +11,6 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.apex import ApexAdam, ApexNormalize, ApexWeightGradient
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.models.backends import kernel_summary
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -196,13 +194,3 @@ def test_an_apex_that_is_too_old_is_named(monkeypatch):
     monkeypatch.delattr(sys.modules["amp_C"], "multi_tensor_adam_capturable")
     with pytest.raises(ValueError, match="amp_C does not have what is needed .*multi_tensor_adam_capturable"):
         ApexAdam()
-
-
-def test_what_was_built_is_described(monkeypatch, caplog):
-    fake_apex.install(monkeypatch)
-    ours, theirs = (list(kernel_summary([make_model(parts)])) for parts in ([], BOTH))
-    described = {"weight gradients: apex (--apex-parts wgrad)", "norms: apex (--apex-parts norm)"}
-    assert set(theirs) - set(ours) == described and len(theirs) == len(ours) + 2
-    with caplog.at_level(logging.INFO):
-        trained(["adam"], *STATES["fp32"])
-    assert "adam: apex (--apex-parts adam)" in caplog.messages
