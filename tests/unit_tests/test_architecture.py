@@ -104,7 +104,7 @@ MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
-MAX_LIBRARY_LINES = 57_900  # raised for docstrings that state results, effects and errors of every function
+MAX_LIBRARY_LINES = 58_000  # raised for declared storages, update rules of matrices and the GEMM slot
 MAX_ENTRY_LINES = 60
 OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
                          "megatron/core/tokenizers/", "megatron/tools/", "megatron/training/hooks/")

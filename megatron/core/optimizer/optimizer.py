@@ -298,12 +298,12 @@ class MegatronOptimizer(MegatronNames):
         groups' ``lr`` and ``weight_decay`` as they are (the scheduler has applied the multipliers). Changes nothing."""
         entries = []
         for group in part.param_groups:
-            rates = group["lr"], group["weight_decay"]
+            lr, decay = group["lr"], group["weight_decay"]
             for name in group["names"]:
                 if name in grads:
                     moments = tuple(self.moments[kind][name] for kind in part.rule.moment_dtypes)
-                    more = name, self.shards[name], self.groups
-                    entries.append(Entry(self.storage[name], grads[name], moments, *rates, *more))
+                    storage, shard = self.storage[name], self.shards[name]
+                    entries.append(Entry(storage, grads[name], moments, lr, decay, name, shard, self.groups))
         return entries
 
     def _parallel_chunks(self) -> list[DataParallel]:
