@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.models.registry import programs
 from megatron.version import version_text
@@ -86,7 +87,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         if isinstance(error, ConfigError):
             report(error)
         else:
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(f"error: {as_typed(str(error))}\n")
         return error.exit_code if isinstance(error, UserError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; run the same command again\n")

@@ -28,6 +28,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
@@ -292,7 +293,9 @@ def table(verdict: Any) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Verify the layout of the flags ``argv`` and print the verdict; return the exit code (1: different)."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own = argparse.ArgumentParser(
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     own.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
     own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
     own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")

@@ -27,7 +27,8 @@ def finalize_model_grads(
     Args:
         model_chunks: model chunks of this rank.
         num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
-            without the loss. None skips the normalization; the caller then passes ``mean_factor`` to the optimizer.
+            without the loss; not changed (a copy is all-reduced over ``dp_cp`` and ``pp``). None skips the
+            normalization; the caller then passes ``mean_factor`` to the optimizer.
         expected_tokens: constant that the micro-batch losses were divided by.
         groups: this rank's process groups; None uses ``parallel_state``.
         sum_statistics: whether to also all-reduce module statistics, which updates the expert bias of routers. Pass

@@ -25,8 +25,8 @@ class MicroBatchResult:
 
 
 def as_sum_and_count(value: Tensor | tuple | float) -> Tensor:
-    """Convert a logged value to an fp64 tensor [sum, count], detached. A pair, or a tensor of two elements, is taken as
-    it is; a single number, a mean, gets count 1."""
+    """Convert a logged value to an fp64 tensor [sum, count] on its device, detached; it may share the value's memory. A
+    pair, or a tensor of two elements, is taken as it is; a single number, a mean, gets count 1. Does not wait."""
     if isinstance(value, tuple | list):
         value = torch.stack([torch.as_tensor(part, dtype=torch.float64) for part in value])
     value = torch.as_tensor(value).detach().to(torch.float64)

@@ -81,7 +81,7 @@ class PipelineRun:
         self.actions, self.lookahead = schedule.actions[rank], lookahead
         self.results: list[MicroBatchResult] = []
         self._stores: Sequence[WeightGradientStore] = ()
-        self._passed: dict[tuple[int, int], _InFlight] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._num_loss_values: int | None = None
         """Number of values that ``loss_func`` returned for the first micro-batch (2: mean loss, 3: sum)."""
         last = {(action.kind, action.chunk): action for action in self.actions}
@@ -90,7 +90,8 @@ class PipelineRun:
 
     def run(self) -> list[MicroBatchResult]:
         """Run all actions and return the results of all micro-batches in order; empty on ranks without the loss.
-        Gradients accumulate in the parameters. Every rank of the pipeline must call it."""
+        Gradients accumulate in the parameters. Every rank of the pipeline must call it, once. Sets the loss scale of
+        models with auxiliary losses."""
         for chunk in self.work.chunks:
             set_loss_scale(chunk, self.work, self.schedule.has_backward)
         with deferred_weight_gradients(self.work.chunks, self.schedule.splits_backward) as self._stores:
@@ -99,7 +100,7 @@ class PipelineRun:
 
     def _run(self) -> None:
         """Run this rank's actions in order. Before each action post its receive and the receives of the next
-        ``lookahead`` actions. At the end wait until all messages have been sent."""
+        ``lookahead`` actions. At the end wait until all messages have been sent (NCCL: in stream order)."""
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for index, action in enumerate(self.actions):
             # post before computing: an NCCL transfer starts only with its receive, and so overlaps with this action
@@ -112,7 +113,7 @@ class PipelineRun:
         """Run the forward pass of a chunk: receive its input, pass it to the model, compute, and send the output or
         (last stage) compute the loss and append the result. Saves the input and the graph's roots for backward; in
         forward-only schedules nothing, without gradients. The output's memory is freed after the send; the model's
-        input tensor is cleared."""
+        input tensor is cleared. In training sets ``requires_grad`` of the received tensors in place."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
@@ -133,13 +134,13 @@ class PipelineRun:
         # otherwise the model would keep the input alive until its next forward
         set_input_tensor(chunk, None)
         if train:
-            self._passed[action.chunk, action.microbatch] = _InFlight(received, roots)
+            self._in_flight[action.chunk, action.microbatch] = _InFlight(received, roots)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
         """Call ``loss_func``, append the micro-batch's result to ``results``, and return the loss after
         ``loss_transform``; None with ``collect_non_loss_data``. Raises UserError if the returned values follow no
         convention or another one than before. In training without ``mean_loss_weight`` also checks the number of tokens
-        against the model's loss mask."""
+        against the loss mask of models with auxiliary losses, which waits for the device in the first micro-batch."""
         if self.work.collect_non_loss_data:
             kept = loss_func(output, non_loss_data=True)
             self.results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
@@ -157,7 +158,7 @@ class PipelineRun:
         send the gradients of the stage's inputs, zeros for unused ones. Frees inputs and roots. If the schedule splits
         backward, keeps the deferred weight gradients for W. Gradients accumulate in the parameters."""
         key = action.chunk, action.microbatch
-        passed = self._passed[key] if self.schedule.splits_backward else self._passed.pop(key)
+        passed = self._in_flight[key] if self.schedule.splits_backward else self._in_flight.pop(key)
         gradients = self.messages.receive(action) or [None]
         pairs = [each for each in zip(passed.roots, gradients, strict=True) if each[0] is not None]
         if pairs:
@@ -173,8 +174,9 @@ class PipelineRun:
             passed.weight_gradients = self._stores[action.chunk].take()
 
     def _weight_gradients(self, action: Action) -> None:
+        """Run a W action: compute the weight gradients that B deferred, and free the tensors that they needed."""
         with self._grad_sync_context(action):
-            for compute in self._passed.pop((action.chunk, action.microbatch)).weight_gradients:
+            for compute in self._in_flight.pop((action.chunk, action.microbatch)).weight_gradients:
                 compute()
 
     def _grad_sync_context(self, action: Action) -> AbstractContextManager:
@@ -228,8 +230,8 @@ def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
 
 def set_loss_scale(chunk: nn.Module, work: Work, has_backward: bool = True) -> None:
     """Call the model's ``set_loss_scale`` with the factor of the main loss, an fp64 scalar on its device:
-    ``mean_loss_weight``, then ``loss_transform``. With ``mean_loss_weight`` it also passes ``is_mean=True``. Does
-    nothing for models without this method, without a backward, or if neither factor is set."""
+    ``mean_loss_weight``, then ``loss_transform``, which must accept it. With ``mean_loss_weight`` it also passes
+    ``is_mean=True``. Does nothing for models without this method, without a backward, or if neither factor is set."""
     model: Any = unwrapped(chunk)
     weight, transform = work.mean_loss_weight, work.loss_transform
     if not has_backward or (weight is None and transform is None) or not hasattr(model, "set_loss_scale"):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
@@ -32,7 +33,8 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(description or ""), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
     said = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"

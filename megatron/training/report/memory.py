@@ -21,7 +21,7 @@ from megatron.core.description.model import ModelDescription, Param, Piece, kept
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.core.pipeline_parallel.stages import StageContents
-from megatron.core.sharding.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements
+from megatron.core.sharding.buffer_layout import CutRule, chosen_bucket_size, cut_buffer, owned_elements
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.pipeline import enough_microbatches, layers_held, run_schedule, run_stages, stage_pieces
 
@@ -136,8 +136,7 @@ def _buffer_state(
         sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
         num_ranks=num_ranks,
     )  # fmt: skip
-    alignment = bucket_alignment(shards, cfg.ddp_pad_buckets_for_high_nccl_busbw)
-    cut = cut_buffer(sizes, alone, bucket_size, alignment)
+    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, cfg.ddp_pad_buckets_for_high_nccl_busbw))
     elements = cut.total if cfg.use_distributed_optimizer else sum(sizes)
     updated = max(owned_elements(sizes, cut, shards)) if cfg.use_distributed_optimizer else sum(sizes)
     optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))

@@ -41,7 +41,8 @@ class Task:
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
         """Return an iterator over this rank's next ``num_microbatches`` of training, for losses whose weights depend on
-        the full global batch. May be collective over data-parallel ranks. Default: ``data_iterator``."""
+        the full global batch. May be collective over data-parallel ranks. The default returns ``data_iterator``
+        itself, which then yields more batches than these."""
         return data_iterator
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
@@ -57,7 +58,8 @@ class Task:
         raise NotImplementedError
 
     def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return ``(sum of token losses, number of tokens, {name: [sum, count]})``."""
+        """Return ``(sum of token losses, number of tokens, {name: [sum, count]})`` of this rank's tokens. The training
+        loop reduces them over ranks."""
         raise NotImplementedError
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import BertModel, LabelsAt
@@ -53,10 +54,10 @@ class BertTask(LanguageModelTask):
         return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """Read the next ``num_microbatches`` batches and return an iterator over copies with ``pair_weight``: masked
-        tokens per text pair in the global batch, so that the mean over pairs and the mean over masked tokens contribute
-        equally. Collective all-reduce over data-parallel ranks. Without the order head, or without data, return
-        ``data_iterator`` unchanged."""
+        """Read the next ``num_microbatches`` batches and return an iterator over shallow copies with ``pair_weight``
+        (0-d fp64 on the device): masked tokens per text pair in the global batch, so that the mean over pairs and the
+        mean over masked tokens contribute equally. Collective all-reduce over data-parallel ranks. Without the order
+        head, or without data, return ``data_iterator`` unchanged."""
         if not self.cfg.bert_binary_head or data_iterator is None:
             return data_iterator
         batches = list(islice(data_iterator, num_microbatches))
@@ -114,7 +115,8 @@ class BertTask(LanguageModelTask):
         if self.cfg.use_packed_sequence:
             return {**self._packed(batch, lengths), "pair_weight": weight}
         length = batch["text"].shape[1]
-        batch["counts"] = (batch["sample_index"] >= 0) & parallel_state.get_process_groups().cp.is_first
+        layout = TokenLayout.of(parallel_state.get_process_groups())
+        batch["counts"] = (batch["sample_index"] >= 0) & layout.has_first_token
         documents = PackedSeqParams.of_padding(lengths, length)
         batch = self._predicted_only(self.local_tokens(batch))
         return {**on_device(batch, documents), "pair_weight": weight}

@@ -133,7 +133,7 @@ class BertModel(LanguageModule):
         if self.pre_process:
             assert input_ids is not None
             if position_ids is None:
-                position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
+                position_ids = context.layout.positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
             hidden_states = self.embedding(input_ids, position_ids, context.dropout, tokentype_ids)
         else:
             hidden_states = self.received

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron import serve_other_names
@@ -157,11 +156,8 @@ class GPTModel(LanguageModule):
         if scale is None:
             scale = torch.ones((), device=device)
         if loss_mask is None:
-            return AuxLossWeights(torch.full((batch,), self.groups.cp.size / batch, device=device), scale)
-        tokens = loss_mask.sum(1, dtype=torch.float32)
-        if self.groups.cp.size > 1:
-            dist.all_reduce(tokens, group=self.groups.cp.handle)
-        return AuxLossWeights(tokens, scale)
+            return AuxLossWeights(torch.full((batch,), self.layout.group.size / batch, device=device), scale)
+        return AuxLossWeights(self.layout.sum(loss_mask.sum(1, dtype=torch.float32)), scale)
 
     def forward(
         self,
@@ -182,7 +178,7 @@ class GPTModel(LanguageModule):
         prediction; models without learned positions need no ``position_ids``. ``attention_mask`` (bool, True where
         hidden) is combined with causality; ``packed_seq_params`` separates documents. ``sample_index`` int64 [b] holds
         the samples' indices in the run, on which dropout masks depend. Under context parallelism s counts this rank's
-        tokens (``attention/context_parallel/zigzag.py``); ``position_ids`` and document boundaries refer to the full
+        tokens (``attention/token_layout.py``); ``position_ids`` and document boundaries refer to the full
         sequences. ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned
         losses.
         """
@@ -192,7 +188,7 @@ class GPTModel(LanguageModule):
             input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, aux_losses=aux_losses
         )
         if position_ids is None and input_ids is not None:
-            position_ids = self._default_positions(input_ids)
+            position_ids = self._default_positions(input_ids, context.layout)
         if self.pre_process:
             assert input_ids is not None
             hidden_states = self.embedding(input_ids, position_ids, context.dropout)
@@ -206,7 +202,7 @@ class GPTModel(LanguageModule):
         if input_ids is None or position_ids is None:
             raise UserError("input_ids: None, but multi-token prediction embeds tokens; pass them and position_ids")
         tokens = prediction.shifted_tokens(
-            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, context.packed_seq_params
+            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, context.layout
         )
         embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
         later = self.mtp(hidden_states, embeddings, context)
@@ -215,5 +211,6 @@ class GPTModel(LanguageModule):
         all_labels = torch.cat([labels, *(each.labels for each in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
         return self.mtp.attach(losses, later_losses, tokens, loss_mask, aux_losses.scale)
+
 
 serve_other_names(__name__)

@@ -30,11 +30,11 @@ def context_parallel_layers(cfg: Settings) -> Problems:
     Checks nothing without --spec or with ``--spec local``. Unreadable --spec values are left to another rule."""
     if cfg.context_parallel_size == 1 or cfg.spec in (None, ["local"]) or not cfg.num_layers:
         return
-    from megatron.core.transformer.context_parallel_support import FIX, undeclared, undeclared_classes
+    from megatron.core.transformer.context_parallel_support import FIX, layout_problems
 
     try:
         specs = specs_of_layers(cfg)
     except UserError:
         return
-    for kind in undeclared_classes(specs):
-        yield problem(cfg, "context_parallel_size", undeclared(kind), FIX)
+    for reason in layout_problems(specs):
+        yield problem(cfg, "context_parallel_size", reason, FIX)

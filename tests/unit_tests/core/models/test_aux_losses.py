@@ -7,6 +7,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
@@ -64,7 +65,7 @@ def test_a_main_loss_of_another_kind_is_refused(is_sum, found):
 def test_means_of_context_parallel_ranks_add_up():
     """Each rank's main loss is a mean over its local tokens, and the ranks' gradients are added."""
     model = make_model(**EXPERTS).train()
-    model.groups = replace(SINGLE_PROCESS, cp=Group("cp", (0, 1)))
+    model.layout = TokenLayout(Group("cp", (0, 1)))
     assert model._side_losses(4, None, torch.device("cpu")).tokens_b.sum() == 2
 
 

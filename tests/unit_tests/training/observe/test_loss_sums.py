@@ -56,3 +56,12 @@ def shared(rank, world):
 def test_the_last_stage_tells_the_others(gloo_pool):
     for first, again in gloo_pool.run(shared, 2):
         assert first == again == (10, {"lm loss": [80, 8], "aux": [16, 2]})
+
+
+def test_losses_and_tokens_are_added_up_in_float64():
+    """A sum of a billion and losses of 1: in float32 the later micro-batches would be rounded away."""
+    sums = LossSums(torch.device("cpu"))
+    for loss, tokens in ((2.0**30, 2**24), (1.0, 1), (1.0, 1)):
+        pair = torch.tensor([loss, tokens], dtype=torch.float64)
+        sums.add([MicroBatchResult(torch.tensor(tokens), {"lm loss": pair})])
+    assert numbers(sums) == (2**24 + 2, {"lm loss": [2**30 + 2, 2**24 + 2]})
