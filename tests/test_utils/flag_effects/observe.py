@@ -243,8 +243,8 @@ def _weights(parts):
 
 def _note_end(run, parts):
     run.weights, run.moments = _weights(parts), _moments(parts)
-    masters = getattr(parts.optimizer, "masters", {})
-    run.kept = {name: master.kept for name, master in masters.items()}
+    storages = getattr(parts.optimizer, "storage", {})
+    run.kept = {name: storage.kept for name, storage in storages.items()}
 
 
 @contextlib.contextmanager
