@@ -22,7 +22,6 @@ from megatron import serve_other_names
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.notices import notice
-from megatron.core.config.transformer_config import TransformerConfig, config_from_settings
 from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
@@ -155,17 +154,6 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
             raise SystemExit(2) from None
         cli.report(error, prog)
         raise SystemExit(2) from None
-
-
-def core_transformer_config_from_args(
-    args: Any, config_class: type[TransformerConfig] | None = None
-) -> TransformerConfig:
-    """Return the library's configuration of the model that ``args`` describes.
-
-    Args:
-        args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
-    """
-    return config_from_settings(args, config_class)
 
 
 def log_arguments(cfg: PretrainConfig) -> None:

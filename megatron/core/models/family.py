@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
     from megatron.core.inference.sampling import Sampling
 
+Options = dict[str, Any]
+DataSet = tuple[type, Any]
+"""Class of a data set and its configuration."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A pretraining program: ``pretrain_<name>.py``, or ``megatron pretrain <name>``."""
@@ -59,7 +64,7 @@ class ModelFamily:
     """Class of the training task as ``"package.module:Class"``, imported when it is used."""
     describe: Callable[[Settings, int], ModelDescription]
     """(settings, unpadded vocabulary size or 0) -> description of the model."""
-    data_set: Callable[[Settings, dict[str, Any]], tuple[type, Any]] | None = None
+    data_set: Callable[[Settings, Options], DataSet] | None = None
     """(settings, common options) -> (data set class, its configuration). None: the task makes its data sets, and no
     data files are checked before the start."""
     transformers: Callable[[Settings], Mapping[str, TransformerConfig]] = one_decoder
@@ -70,9 +75,9 @@ class ModelFamily:
     """Optional groups of flags that it has. Its programs also have the flags of groups that no other family has."""
     rules: tuple[Rule, ...] = ()
     """Its own rules, in addition to the common ones."""
-    derive: Callable[[Settings], Mapping[str, Any]] = lambda settings: {}
+    derive: Callable[[Settings], Options] = lambda settings: {}
     """Settings (not yet resolved) -> values of fields that follow from others."""
-    shrink: Callable[[Settings, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    shrink: Callable[[Settings, Options], Options] | None = None
     """(settings, values of the small model) -> more values of the small model of ``tools/verify_layout.py``, which then
     keeps whole layers per stage. None: nothing more, and stages keep their cuts."""
     tokenizer_type: str = "GPT2BPETokenizer"

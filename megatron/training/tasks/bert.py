@@ -22,10 +22,8 @@ from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import BertModel, LabelsAt
 from megatron.core.models.bert.description import most_masked, predicted_per_rank
 from megatron.training.data.batch import pack_rows, sort_by_length
-from megatron.training.data.datasets import select_data_set
 from megatron.training.initialize import training_device
-from megatron.training.tasks.base import NumSamples
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
+from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
 
 class BertTask(LanguageModelTask):
@@ -45,13 +43,6 @@ class BertTask(LanguageModelTask):
             **self.model_arguments(pre_process, post_process, vp_stage),
             add_binary_head=cfg.bert_binary_head,
         )
-
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
-        """Return BERT data sets (blended, split) from the data flags; random tokens with --mock-data."""
-        cfg = self.cfg
-        if cfg.mock_data:
-            return mock_data(self, num_samples)
-        return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
         """Read the next ``num_microbatches`` batches and return an iterator over shallow copies with ``pair_weight``

@@ -18,7 +18,7 @@ from megatron.core.description.model import ModelDescription
 from megatron.core.models.registry import get_family
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
-from megatron.training.data.datasets import NumSamples, check_data_tokenizer
+from megatron.training.data.datasets import NumSamples, check_data_tokenizer, select_data_set
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import Task
 
@@ -76,6 +76,12 @@ class LanguageModelTask(Task):
         family = self.cfg.family
         split, whole = {*family.sequence_tensors, *self.sequence_keys}, {*family.full_tensors, *self.whole_keys}
         return {**get_batch_on_this_cp_rank(batch, sequence_keys=split, whole_keys=whole)}
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
+        """Return the family's data sets (blended, split) from the data flags; random samples with --mock-data."""
+        if self.cfg.mock_data:
+            return mock_data(self, num_samples)
+        return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return data sets of class ``kind``, blended and split; raises for data of another tokenizer."""

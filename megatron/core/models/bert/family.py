@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import MaskedDataConfig, OptionalGroup
@@ -12,7 +12,7 @@ from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.transformer_config import config_from_settings
 from megatron.core.models.bert import description, rules
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
-from megatron.core.models.family import ModelFamily, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,7 @@ class BertConfig(OptionalGroup):
     """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""
 
 
-def data_set(cfg: Settings, options: dict[str, Any]) -> tuple[type, Any]:
+def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set."""
     from megatron.core.datasets import bert_dataset  # imports numpy
 

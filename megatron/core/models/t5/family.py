@@ -15,7 +15,7 @@ from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.ranges import Dim, Layers, Range
 from megatron.core.config.transformer_config import TransformerConfig, config_from_settings
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
-from megatron.core.models.family import ModelFamily, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 from megatron.core.models.t5 import description, rules
 
 if TYPE_CHECKING:
@@ -50,19 +50,19 @@ def transformers(cfg: Settings) -> dict[str, TransformerConfig]:
     return {"encoder": config, "decoder": config}
 
 
-def derive(cfg: Settings) -> dict[str, Any]:
+def derive(cfg: Settings) -> Options:
     """Return the decoder's depth, the encoder's by default."""
     return {"decoder_num_layers": cfg.num_layers} if cfg.decoder_num_layers is None else {}
 
 
-def shrink(cfg: Settings, small: Mapping[str, Any]) -> dict[str, Any]:
+def shrink(cfg: Settings, small: Options) -> Options:
     """Return the decoder's layers, in the same ratio to the ``small`` encoder, and its shorter sequence length."""
     ranks = 2 * cfg.context_parallel_size * cfg.tensor_model_parallel_size
     layers = round(cfg.decoder_num_layers / cfg.num_layers * small["num_layers"])
     return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
 
 
-def data_set(cfg: Settings, options: dict[str, Any]) -> tuple[type, Any]:
+def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set."""
     from megatron.core.datasets import t5_dataset  # imports numpy
 
