@@ -23,7 +23,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.checkpoint.settings import check_args
-from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.pipeline import run_stages
@@ -99,7 +98,7 @@ def test_parameters_and_flops_are_those_of_the_built_model():
 
     cfg = settings(f"{MIXED} --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
                    "--attention-backend unfused")  # fmt: skip
-    model, described = built_model(cfg), describe_run(cfg, VOCAB_SIZE)
+    model, described = built_model(cfg), cfg.describe(VOCAB_SIZE)
     assert {name: spec.shape for name, _, spec in named_specs(model)} == {
         each.name: each.shape for each in described.params()
     }
@@ -114,7 +113,7 @@ def test_parameters_and_flops_are_those_of_the_built_model():
 def test_the_dry_run_knows_its_parameters_memory_and_stages():
     cfg = settings(f"{MIXED} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etta|aftL", 2)
     report = dry_run_report(dataclasses.replace(cfg, vocab_size=VOCAB_SIZE))
-    assert f"{describe_run(cfg, VOCAB_SIZE).num_parameters:,}, of which" in report
+    assert f"{cfg.describe(VOCAB_SIZE).num_parameters:,}, of which" in report
     assert "pipeline rank 1            attention and feed-forward of layer 3 + layer 4 + loss" in report
 
 
@@ -140,12 +139,12 @@ def test_what_specifies_no_layers_is_refused_in_one_line():
     for name in ("torch.nn Linear", "os path", "platform python_version"):
         cfg = settings(f"--num-layers 4 --spec {name}")
         with pytest.raises(UserError, match=f"--spec {name}: .* specifies no layers"):
-            describe_run(cfg, VOCAB_SIZE)
+            cfg.describe(VOCAB_SIZE)
 
 
 def test_stages_are_balanced_by_what_its_branches_cost():
     """The recurrence, at this width a third of a decoder layer on top, makes the third layer the longest."""
-    described = describe_run(settings(MIXED), VOCAB_SIZE)
+    described = settings(MIXED).describe(VOCAB_SIZE)
     layers = described.costs.layers
     assert [len(own) for own in layers] == [2, 2, 3, 2]
     assert sum(layers[2]) == pytest.approx(sum(layers[0]) + layers[1][0])
@@ -226,14 +225,14 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_any_layout(gloo_pool, dataset,
 
 def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
     """The description names them, a script's own flags among them, in place of a list in the library."""
-    described = describe_run(settings(MIXED), VOCAB_SIZE)
+    described = settings(MIXED).describe(VOCAB_SIZE)
     assert {"gate_width", "ffn_hidden_size", "rotary_base"} <= set(described.settings)
     stored, current = ({"extra": {"gate_width": width}, "explicit": []} for width in (2, 3))
     check_args({"args": stored}, dict(stored), "here", architecture=described.settings)
     with pytest.raises(CheckpointError, match="another architecture: gate_width is 3, the checkpoint has 2"):
         check_args({"args": stored}, current, "here", architecture=described.settings)
     assert weight_settings(described) == described.settings
-    unknown = describe_run(settings("--num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"), 9)
+    unknown = settings("--num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers").describe(9)
     assert {*ARCHITECTURE} <= {*weight_settings(unknown)}
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.context_parallel.exchange import gather_heads, scatter_heads
+from megatron.core.attention.context_parallel.exchange import HeadsAndSequence
 from megatron.core.attention.context_parallel.zigzag import CHUNKS, Order, Spans
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.groups import collective_names
@@ -133,11 +133,12 @@ class TokenLayout:
     def heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         """All-to-all from tokens to heads: each [s, b, a, d] -> [n * s, b, a / n, d], full sequences in natural order
         of this rank's 1 / n of the heads. One collective for all ``tensors``, and its inverse in backward."""
-        return scatter_heads(tensors, self.group, self.order)
+        group = self.group
+        return tensors if group.size == 1 else HeadsAndSequence.apply(group, self.order, True, *tensors)
 
     def tokens(self, x: Tensor) -> Tensor:
         """All-to-all from heads to tokens, [n * s, b, a / n, d] -> [s, b, a, d]: the inverse of :meth:`heads`."""
-        return gather_heads(x, self.group, self.order)
+        return x if self.group.size == 1 else HeadsAndSequence.apply(self.group, self.order, False, x)[0]
 
 
 class _Full(torch.autograd.Function):

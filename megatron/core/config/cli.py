@@ -19,7 +19,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.config.commands import as_typed
@@ -260,6 +260,11 @@ def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
             if field.metadata.get("flag", True) and field.name in group.__dict__.get("__annotations__", {}):
                 specs.append(_spec(group, field, hints[field.name]))
     return tuple(specs)
+
+
+def flags_of(kind: type) -> tuple[FlagSpec, ...]:
+    """Return the flags of a dataclass and its bases, in the order of ``--help``."""
+    return group_flags(*(base for base in kind.__mro__ if "__annotations__" in vars(base) and is_dataclass(base)))
 
 
 def normalize(name: str) -> str:

@@ -1,6 +1,6 @@
 """Model family: one table of settings and weights, used for both import and export. Torch-free.
 
-Names and shapes of local tensors come from the model descriptions (``megatron/core/models/*_description.py``), so an
+Names and shapes of local tensors come from the model descriptions (``megatron/core/models/*/description.py``), so an
 incomplete table fails at the first model.
 """
 
@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
@@ -19,13 +18,18 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
-from megatron.core.config.network import NetworkSizeConfig
+from megatron.core.config.network import NetworkSizeConfig, ScaledOutputConfig
+from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models.describe import describe_family, weight_shapes
+from megatron.core.description.model import weight_shapes
+from megatron.core.models.registry import get_family
 from megatron.export.hf.layouts import TensorLayout
 from megatron.export.hf.settings import Ignored, Rule, Same, refuse
 
-GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
+GROUPS = (
+    NetworkSizeConfig, MultiplierConfig, ScaledOutputConfig, AttentionConfig, LatentAttentionConfig, MoEConfig,
+    MTPConfig,
+)  # fmt: skip
 ELSEWHERE: dict[str, Any] = {
     "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
     "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
@@ -235,6 +239,9 @@ def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 
 def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Return (global tensor shapes by name, names of the settings that define the model) from its description."""
-    run = SimpleNamespace(**{**settings, "seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1})
-    model = describe_family(transformer_config(settings), run, settings["vocab_size"])
+    config = transformer_config(settings)
+    run = {name: value for name, value in settings.items() if not hasattr(config, name)}
+    run |= {"seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1, "spec": None, "mask_prob": 0.1}
+    vars(config).update(run)  # descriptions read sizes of layers and settings of the run from one object
+    model = get_family(settings["model_family"]).describe(config, settings["vocab_size"])
     return weight_shapes(model, expert_bias=settings["moe_router_enable_expert_bias"]), model.settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.data.datasets import select_data_set
-from megatron.training.model_description import spec_layers
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
@@ -23,18 +21,13 @@ from megatron.training.tasks.language_model import LanguageModelTask, on_device
 class GPTTask(LanguageModelTask):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
-    sequence_keys: Collection[str] = ()
-    """Names of additional batch tensors [b, s, ...], which context-parallel ranks split along dim 1."""
-    whole_keys: Collection[str] = ()
-    """Names of additional tensors with two or more dims that every context-parallel rank needs in full."""
-
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
         """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
         layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config, own = core_transformer_config_from_args(cfg), spec_layers(cfg)
+        config, own = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.transformer_impl == "transformer_engine"
         spec = own or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(
@@ -54,9 +47,8 @@ class GPTTask(LanguageModelTask):
         """Return tokens, labels, loss_mask, position_ids [b, s] and sample_index [b] on the device; ``documents``
         (bounds) if attention is limited to documents. With context parallelism, this rank's tokens; positions and
         bounds stay global."""
-        given = next(data_iterator)
         # new dictionary: other chunks of this rank receive the original one
-        batch = {**get_batch_on_this_cp_rank(given, sequence_keys=self.sequence_keys, whole_keys=self.whole_keys)}
+        batch = self.local_tokens(next(data_iterator))
         bounds = batch.pop("cu_seqlens", None)
         documents = None if bounds is None else PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         return on_device(batch, documents)

@@ -109,8 +109,10 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-class _HeadsAndSequence(torch.autograd.Function):
-    """All-to-all in forward; the inverse all-to-all of the gradients in backward."""
+class HeadsAndSequence(torch.autograd.Function):
+    """All-to-all between sequence and head sharding over the n ranks of ``group``, for all tensors in one collective;
+    the inverse all-to-all of the gradients in backward. ``scatter``: this rank's tokens in ``order`` [s, b, a, d] ->
+    [n * s, b, a / n, d] in natural order; else back. n must divide a; UserError if the ranks cannot split s."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, order: Order, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -120,17 +122,3 @@ class _HeadsAndSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return None, None, None, *_all_to_all(grads, ctx.group, ctx.order, not ctx.scatter)
-
-
-def scatter_heads(tensors: Sequence[Tensor], group: Group, order: Order) -> Sequence[Tensor]:
-    """All-to-all from sequence to head sharding: [s, b, a, d] -> [n * s, b, a / n, d] for each tensor, n ranks. Input
-    tokens are this rank's part in ``order``, output tokens are in natural order. One collective over ``group`` for all
-    tensors, and its inverse in backward; on one rank returns ``tensors`` unchanged. a must be divisible by n."""
-    return tensors if group.size == 1 else _HeadsAndSequence.apply(group, order, True, *tensors)
-
-
-def gather_heads(x: Tensor, group: Group, order: Order) -> Tensor:
-    """All-to-all from head to sequence sharding, the inverse of :func:`scatter_heads` for one tensor:
-    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward; on one rank returns ``x``
-    itself. Raises UserError if the ranks cannot split the sequence."""
-    return x if group.size == 1 else _HeadsAndSequence.apply(group, order, False, x)[0]

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.models.bert.description import describe_bert
 from megatron.core.models.bert.heads import BertLMHead, Pooler
-from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initial_values import weight_init

@@ -25,7 +25,7 @@ from megatron.core.models.common.language_module import (
     Vocabulary,
     program_groups,
 )
-from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer import multi_token_prediction as prediction
 from megatron.core.transformer.aux_losses import AuxLossWeights

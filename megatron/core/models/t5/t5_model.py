@@ -21,8 +21,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.models.common.relative_positions import RelativePositionEmbedding, position_bias
+from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
-from megatron.core.models.t5_description import EncoderDecoder, describe_t5
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec

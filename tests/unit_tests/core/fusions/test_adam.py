@@ -117,7 +117,7 @@ def test_declared_storages_are_updated_without_the_kernel():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernel_equals_torch_on_a_gpu(name):
-    chosen = choose_adam([updated(3, *FORMATS[name], "cuda").master])
+    chosen = choose_adam([updated(3, *FORMATS[name], "cuda").storage])
     assert isinstance(chosen, adam.TritonAdam)
     compare(chosen, name, "cuda")
     results = []

@@ -9,11 +9,11 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.models.gpt_description import describe_gpt
 from tests.test_utils.specs import unique_parameter_count
 
 VOCAB, LENGTH, BATCH = 50, 12, 3

@@ -8,8 +8,8 @@ import torch
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.sharding.placement import Partial
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -20,14 +20,14 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
+from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import (
     get_t5_block_specs,
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
-from megatron.core.models.t5_description import EncoderDecoder, describe_t5
 from megatron.core.transformer.context import ForwardContext
 from tests.reference import settings
 from tests.reference.t5 import T5, bucket, initial_weights

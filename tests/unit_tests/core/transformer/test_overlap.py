@@ -9,7 +9,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.token_layout import TokenLayout
-from megatron.core.tensor_parallel import autograd_handle, linear
+from megatron.core.tensor_parallel import autograd_handle, gemms, linear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.overlap import alternate, drain
 from tests.test_utils.training_steps import BATCH, LENGTH, VOCAB, build
@@ -81,10 +81,10 @@ class _Recorder:
             self.events.append("*")
             return gradient(*args)
 
-        multiply, gradient = linear.F.linear, linear._weight_gradient
+        multiply, gradient = gemms.F.linear, linear._weight_gradient
         for name in ("begin_all_gather", "begin_reduce_scatter"):
             monkeypatch.setattr(autograd_handle, name, recorded(getattr(autograd_handle, name)))
-        monkeypatch.setattr(linear, "F", SimpleNamespace(linear=product))
+        monkeypatch.setattr(gemms, "F", SimpleNamespace(linear=product))
         monkeypatch.setattr(linear, "_weight_gradient", weight_gradient)
 
 

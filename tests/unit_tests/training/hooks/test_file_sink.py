@@ -6,7 +6,7 @@ from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.console import ConsoleHook, TimersHook
 from megatron.training.hooks.sinks import Clock, FileSink
-from megatron.training.observe.metrics import MetricsFile, read_metrics
+from megatron.training.observe.metrics import MetricsFile, read_metrics, save_record
 from megatron.training.observe.throughput import Throughput
 
 
@@ -80,6 +80,16 @@ def test_timing_has_one_record_per_log_point(tmp_path, simulated_run):
     assert last["tflops_per_device"] == 2.0 and last["mfu"] == pytest.approx(2.0 / 989.4)
     assert last["world_size"] == 2 and last["memory"]["mem-resident-bytes"] > 0
     assert records[0]["timers_ms"] == {"optimizer": 500.0}
+
+
+def test_each_file_holds_its_kinds_of_records(tmp_path, simulated_run):
+    clock = Clock(Throughput(1, "CPU"), Timers())
+    kinds = {"metrics": ("train", "valid", "test"), "timing": ("timing", "save")}
+    hooks = Hooks(5, [FileSink(MetricsFile(tmp_path / name), each, clock) for name, each in kinds.items()])
+    simulated_run(eval_interval=2).train(hooks, 1, 2)
+    hooks.on_save_timed(save_record(2, 16, seconds=2.0, stall=0.5, num_bytes=10**9, background=False))
+    found = {name: [record["kind"] for record in read_metrics(tmp_path / name)] for name in kinds}
+    assert found == {"metrics": ["train", "train", "valid"], "timing": ["timing", "save"]}
 
 
 def test_timers_are_printed_by_the_last_rank_only(simulated_run, capsys):

@@ -13,6 +13,7 @@ from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.hooks.base import Hooks  # noqa: E402
 from megatron.training.hooks.sinks import Clock, WandbSink  # noqa: E402
+from megatron.training.observe.metrics import save_record  # noqa: E402
 from megatron.training.observe.throughput import Throughput  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
@@ -107,6 +108,16 @@ def test_point_interval_thins_rows_but_no_evaluation(tmp_path, simulated_run, mo
     simulated_run(eval_interval=5).train([hook_in(tmp_path, 10, point_interval=4)], 1, 9)
     assert {step for step, row in fake.rows.items() if "lm loss" in row} == {4, 8}
     assert "lm loss validation" in fake.rows[5]
+
+
+def test_a_background_save_is_in_the_latest_row(tmp_path, simulated_run, monkeypatch):
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: fake)
+    hooks = hook_in(tmp_path, 1)
+    simulated_run().train([hooks], 1, 5, crash=True)
+    hooks.on_save_timed(save_record(3, 24, seconds=2.0, stall=0.5, num_bytes=10**9, background=True))
+    expected = {"save-checkpoint-time": 2.0, "save-checkpoint-stall-time": 0.5, "save-checkpoint-gb-per-second": 0.5}
+    assert expected.items() <= fake.rows[5].items() and not expected.keys() & fake.rows[3].keys()
 
 
 def test_a_continued_run_that_is_ahead_is_reported(tmp_path, simulated_run, monkeypatch, caplog):
