@@ -34,7 +34,7 @@ from megatron.training.components import Components
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
-from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
+from megatron.training.data.loader import BatchReader, EpochShuffle, Shard, TrainSampler, build_loader, sequential
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import eval_sets
 from megatron.training.exits.conditions import ExitConditions
@@ -133,7 +133,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         check_build(parts, cfg)
         info = run_info(cfg, parts)
         parts.hooks = [
-            *watchdog.watch(parts.task),
+            *watchdog.watch(parts),
             *parts.task.hooks(),
             *replica_checks(cfg, parts),
             *data_file_hooks(parts.datasets, cfg.log_interval),
@@ -284,7 +284,8 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.skip_train:
-        parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
+        batches = train_iterator(cfg, train, parts.state, groups)
+        parts.reader = BatchReader(batches, task.loss_counts, reads_ahead=cfg.dataloader_type != "external")
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
     return parts

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryTables
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 from megatron.core.random.dropout import DropoutCoordinates
-from megatron.core.transformer.aux_losses import AuxLossWeights
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
@@ -15,6 +14,7 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.description.model import ModelDescription
+from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.data.batch import to_device
 from megatron.training.data.datasets import NumSamples, check_data_tokenizer
@@ -71,11 +71,10 @@ class LanguageModelTask(Task):
         check_data_tokenizer(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
-    def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), the token count, and both for the log."""
+    def loss_func(self, batch: dict[str, Tensor], output: Any) -> LossPairs:
+        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), and the token count."""
         mask = batch["loss_mask"].to(output.dtype)
-        loss, num_tokens = (output * mask).sum(), mask.sum()
-        return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+        return {"lm loss": ((output * mask).sum(), mask.sum())}
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a sample of random tokens in the format of the data set; a random subset contributes to the loss."""
