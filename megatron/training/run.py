@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -144,7 +145,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         trainer = Trainer(cfg, parts, exits)
         trainer.hooks.on_train_start(info)
         try:
-            code = _train_and_close(trainer, watchdog)
+            with _closing(trainer, watchdog):
+                code = _train_and_evaluate(trainer)
         except UserError:
             raise
         except Exception as error:  # torch reports a dead loader worker in the main thread at any time, also in closing
@@ -155,13 +157,14 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
     return code or _report_failures(parts.hooks, groups.world.rank)
 
 
-def _train_and_close(trainer: Trainer, watchdog: Watchdog) -> int:
-    """Train and evaluate, then close hooks and the checkpointer in any case (waits for a background save); return the
-    exit code. A failure reaches the watchdog before anything is closed, and is replaced by the error that explains it
-    (`_cause`) if there is one."""
+@contextmanager
+def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
+    """Context of a run, after which hooks and the checkpointer are closed in any case (waits for a background save). A
+    failure reaches the watchdog before anything is closed, and is replaced by the error that explains it (`_cause`) if
+    there is one."""
     parts = trainer.parts
     try:
-        return _train_and_evaluate(trainer)
+        yield
     except Exception as error:
         cause = _cause(error, trainer.cfg, parts)
         watchdog.failed(cause or error)

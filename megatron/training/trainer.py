@@ -87,7 +87,9 @@ class Trainer:
         if self.state.iteration + 1 in self.cfg.iterations_to_skip:
             metrics = self._skip_batch(size)
         else:
-            metrics = self._update(size)
+            with self.timers("forward-backward", log_level=1):
+                local, counts = self._forward_backward(size)
+            metrics = self._update(size, local, counts)
         metrics.learning_rate = rate
         if self.cfg.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
@@ -106,17 +108,13 @@ class Trainer:
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
-    def _update(self, size: int) -> StepMetrics:
-        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer; return the
+    def _update(self, size: int, local: dict[str, Tensor], counts: Tensor) -> StepMetrics:
+        """Reduce the gradients and step the optimizer, from the results of :meth:`_forward_backward`; return the
         measurements, with a learning rate of 0. With fp16 and with --no-check-for-nan-in-loss-and-grad waits for the
         device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
         iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
         the loss."""
         optimizer = self.parts.optimizer
-        for chunk in self.parts.model:
-            chunk.zero_grad_buffer()
-        with self.timers("forward-backward", log_level=1):
-            local, counts = self._forward_backward(size)
         sums, counts = self._reduce(local, counts)
         statistics = self.statistics(self.device)
         sums.pairs |= total_losses(statistics)
@@ -152,10 +150,12 @@ class Trainer:
         return metrics
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Read the micro-batches of the global batch, weigh the losses by its valid tokens, and accumulate gradients
-        in ``main_grad``. Collective: counts are all-reduced over ``dp_cp`` before the forward pass. Returns the loss
-        sums of this rank's micro-batches, and the counts over all ranks, fp64 [losses]."""
+        """Read the micro-batches of the global batch, weigh the losses by its valid tokens, zero ``main_grad`` and
+        accumulate gradients in it. Collective: counts are all-reduced over ``dp_cp`` before the forward pass. Returns
+        the loss sums of this rank's micro-batches, and the counts over all ranks, fp64 [losses]."""
         parts, cfg, task = self.parts, self.cfg, self.parts.task
+        for chunk in parts.model:
+            chunk.zero_grad_buffer()
         number = self._num_microbatches(size)
         batches, counts = self._read(size)
         counts = global_counts(counts, parts.groups, self.device)

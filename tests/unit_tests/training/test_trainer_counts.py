@@ -48,14 +48,18 @@ def samples_of(rank, ranks, cfg, iterations):
         scheduler=SimpleNamespace(set_samples=moments.append),
     )  # fmt: skip
 
-    def update(size):
+    def forward_backward(size):
         batches, counts = trainer._read(size)
         batches = list(batches)
         assert counts.tolist() == [size // ranks]
         taken[trainer.state.iteration + 1] = [position for batch in batches for position, _ in batch]
-        return StepMetrics(losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size)
+        return {}, counts
 
-    trainer._update = update
+    trainer.timers = trainer.parts.task.timers
+    trainer._forward_backward = forward_backward
+    trainer._update = lambda size, local, counts: StepMetrics(
+        losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
+    )
     metrics = [trainer.train_step() for _ in range(iterations)]
     assert [each.skipped for each in metrics] == [
         number in cfg.iterations_to_skip for number in range(1, iterations + 1)

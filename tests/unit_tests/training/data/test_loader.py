@@ -9,8 +9,8 @@ import torch
 from megatron.core.config.errors import UserError
 from megatron.training.data.batch import get_batch_on_this_cp_rank, pack_rows, sort_by_length
 from megatron.training.data.loader import (
-    BatchReader,
     PADDING,
+    BatchReader,
     EpochShuffle,
     EvalSampler,
     FlatBatch,
