@@ -23,10 +23,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.export.files import read_safetensors
-from megatron.core.export.hf import save_hf
-from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import read_safetensors
+from megatron.export.hf import save_hf
+from megatron.export.interchange import Interchange
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.other_formats import MODEL, expected_tensors
 from megatron.training.stored_settings import config_to_dict

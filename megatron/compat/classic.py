@@ -102,7 +102,7 @@ class ClassicTask(Task):
         the script does not pass (:meth:`_add_known_facts`)."""
         provider = self.functions.get("model_provider")
         if provider is None:
-            provider = task_class("gpt")(self.cfg, self.tokenizer).model_provider
+            provider = task_class(self.cfg.model_family)(self.cfg, self.tokenizer).model_provider
         stage = {"vp_stage": vp_stage} if vp_stage is not None and "vp_stage" in signature(provider).parameters else {}
         model = provider(pre_process=pre_process, post_process=post_process, **stage)
         model.register_forward_pre_hook(self._add_known_facts, with_kwargs=True)

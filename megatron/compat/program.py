@@ -14,15 +14,16 @@ from typing import Any
 from megatron.core.config import absent
 from megatron.core.config.cli import normalize
 from megatron.core.config.errors import UserError
+from megatron.core.models.registry import families
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import exit_on_config_error, parse_args, validate_args
+from megatron.training.arguments import exit_on_config_error, flag_specs, parse_args, validate_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
 from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.pretrain_config import PretrainConfig, optional_groups
 
 RETIRED_ARGS: dict[str, Any] = {
     "use_mcore_models": True,
@@ -112,9 +113,13 @@ def _derived(cfg: PretrainConfig) -> dict[str, Any]:
 def parse_script_args(
     args_defaults: dict[str, Any] | None, extra_args_provider: Callable[[ArgumentParser], Any] | None
 ) -> PretrainConfig:
-    """The settings of an entry script's command line, not yet resolved. Flags of a decoder stand for a T5 model."""
+    """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
+    the first one that has all groups of the given flags, or else the default one."""
     given = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
-    family = "t5" if given & {"--decoder-num-layers", "--decoder-seq-length"} else "gpt"
+    specs = [spec for spec in flag_specs() if not given.isdisjoint(map(normalize, spec.names))]
+    used = {spec.group for spec in specs if spec.field not in getattr(spec.group, "HARMLESS", ())}
+    optional = used & {*optional_groups(PretrainConfig)}
+    family = next((name for name, each in families().items() if optional <= {*each.groups}), None)
     return parse_args(
         args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
     )  # fmt: skip

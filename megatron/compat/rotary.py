@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.compat.rope_utils import _apply_rotary_pos_emb_bshd
-from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.rotary import Llama3Scaling
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.parallel_state import resolve_group
 
 
 def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any = None) -> Tensor:
     """Return this context-parallel rank's positions of a table, along ``seq_dim``."""
-    cp = resolve_group(cp_group, "cp")
-    return zigzag.local_part(pos_emb, cp.rank, cp.size, dim=seq_dim)
+    return TokenLayout(resolve_group(cp_group, "cp")).local(pos_emb, seq_dim)
 
 
 class RotaryEmbedding(nn.Module):

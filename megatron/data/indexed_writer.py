@@ -2,7 +2,7 @@
 
 Tokens stream into the ``.bin``; lengths, document boundaries and modes are spooled to temporary files and become the
 ``.idx`` at the end. All of it goes to temporary names in the target folder. ``finalize`` syncs them and renames the
-``.bin``, then the ``.idx``: after an earlier failure (a full disk, a kill) no file looks complete.
+``.bin``, then the ``.idx``: after an earlier failure (a full disk, a kill, a power loss) no file looks complete.
 """
 
 import array
@@ -163,9 +163,9 @@ class IndexedDatasetBuilder:
                 shutil.copyfileobj(source, self.data_file, BUFFER_BYTES)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index, sync both files, remove an older .idx, and rename the .bin, then the .idx; syncs the folders
-        last. Raises ValueError after ``finalize`` or ``abort``; OSError, after removing the temporary files, if writing
-        fails."""
+        """Write the index, sync both files, remove an older .idx, and rename the .bin, then the .idx; syncs the folder
+        after each of these. Raises ValueError after ``finalize`` or ``abort``; OSError, after removing the temporary
+        files, if writing fails."""
         if not self._open:
             raise ValueError(f"{self.bin_path} is already finished or was given up")
         with self._reporting():
@@ -176,12 +176,11 @@ class IndexedDatasetBuilder:
                 self._write_index(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(idx_path)  # an older index must never exist together with the new tokens
-            os.replace(self._paths["tokens"], self.bin_path)
-            os.replace(self._paths["index"], idx_path)
-            for folder in {os.path.dirname(os.path.abspath(path)) for path in (self.bin_path, idx_path)}:
-                sync_folder(folder)
+            remove_index(idx_path)  # an older index must never exist together with the new tokens
+            for temporary, final in ((self._paths["tokens"], self.bin_path), (self._paths["index"], idx_path)):
+                os.replace(temporary, final)
+                # a power loss keeps unsynced renames in any order: the index must not outlive its tokens
+                sync_folder(os.path.dirname(os.path.abspath(final)))
         self.abort()
 
     def abort(self) -> None:
@@ -243,6 +242,13 @@ class IndexedDatasetBuilder:
                 error.errno,
                 f"cannot write {self.bin_path}: {error.strerror}. What was written of it is removed",
             ) from error
+
+
+def remove_index(idx_path: str) -> None:
+    """Remove an .idx file if it exists, durably: without it the .bin file is no data set."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(idx_path)
+        sync_folder(os.path.dirname(os.path.abspath(idx_path)))
 
 
 def sync_folder(folder: str | os.PathLike) -> None:

@@ -17,9 +17,6 @@ import numpy as np
 GEOMETRIC = 0.2
 """Success probability of the geometric distribution of span lengths."""
 
-LONGEST_NGRAM = {"bert": 3, "t5": 10}
-"""Words masked together at most, by program."""
-
 NO_LIMIT = 2**62
 CONTINUATION = "##"
 """A token whose text begins so continues the word of the token before it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
 from megatron.core.safe_files import open_regular
 from megatron.data.indexed_dataset import IndexedDataset, get_bin_path, resolve_prefix
@@ -130,7 +131,7 @@ def check(path: str, vocab_size: int | None) -> None:
 def main(argv: Sequence[str]) -> int:
     """Check every prefix; return 1 if a data set is unusable, 2 if one is missing or unreadable, else 0."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("prefix", nargs="+", help="path of a data set without .bin and .idx")
     parser.add_argument(

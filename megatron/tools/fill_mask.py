@@ -14,6 +14,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megatron.core.config.commands import as_typed
+
 if TYPE_CHECKING:
     from megatron.training.trained_model import TrainedModel
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of this tool."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")

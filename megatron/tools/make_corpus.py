@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 
 SHORTEST = 200
@@ -98,7 +99,7 @@ def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[It
 def main(argv: Sequence[str]) -> int:
     """Write the corpus of the command line ``argv``; return the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this many bytes")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.data.sidecar import SidecarInfo, read_sidecar, sidecar_path, write_sidecar
@@ -115,7 +116,7 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
 def main(argv: Sequence[str]) -> int:
     """Merge the data sets of the command line ``argv``; return the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--input", required=True, help="folder with the .bin and .idx files to join")
     parser.add_argument("--output-prefix", "--output_prefix", required=True, help="path of the result without .bin")

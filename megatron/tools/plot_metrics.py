@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
 
@@ -88,7 +89,8 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
     """
     file = metrics_path(path)
     run = Run(label)
-    tokens, x_of_iteration = 0.0, {}
+    tokens = 0.0
+    x_of_iteration: dict[int, float] = {}
     for record in read_metrics(file):
         if record.get("kind") == "train":
             samples, num_tokens = record.get("consumed_samples"), record.get("num_tokens", 0)
@@ -346,7 +348,7 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the flags of this tool."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
+from megatron.core.config.commands import as_typed
 from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.lines import read_rows
 from megatron.core.tokenizers.training import train_byte_level_bpe, train_wordpiece
@@ -35,7 +36,7 @@ def read_texts(inputs: list[str], keys: list[str], max_bytes: int | None, separa
 def main(argv: Sequence[str]) -> int:
     """Train the tokenizer of the command line ``argv`` and write its files; return the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines, parquet or .txt: files, globs, folders")
     parser.add_argument("--text-documents", "--text_documents", choices=["blank-line", "line"], default="blank-line",

@@ -76,7 +76,8 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
     the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
     (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG
-    adds the traceback. Any other exception is a bug and propagates."""
+    adds the traceback. Any other exception is a bug and propagates. After training, waits for all ranks and destroys
+    the process groups, also those of torch.distributed."""
     initialize.configure_logging(cfg.logging_level)
     initialize.show_crashes()
     try:
@@ -189,8 +190,8 @@ def _report_failures(hooks: Sequence[Hook], rank: int) -> int:
 
 
 def _cause(error: Exception, cfg: PretrainConfig, parts: Components) -> UserError | None:
-    """Return the error that explains ``error`` to a user, or None if ``error`` explains itself: a truncated data file
-    (it kills a DataLoader worker, whose exit names no file), or a memory report."""
+    """Return the error that explains ``error`` to a user: a memory report for a failed allocation, or a truncated data
+    file (it kills a DataLoader worker, whose exit names no file). None if ``error`` explains itself."""
     if is_out_of_memory(error):
         where = f"in iteration {parts.state.iteration + 1}"
         held = measure(parts.model, parts.optimizer)

@@ -48,6 +48,9 @@ class Trainer:
         self.statistics = StatisticsSum(parts.model, parts.groups)
         self.loss_names: list[str] | None = None
         """Loss names in the order of the last pipeline stage; known after the first iteration."""
+        self.counted = torch.zeros((), dtype=torch.float64)
+        """Sum of the valid tokens and the counts of all losses of the last global batch, over all ranks: 0 if no token
+        contributes to a loss."""
         self.last_validation: tuple[int, list[EvalResult]] | None = None
         """Iteration and results of the last evaluation of the validation sets."""
 
@@ -250,7 +253,8 @@ class Trainer:
 
     def save(self, last: bool = False, fast: bool = False) -> None:
         """Write a checkpoint of the current state if --save is set, after a save in progress; the ``last`` one of the
-        process never in the background. ``fast``: to the folder of --non-persistent-save-interval. Collective."""
+        process never in the background. ``fast``: to the folder of --non-persistent-save-interval. Collective. First
+        waits for the device and raises for non-finite losses so far. A failed save is reported, not raised."""
         self.read_checks()
         if self.cfg.save is None:
             return
@@ -261,7 +265,8 @@ class Trainer:
         self.restart_timer()
 
     def finish_save(self, wait: bool = False) -> None:
-        """Report a finished background save; ``wait=True`` blocks until it is finished. Collective."""
+        """Report a finished background save; ``wait=True`` blocks until it is finished. Collective: one small host
+        all-reduce while a save is in progress, else none."""
         checkpointer = self.parts.checkpointer
         if wait and checkpointer.saving is not None:
             self.hooks.on_save_wait(checkpointer.saving)
@@ -286,7 +291,8 @@ class Trainer:
         return conditions.after_failed_saves(failed, cfg.max_failed_saves, cfg.save, why)
 
     def between_steps(self) -> None:
-        """Run housekeeping that must happen at the same iteration on every rank."""
+        """Synchronize the device, free cached memory and collect garbage at the intervals that flags set, at the same
+        iteration on every rank: a pause of one rank delays all of them."""
         cfg, iteration = self.cfg, self.state.iteration
         if conditions.every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()

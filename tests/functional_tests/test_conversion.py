@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointReader
-from megatron.core.export.hf import load_hf, save_hf
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.tokenizers import build_tokenizer
+from megatron.export.hf import load_hf, save_hf
 from megatron.tools.checkpoint import convert, verify
 from megatron.training.arguments import parse_args
 from tests.test_utils import tiny_tokenizers

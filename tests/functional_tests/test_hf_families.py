@@ -19,8 +19,8 @@ from tests.test_utils.hf_folders import LLAMA, as_on_the_hub, random_model, weig
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
 
 from megatron.core.config.errors import UserError  # noqa: E402
-from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
-from megatron.core.export.hf.registry import known_families  # noqa: E402
+from megatron.export.hf import load_hf, save_hf  # noqa: E402
+from megatron.export.hf.registry import known_families  # noqa: E402
 from megatron.tools.checkpoint import verify  # noqa: E402
 
 EVERY = {**MODELS, **MIXTURES, **VARIANTS}

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
+from megatron.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.tools.checkpoint import convert  # noqa: E402
 
 EVERY = {**MODELS, **MIXTURES, **VARIANTS}

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from megatron.core.config.errors import UserError  # noqa: E402
-from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
+from megatron.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.tools.checkpoint import verify  # noqa: E402
 
 ENCODERS = ["bert", "megatron-bert", "modern-bert", "distilbert"]

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from megatron.core.export.hf import load_hf, save_hf
 from megatron.core.tokenizers import build_tokenizer
+from megatron.export.hf import load_hf, save_hf
 from megatron.training.arguments import parse_args
 from tests.test_utils import tiny_tokenizers
 from tests.test_utils.gpt_runs import losses

@@ -13,12 +13,12 @@ import torch
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.export.megatron_lm import (
+from megatron.core.tokenizers.simple import NullTokenizer
+from megatron.export.megatron_lm import (
     load_megatron_torch,
     load_megatron_torch_dist,
     save_megatron_torch_dist,
 )
-from megatron.core.tokenizers.simple import NullTokenizer
 
 PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="MEGATRON_CORE_PYTHON is not set")]

@@ -8,15 +8,15 @@ import torch
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
 
 from megatron.core.config.errors import UserError  # noqa: E402
-from megatron.core.export.hf.attention_settings import Rope, Window  # noqa: E402
-from megatron.core.export.hf.family import complete  # noqa: E402
-from megatron.core.export.hf.registry import find_family, known_families  # noqa: E402
-from megatron.core.export.hf.settings import Same  # noqa: E402
+from megatron.export.hf.attention_settings import Rope, Window  # noqa: E402
+from megatron.export.hf.family import complete  # noqa: E402
+from megatron.export.hf.registry import find_family, known_families  # noqa: E402
+from megatron.export.hf.settings import Same  # noqa: E402
 from megatron.tools.checkpoint import compare_logits, convert  # noqa: E402
 from megatron.tools.checkpoint.small_model import shrink, tokens_needed  # noqa: E402
 from tests.functional_tests.test_hf_families import CONVERTED, EVERY  # noqa: E402
 from tests.test_utils.foreign_models import build  # noqa: E402
-from tests.unit_tests.core.export.test_hf_published import GEMMA_2_2B, GEMMA_3_1B  # noqa: E402
+from tests.unit_tests.export.test_hf_published import GEMMA_2_2B, GEMMA_3_1B  # noqa: E402
 
 FIRST = {EVERY[name].architecture: name for name in reversed(CONVERTED)}
 

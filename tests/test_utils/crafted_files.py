@@ -58,7 +58,7 @@ class Kind:
 
 
 def write_native(folder: Path) -> None:
-    from megatron.core.export.files import Target
+    from megatron.export.files import Target
     from megatron.tools.checkpoint.convert import completed, write
 
     source = random_model(FLAGS, 24)
@@ -71,7 +71,7 @@ def write_hf(folder: Path, form: str = "safetensors") -> None:
     """A tiny LLaMA; ``form``: safetensors, index, bin or old (the ``.bin`` of torch before 1.6)."""
     from safetensors.torch import load_file
 
-    from megatron.core.export.hf import save_hf
+    from megatron.export.hf import save_hf
 
     save_hf(random_model(FLAGS, 24), folder / "a", max_shard_bytes=3000 if form == "index" else 10**9)
     tiny_tokenizers.byte_level_bpe(folder / "a" / "tokenizer.json", 300)
@@ -82,8 +82,8 @@ def write_hf(folder: Path, form: str = "safetensors") -> None:
 
 
 def write_safetensors(folder: Path) -> None:
-    from megatron.core.export.files import Target
-    from megatron.core.export.native import save_safetensors
+    from megatron.export.files import Target
+    from megatron.export.native import save_safetensors
 
     with Target(folder / "a") as target:
         save_safetensors(random_model(FLAGS, 24), target)
@@ -92,7 +92,7 @@ def write_safetensors(folder: Path) -> None:
 
 def write_megatron(folder: Path, form: str = "torch_dist") -> None:
     """A checkpoint of Megatron-LM's; ``form``: torch_dist, or torch."""
-    from megatron.core.export.megatron_lm import save_megatron_torch_dist, writer
+    from megatron.export.megatron_lm import save_megatron_torch_dist, writer
 
     model = random_model(FLAGS, 24)
     save_megatron_torch_dist(model, folder / "a")

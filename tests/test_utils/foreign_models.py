@@ -1,6 +1,6 @@
 """Tiny models of the package ``transformers``, with the equivalent local flags and weight names.
 
-A family is a row of data. A table in the format of ``core/export/hf`` maps its tensors and the layout of queries, keys
+A family is a row of data. A table in the format of ``export/hf`` maps its tensors and the layout of queries, keys
 and values: the exporter's table for a family that can be converted, a table of this file for any other. Weights and
 gradients use the same (linear) rearrangement, so a comparison needs one map only.
 """
@@ -13,13 +13,13 @@ from functools import cache
 
 import torch
 
-from megatron.core.export.hf import conversion
-from megatron.core.export.hf.families import deepseek as deepseek_tables
-from megatron.core.export.hf.families import glm, gpt, llama, mixtures, squared_relu, starcoder
-from megatron.core.export.hf.family import Family as Table
-from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.layouts import Weights
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.hf import conversion
+from megatron.export.hf.families import deepseek as deepseek_tables
+from megatron.export.hf.families import glm, gpt, llama, mixtures, squared_relu, starcoder
+from megatron.export.hf.family import Family as Table
+from megatron.export.hf.family import complete
+from megatron.export.hf.layouts import Weights
 
 VOCAB, LENGTH = 53, 24
 LAYERS, HIDDEN, HEADS = 2, 32, 4

@@ -15,8 +15,8 @@ LLAMA = [
 
 def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.float32, model_family: str = "gpt"):
     """Random weights of the model that flags describe, and its settings."""
-    from megatron.core.export.interchange import Interchange
     from megatron.core.sharding.lazy_tensor import LazyTensor
+    from megatron.export.interchange import Interchange
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpoint.other_formats import MODEL, expected_tensors
     from megatron.training.stored_settings import config_to_dict
@@ -57,7 +57,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def tiny_llama(folder: Path, vocab_size: int = 64, dtype: torch.dtype = torch.float32) -> Path:
     """``folder``, with a random LLaMA of the flags ``LLAMA``."""
-    from megatron.core.export.hf import save_hf
+    from megatron.export.hf import save_hf
 
     save_hf(random_model(LLAMA, vocab_size, dtype), folder)
     return folder

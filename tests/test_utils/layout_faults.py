@@ -250,7 +250,21 @@ def states_go_on_to_the_next_document(rank):
     """States of a recurrence are not reset at a new document, except on the first rank."""
     where = module("tests.test_utils.gated_recurrence")
     correct = where.follows
-    return mock.patch.object(where, "follows", lambda like, packed: correct(like, None if rank else packed))
+
+    def on_the_first_rank(like, layout):
+        return correct(like, layout.with_documents(None) if rank else layout)
+
+    return mock.patch.object(where, "follows", on_the_first_rank)
+
+
+def states_begin_at_zero_on_every_rank(rank):
+    """A recurrence under context parallelism starts each rank's chunks without the state before them."""
+    import torch
+
+    where = module("megatron.core.attention.token_layout").TokenLayout
+    return mock.patch.object(where, "full", lambda self, x, dim: torch.zeros_like(x).repeat_interleave(
+        self.group.size, dim
+    ))  # fmt: skip
 
 
 def context_parallel_rank_forgets_the_others(rank):

@@ -138,7 +138,8 @@ class PackedSeqParams:
 
     def on(self, device: torch.device) -> PackedSeqParams:
         """Return a copy with bounds on ``device`` (non-blocking copy) and also on the host; ``self`` if there are no
-        bounds or they are on ``device`` already. Reads the bounds first, which waits if they are on another GPU."""
+        bounds or they are on ``device`` already. First reads the bounds into ``self.bounds``, which waits if they are
+        on another GPU."""
         queries, keys = self.cu_seqlens_q, self.cu_seqlens_kv
         if queries is None or queries.device == device:
             return self
@@ -176,8 +177,8 @@ class PackedSeqParams:
 
     def split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
         """Split off the leading rows that are one document each; return (their number, documents of all other rows).
-        The second is None if no row remains. Returns (0, ``self``) if the bounds are on a GPU only, as reading them
-        would wait. Cached: ``batch``, the number of rows, must not change."""
+        The second is None if no row remains. Returns (0, ``self``) if ``bounds`` is unset, as reading the device's may
+        wait. Cached: ``batch``, the number of rows, must not change."""
         if self.bounds is None or self.cu_seqlens_q is None:
             return 0, self
         if self._split is None:

@@ -20,15 +20,15 @@ def zero_distance_index(bias: Tensor, tile: Tile) -> int:
 
 
 def of_pairs(bias: Tensor, tile: Tile) -> Tensor:
-    """Expand ``bias`` [a, n] to the pairs of ``tile``, [a, q, k]; differentiable."""
+    """Expand ``bias`` [a, n] to the pairs of ``tile``, [a, q, k], in its dtype: a new tensor; differentiable."""
     first = zero_distance_index(bias, tile) - (tile.num_queries - 1)
     used = bias[:, first : first + tile.num_queries + tile.num_keys - 1]
     return used.unfold(1, tile.num_keys, 1).flip(1)
 
 
 def of_distances(pairs: Tensor, bias: Tensor, tile: Tile) -> Tensor:
-    """Sum ``pairs`` [a, q, k] by distance into a new tensor with the shape of ``bias`` [a, n], zero for distances that
-    the tile does not have; the backward of :func:`of_pairs`."""
+    """Sum ``pairs`` [a, q, k] by distance into a new tensor with the shape of ``bias`` [a, n] and the dtype of
+    ``pairs``, zero for distances that the tile does not have; the backward of :func:`of_pairs`."""
     heads, num_queries, num_keys = pairs.shape
     size, margin = num_queries + num_keys - 1, num_queries - 1
     # a row stride of width + 1 shifts each row by one column: each column of the view is one diagonal (distance)

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 
 
 class RotaryTables(NamedTuple):
@@ -122,18 +121,19 @@ class RotaryEmbedding(nn.Module):
         self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: RotaryTables | None = None
-        self._share = (1, 0)
+        self._share = (1, 0, ONE_RANK.order)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """Return the scaled frequency of each pair in radians per position, float64 [r / 2]."""
+        """Return the scaled frequency of each pair in radians per position, float64 [r / 2], not yet divided by
+        ``interpolation``."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
         frequencies = self.base**-exponents
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
 
     @torch.inference_mode(False)  # cached tables are saved for backward later, which inference tensors cannot be
     def tables(self, positions: Tensor) -> RotaryTables:
-        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s]. Angles are computed in fp64: in
-        fp32 their error reaches 1e-2 at position 100k."""
+        """Return cosines and sines [s, 1, 1, r / 2] at arbitrary ``positions`` [s], times YaRN's concentration, in the
+        tables' dtype; not cached. Angles are computed in fp64: in fp32 their error reaches 1e-2 at position 100k."""
         angles = torch.outer(positions.double() / self.interpolation, self.frequencies(positions.device))[:, None, None]
         concentration = 1.0 if self.scaling is None else self.scaling.concentration
         return RotaryTables(
@@ -141,18 +141,18 @@ class RotaryEmbedding(nn.Module):
         )
 
     def forward(
-        self, length: int, device: torch.device | str | None = None, context: Group = SINGLE_PROCESS.cp
+        self, length: int, device: torch.device | str | None = None, layout: TokenLayout = ONE_RANK
     ) -> RotaryTables:
-        """Return the tables of positions 0 to ``length`` - 1, or, with a context-parallel group ``context``, of this
-        rank's ``length`` zig-zag tokens. Computes and caches new tables if the device or the rank in ``context`` has
-        changed, or for a greater length (with context parallelism: any other length). Results are views of cached
-        tables: do not write to them."""
-        device, share = torch.device(device or "cpu"), (context.size, context.rank)
+        """Return the tables of the positions of this rank's ``length`` tokens in ``layout``; on one rank 0 to
+        ``length`` - 1. Computes and caches new tables if the device or this rank's tokens have changed, or for a
+        greater length (with context parallelism: any other length). Results are views of cached tables: do not write to
+        them."""
+        device, ranks = torch.device(device or "cpu"), layout.group.size
+        share = (ranks, layout.group.rank, layout.order)
         cached = self._tables
         stale = cached is None or cached.cos.device != device or self._share != share
-        if cached is None or stale or len(cached.cos) < length or context.size > 1 and len(cached.cos) != length:
-            positions = zigzag.positions(length * context.size, context.rank, context.size, device)
-            cached, self._share = self.tables(positions), share
+        if cached is None or stale or len(cached.cos) < length or ranks > 1 and len(cached.cos) != length:
+            cached, self._share = self.tables(layout.positions(length, device)), share
             self._tables = cached
         return RotaryTables(cached.cos[:length], cached.sin[:length])
 

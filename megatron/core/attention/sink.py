@@ -43,12 +43,13 @@ def add_sink(module: nn.Module, config: TransformerConfig, groups: ProcessGroups
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Add the sink logits ``sink`` [a] to ``out`` [s, b, a, d] and ``lse`` [s, b, a] (fp32 or fp64, over all keys);
-    return the new out in ``dtype`` and the new lse."""
+    return new tensors: out in ``dtype``, and lse."""
     total = torch.logaddexp(lse, sink.to(lse.dtype))
     return (out * torch.exp(lse - total).unsqueeze(-1)).to(dtype), total
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the gradient of ``sink`` [a] over local tokens; ``grad`` is dout, ``out`` and ``lse`` include the sink."""
+    """Return the gradient of ``sink`` [a] in its dtype, a sum over local tokens that the caller must reduce over
+    context-parallel ranks; ``grad`` is dout, ``out`` and ``lse`` include the sink."""
     delta_sba = (grad.to(lse.dtype) * out).sum(-1)
     return -(torch.exp(sink.to(lse.dtype) - lse) * delta_sba).sum((0, 1)).to(sink.dtype)

@@ -19,9 +19,10 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.config.ranges import Range
 
@@ -261,6 +262,11 @@ def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
     return tuple(specs)
 
 
+def flags_of(kind: type) -> tuple[FlagSpec, ...]:
+    """Return the flags of a dataclass and its bases, in the order of ``--help``."""
+    return group_flags(*(base for base in kind.__mro__ if "__annotations__" in vars(base) and is_dataclass(base)))
+
+
 def normalize(name: str) -> str:
     """Return one spelling for ``--a_b`` and ``--a-b``; the part after ``=`` is not changed."""
     return name.replace("_", "-")
@@ -415,14 +421,14 @@ def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description:
     """Return an argparse parser of these flags in groups, for ``--help`` and for scripts that add custom flags. Names
     cannot be abbreviated."""
     parser = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
+        prog=prog, description=as_typed(description), allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
     )
     parser.add_argument("-h", "--help", action="help", help="Show this and stop.")
     groups: dict[type, Any] = {}
     for spec in specs:
         if spec.group not in groups:
             title = (spec.group.__doc__ or spec.group.__name__).strip().splitlines()[0].rstrip(".")
-            groups[spec.group] = parser.add_argument_group(title)
+            groups[spec.group] = parser.add_argument_group(as_typed(title))
         options: dict[str, Any] = {"dest": spec.field, "default": spec.default, "help": _help_text(spec)}
         if spec.is_bool:
             options["action"] = "store_false" if spec.default else "store_true"
@@ -436,7 +442,7 @@ def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description:
 
 def _help_text(spec: FlagSpec) -> str:
     values = f" ({spec.range})" if spec.range is not None and str(spec.range) else ""
-    return (spec.help + values).replace("%", "%%")
+    return (as_typed(spec.help) + values).replace("%", "%%")
 
 
 def _metavar(spec: FlagSpec) -> Any:
@@ -471,4 +477,4 @@ def report(error: ConfigError, prog: str = "") -> None:
     prog = prog or sys.argv[0].rpartition("/")[2]
     count = len(error.problems)
     sys.stderr.write(f"{prog}: {count} problem{'s' if count != 1 else ''} with the settings\n")
-    sys.stderr.writelines(f"  {problem}\n" for problem in error.problems)
+    sys.stderr.writelines(f"  {as_typed(str(problem))}\n" for problem in error.problems)

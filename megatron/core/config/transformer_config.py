@@ -13,7 +13,8 @@ from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
 from megatron.core.config.moe import MoEConfig, TokenDispatcher
 from megatron.core.config.mtp import MTPConfig
-from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
+from megatron.core.config.network import InitializationConfig, NetworkSizeConfig, ScaledOutputConfig
+from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.pipeline import PipelineConfig
 
 
@@ -42,6 +43,8 @@ _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", (
 @dataclass(kw_only=True)
 class ModelSettings(
     NetworkSizeConfig,
+    MultiplierConfig,
+    ScaledOutputConfig,
     AttentionConfig,
     LatentAttentionConfig,
     MoEConfig,
@@ -211,6 +214,22 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("moe_layer_freq", reason, pattern, "give a 0 or 1 for every layer")
         if self.moe_token_dispatcher_type not in (kinds := get_args(TokenDispatcher)):
             yield Problem("moe_token_dispatcher_type", f"is none of {', '.join(kinds)}", self.moe_token_dispatcher_type)
+
+
+def config_from_settings(
+    settings: Any, config_class: type[TransformerConfig] | None = None, **changes: Any
+) -> TransformerConfig:
+    """Return the configuration of the transformer that ``settings`` describe, with other values for ``changes``.
+
+    Args:
+        settings: resolved settings of a run, or an object with their fields. Expert settings of a model without experts
+            are ignored (a notice reports it).
+        config_class: class to build; None: :class:`TransformerConfig`.
+    """
+    values = group_values(ModelSettings, settings)
+    if settings.num_moe_experts is None:
+        values |= group_values(MoEConfig, MoEConfig())
+    return (config_class or TransformerConfig)(**{**values, **changes})
 
 
 @dataclass(kw_only=True)

@@ -252,3 +252,16 @@ def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()
     """Return the bytes per token that ``pieces`` save for backward, without the modules in ``recomputed``."""
     saved = [each for piece in pieces for op in piece.ops for each in op.saved]
     return sum(each.bytes for each in saved if not recomputed.intersection(each.modules))
+
+
+def weight_shapes(model: ModelDescription, *, expert_bias: bool) -> dict[str, tuple[int, ...]]:
+    """Map the names of a model's stored tensors to their global, unpadded shapes. Tied parameters are omitted.
+    ``expert_bias`` adds ``router.expert_bias`` [experts] for every MoE router.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in model.params():
+        if not param.tied_to:
+            shapes[param.name] = tuple(param.shape)
+        if expert_bias and param.name.endswith("router.weight"):
+            shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
+    return shapes

@@ -24,7 +24,8 @@ def all_ranks() -> Group:
 
 
 def all_gather_json(value: Any, group: Group) -> list[Any]:
-    """All-gather a JSON value; return the values by group rank. Collective; two all-gathers, waits for the result."""
+    """All-gather a JSON value; return the values by group rank. Collective: two all-gathers of bytes, by gloo if the
+    group has a host handle, else by its backend. The host waits for the result."""
     if group.size == 1:
         return [value]
     handle = group.host_handle or group.handle
@@ -41,7 +42,8 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 
 def from_first_rank(make: Callable[[], T], group: Group) -> T:
-    """Call ``make()`` on group rank 0 and return its JSON result on every rank; its error is raised on all ranks."""
+    """Call ``make()`` on group rank 0 and return its JSON result on every rank. Collective; if ``make`` fails, all
+    ranks raise CheckpointError, as :func:`together`."""
 
     def only_first() -> Any:
         return make() if group.is_first else None

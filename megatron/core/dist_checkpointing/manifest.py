@@ -54,7 +54,8 @@ def encode(manifest: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> dict[str, Any]:
-    """Inverse of :func:`encode`; raises ``CheckpointDamagedError`` if the file deviates in any byte."""
+    """Decode the bytes of a manifest file and check its structure and the coverage of every tensor. Raises
+    ``CheckpointDamagedError`` for any deviation, also for another format or version."""
     body, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
     match = _SUFFIX.fullmatch(suffix)
     if not match or hashlib.sha256(body).hexdigest().encode() != match[1]:
@@ -137,10 +138,12 @@ def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, A
 
 
 def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
-    """The manifest of ``directory``, after checking that exactly its files are there, in their sizes.
+    """Return the manifest of ``directory`` after checking that exactly its files exist, in their sizes. Reads no tensor
+    data.
 
     Raises:
-        CheckpointDamagedError: naming every missing, foreign or wrongly sized file.
+        CheckpointDamagedError: the manifest is missing or damaged; or the list of all missing, foreign or wrongly sized
+            files.
     """
     directory = Path(directory)
     path = directory / MANIFEST

@@ -1,5 +1,5 @@
-"""``save`` and ``load`` of nested dictionaries, as programs written for Megatron-LM call them: rectangles of tensors in
-any depth, plus JSON values (an iteration, arguments), which are stored as one of the checkpoint's ``objects``."""
+"""``save`` and ``load`` of nested dictionaries, as programs written for Megatron-LM call them: shards of tensors at any
+depth, plus JSON values (an iteration, arguments), which are stored as one of the checkpoint's ``objects``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WITHOUT_EFFECT = {
     "sharded_strategy", "common_strategy", "validate_access_integrity", "preprocess_common_before_consistancy_check",
     "content_metadata", "strict",
 }  # fmt: skip
-"""Arguments of Megatron-LM that change nothing: all ranks write and read, and everything is checked."""
+"""Arguments of Megatron-LM that are ignored: all ranks write and read, and everything is checked."""
 
 _VALUES = "values"
-"""Name of the object that holds what is no tensor."""
+"""Name of the stored object with the JSON values of the dictionaries."""
 
 
 def save(
@@ -29,20 +29,24 @@ def save(
     objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
     group: Group | None = None, fault: writer.Fault = writer.no_fault, **accepted: Any,
 ) -> int:  # fmt: skip
-    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``; see ``writer.save``.
+    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir`` and return the bytes of all ranks' tensor files.
+    Collective over ``group``; blocks until the checkpoint is complete. See ``writer.save``.
 
     Args:
-        sharded_state_dict: rectangles and JSON values, in dictionaries of any depth.
+        sharded_state_dict: shards and JSON values, in dictionaries of any depth. Only the first rank's JSON values are
+            stored.
         checkpoint_dir: the final name.
-        strategies: Megatron-LM's; they change nothing.
+        strategies: Megatron-LM's; ignored.
         objects: further JSON values.
-        assets: files to copy along.
-        group: all ranks; by default all of torch.distributed.
+        assets: files to copy into the checkpoint.
+        group: all ranks; default: the world.
         fault: see ``writer.save``.
-        accepted: other arguments of Megatron-LM, which change nothing; ``async_sharded_save`` must be False.
+        accepted: other arguments of Megatron-LM, ignored; ``async_sharded_save`` must be False.
 
     Raises:
-        UserError: values that are neither tensors nor JSON.
+        UserError: a value is neither a shard nor JSON, or ``async_sharded_save`` is set.
+        TypeError: an unknown argument.
+        CheckpointWriteError: on all ranks, if any rank could not write.
     """
     _check(accepted)
     values = _values(sharded_state_dict)
@@ -56,11 +60,13 @@ def load(
     sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
     allow_unused: Iterable[str] = (), group: Group | None = None, **accepted: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Fill the rectangles of ``sharded_state_dict`` in place; return the dictionaries with tensors in their places and
-    all stored values. See ``reader.load``; arguments as of :func:`save`.
+    """Fill the shards of ``sharded_state_dict`` in place; return new dictionaries with their local tensors and all
+    stored JSON values, which replace passed ones. Collective over ``group``. See ``reader.load``; arguments are as in
+    :func:`save`.
 
     Raises:
-        CheckpointError: damage, missing or unused names, other shapes; all of them listed.
+        CheckpointError: damage, missing or unused names, wrong shapes; lists all of them.
+        TypeError: an unknown argument.
     """
     _check(accepted)
     filled = reader.load(_tensors(sharded_state_dict), checkpoint_dir, allow_unused=allow_unused, group=group)
@@ -86,7 +92,7 @@ def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor
 
 
 def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tree`` without rectangles and dictionaries of only those. Raises UserError for non-JSON values."""
+    """Return ``tree`` without shards and dictionaries of shards only. Raises UserError for non-JSON values."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         inner = _values(value) if isinstance(value, Mapping) else value

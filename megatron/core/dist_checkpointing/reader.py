@@ -56,7 +56,8 @@ def load_from(
     reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
     group: Group,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Same as :func:`load`, from an opened source. Collective over ``group``."""
+    """Run :func:`load` from an opened source, whose ``read_into`` several threads may call. Collective over ``group``:
+    three exchanges (names, problems, end)."""
     names = sorted({tensor.name for tensor in sharded_state_dict.values()})
     asked = together(lambda: names, group)
 
@@ -167,7 +168,8 @@ class CheckpointReader:
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Fill ``tensor.local`` in place from the chunks that intersect it, cast to its dtype.
+        """Fill ``tensor.local`` in place from the chunks that intersect it, cast to its dtype; waits for copies to a
+        GPU. Several threads may call it.
 
         Raises:
             CheckpointDamagedError: a checksum differs, a file is truncated, or chunks do not cover the shard.
@@ -197,6 +199,7 @@ class CheckpointReader:
             rows = self._rows(name, chunk, dtype, first + start, count)
             for dim in range(1, rows.ndim):
                 rows = rows.narrow(dim, wanted.offsets[dim] - chunk["offsets"][dim], wanted.lengths[dim])
+            # blocking: ``rows`` is this thread's buffer, which the next read overwrites
             target[start : start + count].copy_(rows)
 
     def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:

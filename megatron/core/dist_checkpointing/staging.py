@@ -50,6 +50,7 @@ class Staging:
         Blocks on the device copies, and on the writer once the memory limit is reached."""
         on_stream: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.stream is not None:
+            # the optimizer step that writes the tensors may still be running
             self.stream.wait_stream(torch.cuda.current_stream())
             on_stream = torch.cuda.stream(self.stream)
         try:
@@ -85,6 +86,7 @@ class Staging:
         return self._free.get()
 
     def _hand_over(self) -> None:
+        """Wait for the device copies enqueued so far, then pass their slabs to the writer."""
         if self.stream is not None:
             self.stream.synchronize()
         for slab in self._copied:
@@ -134,7 +136,8 @@ def _fields(path: str | Path) -> dict[str, int]:
 
 
 def default_limit(num_bytes: int) -> float:
-    """Return a staging limit for all ``num_bytes`` of a rank if all ranks of the host fit; else 1 GB."""
+    """Return a staging limit in bytes for a rank: all its ``num_bytes`` if as much for each of the host's
+    ``LOCAL_WORLD_SIZE`` ranks fits into memory; else 1 GB. Not collective: ranks may get different limits."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     wanted = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
     return wanted if wanted * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9

@@ -1,12 +1,12 @@
-"""Writes one directory of sharded tensors, all ranks together.
+"""Write one directory of sharded tensors, collectively on all ranks.
 
-Every rank writes its own safetensors files, streamed in blocks so that staging stays small. What several ranks hold is
-written once, by the rank with the least to write so far. All files go into a hidden directory next to the final one;
-files and directories are fsynced, rank 0 adds the manifest, and one rename makes it a checkpoint. A failure on any rank
-raises on all of them and leaves no files.
+Every rank writes separate safetensors files, streamed in blocks so that staging stays small. A shard that several ranks
+hold is written once, by the rank with the least to write so far. All files go into a hidden directory next to the final
+one; files and directories are fsynced, rank 0 adds the manifest, and one rename makes it a checkpoint. A write error on
+any rank raises on all ranks and leaves no files.
 
-``save`` is ``plan``, which looks at tensors, and ``write``, which looks at files only: a save in the background runs it
-in another thread, over a separate group, on blocks that ``staging.py`` has copied off the device.
+``save`` is ``plan``, which uses the tensors, then ``write``, which gets their bytes from ``blocks``: a background save
+runs ``write`` in another thread, over a separate group, on blocks that ``staging.py`` has copied to the host.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ def save(
 ) -> int:  # fmt: skip
     """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, replacing one of that name.
 
-    Collective over ``group``. Returns the bytes of all ranks' tensors.
+    Collective over ``group``; copies from the device block by block and waits for each. Returns the bytes of all ranks'
+    tensor files, including headers.
 
     Args:
-        sharded_state_dict: this rank's rectangles; the keys are ignored, the tensors' own names count.
+        sharded_state_dict: this rank's shards; the keys are ignored in favor of the tensors' names.
         checkpoint_dir: the final name; on a file system that all ranks share.
         objects: JSON values; only the first rank's are stored.
-        assets: files that the first rank copies along: name in the checkpoint (``folder/file``) -> source.
-        group: all ranks; by default all of torch.distributed.
+        assets: files that the first rank copies into the checkpoint: name there (``folder/file``) -> source.
+        group: all ranks; default: the world.
 
     Raises:
         CheckpointWriteError: on all ranks, if any of them could not write.
@@ -83,7 +84,7 @@ def save(
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The tensors that one rank writes."""
+    """Shards that one rank writes. Keeps references to their memory; see :meth:`without_data`."""
 
     tensors: list[ShardedTensor]
     """Tensors in file order: staging and writing must use the same order."""
@@ -111,10 +112,12 @@ def write(
     part: WritePlan, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
     assets: Mapping[str, str | os.PathLike] | None = None, group: Group, fault: Fault = no_fault,
 ) -> int:  # fmt: skip
-    """Write and publish what all ranks of ``group`` have planned; see :func:`save`.
+    """Write and publish the plans of all ranks of ``group``. Collective; returns the bytes and raises as :func:`save`.
+    If it raises, the first rank has deleted the hidden directory and restored a checkpoint renamed for replacement.
 
     Args:
-        blocks: gives the bytes of ``part``'s tensors, which are asked for once each and in order.
+        part: this rank's plan.
+        blocks: returns the bytes of a tensor of ``part``; called once per tensor, in file order.
     """
     final = Path(checkpoint_dir)
     fault("before_directory")
@@ -179,13 +182,14 @@ def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
 
 
 def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, dict[str, Any]]:
-    """Manifest entries of global tensors without any element."""
+    """Return manifest entries of global tensors without any element."""
     empty = [t for t in tensors.values() if math.prod(t.global_shape) == 0]
     return {t.name: {"shape": list(t.global_shape), "dtype": DTYPE_NAMES[t.local.dtype], "chunks": []} for t in empty}
 
 
 def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], top: dict[str, Any]) -> dict[str, Any]:
-    """Merge all ranks' entries into the manifest; raise if shapes or dtypes differ or a tensor is not fully covered."""
+    """Add all ranks' chunks to ``entries`` in place and return the manifest. Raises CheckpointWriteError if shapes or
+    dtypes differ between ranks, CheckpointError if a tensor is not covered exactly once."""
     files: dict[str, Any] = {}
     for part in written:
         files.update(part["files"])
@@ -202,7 +206,7 @@ def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], to
 
 
 class _RankWriter:
-    """Writes this rank's files: one per first component of the names (``model``, ``optimizer``, …)."""
+    """Writer of this rank's files: one per first component of the names (``model``, ``optimizer``, …)."""
 
     def __init__(
         self, directory: Path, run_id: str, rank: int, fault: Fault, blocks: Blocks, checksums: ThreadPoolExecutor
@@ -211,7 +215,8 @@ class _RankWriter:
         self.blocks, self.checksums = blocks, checksums
 
     def write(self, tensors: list[ShardedTensor]) -> dict[str, Any]:
-        """``{"files": …, "chunks": [name, shape, dtype, chunk]}``: this rank's part of the manifest."""
+        """Write all files durably; return this rank's part of the manifest, ``{"files": {file: entry}, "chunks":
+        [[name, shape, dtype, chunk], …]}``."""
         parts: dict[str, list[ShardedTensor]] = {}
         for tensor in tensors:
             parts.setdefault(_stem(tensor), []).append(tensor)
@@ -260,10 +265,8 @@ def _key(tensor: ShardedTensor) -> str:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """The header of a safetensors file of ``tensors`` (key, dtype, shape), and the byte at which each of them starts.
-
-    It is padded to 8 bytes, as tensors are mapped.
-    """
+    """Return the header of a safetensors file of ``tensors`` (key, dtype, shape), padded to 8 bytes so that mapped
+    tensors are aligned, and the byte in the file at which each tensor starts."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = [], 0
     for key, dtype, shape in tensors:
@@ -276,7 +279,8 @@ def safetensors_header(
 
 
 def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in host blocks of ``BLOCK_BYTES``; each block waits for its device copy."""
+    """Yield the bytes of ``tensor`` in host blocks of ``BLOCK_BYTES``: views of CPU memory, or copies of device memory,
+    each of which the host waits for."""
     data = flat_bytes(tensor)
     # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):
@@ -312,7 +316,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_asset(source: Path, target: Path) -> dict[str, int]:
-    """Copy an asset durably; return its manifest entry."""
+    """Copy an asset to the new file ``target`` and fsync it; return its manifest entry. Raises OSError."""
     data = read_file(source, MAX_ASSET_BYTES)
     target.parent.mkdir(exist_ok=True)
     write_file(target, data)
@@ -335,7 +339,7 @@ def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> N
 
 
 def make_durable_folder(path: Path) -> None:
-    """Create ``path`` and its missing parents, if it is not there; their names are durable."""
+    """Create ``path`` and its missing parents, and fsync the folders that contain the new names."""
     missing = [each for each in (path, *path.parents) if not each.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -353,7 +357,8 @@ def fsync_path(path: Path) -> None:
 
 
 def _publish(temporary: Path, final: Path, fault: Fault) -> None:
-    """Renames; an existing checkpoint of that name steps aside first. After a crash between, ``recover`` helps."""
+    """Rename ``temporary`` to ``final`` and fsync its folder. An existing ``final`` is renamed first and deleted last;
+    after a crash between the renames, :func:`recover` restores it."""
     replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():
         remove(replaced)

@@ -57,7 +57,7 @@ class DataParallel(nn.Module):
         yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that backward has not started yet."""
+        """Start the reductions that backward has not started yet; the base class has none. Collective."""
 
     def finish_grad_sync(self, *unused: Any) -> None:
         """Start all remaining reductions and wait for them (on CUDA: in stream order). Collective. Afterwards
@@ -80,11 +80,13 @@ class DataParallel(nn.Module):
         ``state_dict`` wait automatically."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the wrapped module's state dict; names have no ``module.`` prefix."""
+        """Return the wrapped module's state dict, live tensors; names have no ``module.`` prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the wrapped module; names have no ``module.`` prefix."""
+        """Load into the wrapped module; names have no ``module.`` prefix. Does not wait for weight all-gathers, which
+        would overwrite loaded weights: call :meth:`finish_param_sync` before it. The optimizer's masters keep the old
+        values until ``MegatronOptimizer.reload_model_params``."""
         return self.module.load_state_dict(*args, **kwargs)
 
 

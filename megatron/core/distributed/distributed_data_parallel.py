@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import reductions
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_dtype
+from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_kind
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.buffer_layout import chosen_bucket_size
 from megatron.core.sharding.parameter_shard import ParameterShard
@@ -33,7 +33,8 @@ from megatron.core.sharding.placement import data_parallel_groups, spec_or_repli
 class DistributedDataParallel(DataParallel):
     """Wrapper that accumulates ``parameter.main_grad`` in autograd hooks and sums it over the data-parallel ranks.
     ``parameter.grad`` is freed after each accumulation. With a distributed optimizer ``parameter.data`` moves into the
-    flat weight buffers.
+    flat weight buffers. The constructor starts no collective: equal weights need the same seed or
+    :meth:`broadcast_params`.
 
     Args:
         config: model configuration; unused, Megatron-LM's signature.
@@ -56,9 +57,9 @@ class DistributedDataParallel(DataParallel):
         for parameter in trained:
             by_ranks.setdefault(data_parallel_groups(spec_or_replicated(parameter), self.groups), []).append(parameter)
         self.grad_buffers = [
-            ParamAndGradBuffer(alike, dtype, self._layout(ranks, own, disable_bucketing))
+            ParamAndGradBuffer(alike, kind, self._layout(ranks, own, disable_bucketing))
             for ranks, own in by_ranks.items()
-            for (_, dtype), alike in group_by_dtype(own, ddp_config.grad_reduce_in_fp32).items()
+            for kind, alike in group_by_kind(own, ddp_config.grad_reduce_in_fp32).items()
         ]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
@@ -103,14 +104,15 @@ class DistributedDataParallel(DataParallel):
             owned = [p for p in read if p in self._buffer_of]
             buckets = list({id(bucket): bucket for p in owned if (bucket := self._buffer_of[p].bucket_of[p])}.values())
             if buckets:
+                # a pre-hook must return None: torch would take any other result as the module's new input
                 yield submodule.register_forward_pre_hook(
                     lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
                 )
 
     def _accumulate(self, parameter: Tensor) -> None:
-        """Add the autograd gradient to ``main_grad``, unless ``grad_added_to_main_grad`` is set, and free it. In the
-        last micro-batch with overlap, count the parameter as ready, which may start a bucket's reduction. Runs as a
-        hook once per parameter and backward pass."""
+        """Add the autograd gradient to ``main_grad``, in its dtype, unless ``grad_added_to_main_grad`` is set, and free
+        it. In the last micro-batch with overlap, count the parameter as ready, which may start a bucket's reduction.
+        Runs as a hook once per parameter and backward pass."""
         assert isinstance(parameter, nn.Parameter)
         # a fused wgrad GEMM has accumulated already; a gradient from autograd, if any, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
@@ -138,7 +140,8 @@ class DistributedDataParallel(DataParallel):
         """Map parameters to this rank's shards with a distributed optimizer; None without (every rank updates all)."""
         if not self.ddp_config.use_distributed_optimizer:
             return None
-        return {shard.parameter: shard for buffer in self.grad_buffers for shard in buffer.shards()}
+        buckets = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
+        return {shard.parameter: shard for bucket in buckets for shard in bucket.shards}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,7 +154,7 @@ class DistributedDataParallel(DataParallel):
             self._last_microbatch = True
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that backward has not started yet."""
+        """Start the reductions that backward has not started yet. Collective; does not wait."""
         for buffer in self.grad_buffers:
             buffer.start_sync()
 
@@ -206,7 +209,8 @@ class DistributedDataParallel(DataParallel):
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Broadcast all parameters in place, each from the first rank of the group over which its gradient is summed
-        (dense or expert). Collective, one broadcast each, and none over a group of one."""
+        (dense or expert). Collective, one broadcast each, and none over a group of one. Masters of an optimizer that
+        exists already keep the old values until ``reload_model_params``."""
         for parameter in self.module.parameters():
             group = data_parallel_groups(spec_or_replicated(parameter), self.groups).reduce
             if group.size > 1:

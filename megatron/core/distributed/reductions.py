@@ -26,7 +26,7 @@ def local_shard(data: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(data: Tensor, group: Group) -> AsyncHandle:
-    """Start an in-place sum of ``data`` over ``group``; every rank gets the full sum."""
+    """Start an in-place sum of ``data`` over ``group``, in its dtype; every rank gets the full sum."""
     return _started(dist.all_reduce(data, group=group.handle, async_op=True))
 
 
@@ -36,7 +36,8 @@ def reduce_scatter_in_place(data: Tensor, group: Group) -> AsyncHandle:
 
 
 class _RoundedOnce:
-    """All-to-all in flight of all ranks' contributions to this rank's shard; ``wait`` sums them in fp32."""
+    """All-to-all in flight of all ranks' contributions to this rank's shard; ``wait`` sums them in fp32
+    and writes the rounded sum to the shard of ``data``."""
 
     def __init__(self, data: Tensor, group: Group) -> None:
         self._shard, self._received = local_shard(data, group), torch.empty_like(data).view(group.size, -1)

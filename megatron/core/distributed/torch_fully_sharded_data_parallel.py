@@ -22,23 +22,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.fusions.storage import HALF
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import flat_range
 from megatron.core.sharding.parameter_shard import ParameterShard
-from megatron.core.sharding.placement import spec_or_replicated
-
-_HALF = (torch.bfloat16, torch.float16)
+from megatron.core.sharding.placement import data_parallel_groups, spec_or_replicated
 
 
 class TorchFullyShardedDataParallel(DataParallel):
     """``module`` sharded over the data- and context-parallel ranks (at least two). The constructor changes ``module``
     in place: half-precision parameters are cast to fp32 and become ``DTensor`` shards; ``parameter.compute_dtype``
     keeps the dtype that the model computes in. Raises UserError for a single data-parallel rank, parameters of several
-    dtypes, a module that holds both dense and expert parameters directly, or one optimizer instance per data-parallel
-    rank.
+    dtypes, a declared storage, a module that holds both dense and expert parameters directly, or one optimizer instance
+    per data-parallel rank.
 
     Args:
         ddp_config: configuration; only ``grad_reduce_in_fp32`` is read.
@@ -58,11 +57,17 @@ class TorchFullyShardedDataParallel(DataParallel):
         self.ddp_config = ddp_config
         self.shards_optimizer = True
         specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
+        declared = [name for name, spec in specs.items() if spec is not None and spec.storage is not None]
+        if declared:
+            raise UserError(
+                f"fully sharded data parallelism: declared storages ({listed(declared, most=4)}) are not supported; "
+                "use --use-distributed-optimizer"
+            )
         compute_dtype = _the_dtype(module)
         policy = _precision(compute_dtype, ddp_config)
         with torch.no_grad():
             for parameter in module.parameters():
-                if parameter.dtype in _HALF:
+                if parameter.dtype in HALF:
                     parameter.data = parameter.data.float()
         device = next(module.parameters()).device
         mesh = _mesh(groups.dense, device)
@@ -74,9 +79,11 @@ class TorchFullyShardedDataParallel(DataParallel):
             fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        # FSDP2 averages by default: ``finalize_model_grads`` divides by the tokens and needs the plain sum
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        # ``fully_shard`` has replaced the parameters, which lost their attributes
         self._parameters_by_name = dict(module.named_parameters())
         for name, parameter in self._parameters_by_name.items():
             parameter.compute_dtype = compute_dtype  # type: ignore[attr-defined]
@@ -89,14 +96,17 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
         """Map every trained parameter to this rank's shard, a flat range of full rows. Its weights are the local memory
-        (fp32 for half-precision models), and its gradient is ``main_grad`` at the time of the call. A parameter with
-        fewer rows than ranks has no shard on the last ranks and is omitted there."""
+        (fp32 for half-precision models); its gradient function returns the current ``main_grad``. A parameter with
+        fewer rows than ranks has no shard on the last ranks and is omitted there, except with an update rule that owns
+        matrices: all ranks then take part in its collectives."""
         shards = {}
         for parameter in self._trained:
             local, start, stop = flat_range(parameter)
-            if start < stop:
+            spec = spec_or_replicated(parameter)
+            if start < stop or spec.owns_matrices:
                 dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-                shards[parameter] = ParameterShard(parameter, start, stop, local, _main_grad_getter(parameter), dtype)
+                gradient, rows_over = _main_grad_getter(parameter), data_parallel_groups(spec, self.groups).shard
+                shards[parameter] = ParameterShard(parameter, start, stop, local, gradient, dtype, rows_over)
         return shards
 
     @contextmanager
@@ -111,6 +121,7 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     def _set_all_reduce(self, wanted: bool) -> None:
         if self.groups.dp_cp_replica.size > 1:
+            # the first unit is the root, and the setting applies to all units below it
             self._units[0].set_requires_all_reduce(wanted)
 
     def finish_grad_sync(self, *unused: Any) -> None:
@@ -123,18 +134,20 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient shard in place; call it after ``finish_grad_sync``."""
+        """Multiply every gradient shard in place (``main_grad`` and ``grad``, which share memory); call it after
+        ``finish_grad_sync``, which sets ``main_grad``."""
         for parameter in self._trained:
             parameter.main_grad.mul_(scaling_factor)  # type: ignore[attr-defined]
 
     def zero_grad_buffer(self) -> None:
-        """Free all gradients."""
+        """Free all gradients: set ``grad`` and ``main_grad`` to None."""
         for parameter in self._trained:
             parameter.grad = None
             parameter.main_grad = None  # type: ignore[attr-defined]
 
     def finish_param_sync(self) -> None:
-        """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards."""
+        """Free all gathered weights, so that the optimizer or a checkpoint loader may write the shards. No collective;
+        the next forward gathers again."""
         for unit in self._units:
             unit.reshard()
 
@@ -154,7 +167,7 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
     ``grad_reduce_in_fp32``, in fp32; other dtypes keep theirs. Inputs are not cast."""
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)

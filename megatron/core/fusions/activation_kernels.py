@@ -110,6 +110,7 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
     buffer (backward); None: unweighted."""
     width, weighted = packed.shape[-1] // 2, tensors[-2] is not None
     tiles = triton.cdiv(width, _BLOCK)
+    # an absent tensor is passed as another pointer, which the kernel does not read without WEIGHTED
     if packed.numel():
         kernel[(packed.numel() // (2 * width) * tiles,)](
             *(packed if each is None else each for each in tensors), width, tiles, traits.slope, traits.clamp or 0.0,

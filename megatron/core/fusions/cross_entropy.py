@@ -37,7 +37,8 @@ class Statistics(Protocol):
 
 class Gradient(Protocol):
     def __call__(self, logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
-        """Write the logits' gradient to ``out_tv``, which may be ``logits_tv``; ``grad_t`` is the losses' gradient."""
+        """Write the logits' gradient, in the dtype of ``out_tv``, to ``out_tv``, which may be ``logits_tv``; ``grad_t``
+        is the losses' gradient."""
 
 
 class Softmax(NamedTuple):
@@ -104,6 +105,7 @@ def gradient_reference(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, gra
     grad_label = -grad_t.unsqueeze(-1).masked_fill(absent, 0)
     for rows, block, memory in _blocks(logits_tv[:, :num_true], maximum.dtype):
         out = out_tv[rows, :num_true]
+        # ``out`` may be ``block``: each element is read before it is written
         result = out if out.dtype == memory.dtype else memory
         torch.sub(block, maximum[rows], out=result).exp_().mul_(scale[rows])
         out.copy_(result.scatter_add_(-1, label[rows], grad_label[rows]))
@@ -155,7 +157,7 @@ if triton is not None:
 
     def _statistics_triton(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
         """Return maxima, sums of exponentials and label logits, fp32 [3, t], of ``logits_tv`` [t, v] with a contiguous
-        last dim, one program per token; see :class:`Statistics`."""
+        last dim, one program per token; see :class:`Statistics`. A slice of padding only gives (-3e38, 0, 0)."""
         tokens = len(logits_tv)
         out = torch.empty((3, tokens), dtype=torch.float32, device=logits_tv.device)
         if tokens:

@@ -21,7 +21,7 @@ def kernels_serve(dtype: torch.dtype, wanted: bool = True) -> bool:
 @dataclass(frozen=True)
 class ByDevice:
     """Callable that selects ``kernel`` if its first argument is on a GPU and not fp64, else ``plain``: decided per
-    call, because modules may move after they are built."""
+    call, because modules may move after they are built. Takes positional arguments only."""
 
     kernel: Callable[..., Any]
     plain: Callable[..., Any]

@@ -53,6 +53,7 @@ if triton is not None:
             k0, k1 = k0 + w0, k1 + w1
         return c0, c1, c2, c3
 
+    # keys are not specialized: each key that is 1 or divisible by 16 would compile another kernel
     @triton.jit(do_not_specialize=["key_low", "key_high"])
     def _dropout_kernel(
         x, residual, out, samples, positions, key_low, key_high, threshold, scale, num_samples, batch, width, tiles,
@@ -64,12 +65,14 @@ if triton is not None:
         token = (tl.program_id(0) // tiles).to(tl.int64)
         block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
         zero = tl.zeros((BLOCKS,), dtype=tl.uint32)
+        # token = position * batch + row: samples [b] repeat per position; samples [s] (batch 1) are one per token
         sample = tl.load(samples + token % num_samples)
         position = tl.load(positions + token // batch)
         word_0, word_1, word_2, word_3 = _philox(
             block.to(tl.uint32), zero + position.to(tl.uint32), zero + sample.to(tl.uint32),
             zero + (sample >> 32).to(tl.uint32), zero + key_low.to(tl.uint32), zero + key_high.to(tl.uint32),
         )  # fmt: skip
+        # lanes 2 n and 2 n + 1 are the low and high half of word n
         lane = tl.arange(0, 8)[None, :]
         low = tl.where(lane < 2, word_0[:, None], word_1[:, None])
         high = tl.where(lane < 6, word_2[:, None], word_3[:, None])
@@ -106,8 +109,8 @@ def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, draw: Draw) -> Tensor:
-        """Return dropout of ``x`` plus ``residual``, in the dtype of the residual, else of ``x``. Saves only the
-        coordinates, not the mask."""
+        """Return dropout of ``x`` plus ``residual``, in the dtype of the residual, else of ``x``: a new tensor. Saves
+        only the coordinates, not the mask."""
         ctx.save_for_backward(draw.sample_b, draw.position_s)
         ctx.key, ctx.threshold, ctx.dtype, ctx.adds = draw.key, draw.threshold, x.dtype, residual is not None
         out = torch.empty(x.shape, dtype=x.dtype if residual is None else residual.dtype, device=x.device)

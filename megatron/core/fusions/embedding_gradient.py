@@ -31,8 +31,8 @@ class AddRows(Protocol):
 
 def add_rows_plain(grad: Tensor, ids: Tensor, total: Tensor) -> None:
     """Add ``grad`` [t, h] to rows ``ids`` [t] of ``total`` [v, h] in place, ignoring negative ids. Torch operations: by
-    a dense gradient of the table on GPUs, where ``index_add_`` adds in random order; on CPUs row by row in the dtype of
-    ``total``."""
+    a dense gradient of the table, in the dtype of ``grad``, on GPUs, where ``index_add_`` adds in random order; on CPUs
+    row by row in the dtype of ``total``."""
     absent = ids < 0
     grad, ids = grad.masked_fill(absent.unsqueeze(-1), 0), ids.clamp(min=0)
     if grad.is_cuda:
@@ -50,6 +50,7 @@ if triton is not None:
         """If a run of equal ids starts at this index of ``sorted_ids``, sum COLUMNS columns of the run's rows of
         ``grad`` in token order in fp32, and add the sum to that row of ``total`` in place, rounded once. Other
         programs, and negative ids, do nothing."""
+        # one program per sorted token, though only the first of a run works: the number of runs needs a host sync
         first = tl.program_id(0)
         row = tl.load(sorted_ids + first).to(tl.int64)
         before = tl.load(sorted_ids + tl.maximum(first - 1, 0)).to(tl.int64)

@@ -89,7 +89,8 @@ def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
 
 
 def combine_plain(x: Tensor, place_tj: Tensor) -> Tensor:
-    """Sum rows ``place_tj`` [t, j] of ``x`` [r, h] to [t, h] in fp32, in torch operations."""
+    """Sum rows ``place_tj`` [t, j] of ``x`` [r, h] to [t, h] in fp32 (fp64 for fp64), rounded to the dtype of ``x``.
+    Torch operations."""
     total = x.new_zeros((len(place_tj), x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
     for place_t in place_tj.unbind(1):
         total += gather_plain(x, place_t)
@@ -200,12 +201,14 @@ class _GatherChoices(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
-    """Copy each token to the rows of its choices: [t, h] -> [r, h]; differentiable."""
+    """Copy each token to the rows of its choices: [t, h] -> [r, h], zeros in empty rows; differentiable. Sums of the
+    gradient are fp32, rounded to its dtype."""
     return _Move.apply(x, permutation.token_r, permutation.place_tj, moves.gather, moves.combine)
 
 
 def combine_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
-    """Sum the rows of each token in choice order, in fp32: [r, h] -> [t, h]; differentiable."""
+    """Sum the rows of each token in choice order, in fp32, rounded to the dtype of ``x``: [r, h] -> [t, h], zeros for
+    tokens without rows; differentiable."""
     return _Move.apply(x, permutation.place_tj, permutation.token_r, moves.combine, moves.gather)
 
 

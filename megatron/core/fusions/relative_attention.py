@@ -162,6 +162,7 @@ if triton is not None:
         tl.store(delta + line + i, product, mask=i < num_queries)
         sums = _log_sums(lse + line, i, num_queries)
         first, last, low, high = _visible(i, left, right, ranges, num_queries, num_keys, batch, row, N, DOCUMENTS)
+        # grad_pairs is uninitialized and summed in full: write zeros to the tiles that the loop below skips
         total, nothing = tl.zeros((M, D), tl.float32), tl.zeros((M, N), tl.float32)
         for start in range(0, tl.minimum(low, num_keys), N):
             _store_pairs(grad_pairs + line * num_keys, nothing, i, start + tl.arange(0, N), num_queries, num_keys)
@@ -179,6 +180,7 @@ if triton is not None:
             grad_scores = grad_scores.to(k.dtype)
             total = tl.dot(grad_scores, k, total)
             _store_pairs(grad_pairs + line * num_keys, grad_scores, i, j, num_queries, num_keys)
+        # times ln 2: the natural scale. dS needs no factor, because exp2 of the scores are the true weights
         total *= scale * 0.6931471805599453
         _store_rows(grad_query + row * dq_b + head * dq_a, total, i, num_queries, dq_s, D)
 
@@ -256,8 +258,8 @@ def relative_attention(
 def relative_attention_backward(
     grad: Tensor, kept: Sequence[Tensor], scale: float, pairs: Pairs, tilings: Mapping[str, Tiling] = TILINGS
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key, value and pair biases (fp32 [a, s, t], summed over the batch). ``kept``:
-    query, key, value, out, lse and bias."""
+    """Return the gradients of query, key, value and pair biases (fp32 [a, s, t], summed over the batch; each
+    dS is rounded to the dtype of query; the caller sums by distance). ``kept``: query, key, value, out, lse, bias."""
     query, key, value, out, lse, bias = kept
     grad, delta = grad if grad.stride(-1) == 1 else grad.contiguous(), torch.empty_like(lse)
     (batch, heads, num_queries, _), (_, groups, num_keys, _) = query.shape, key.shape

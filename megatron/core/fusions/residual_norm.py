@@ -134,6 +134,7 @@ if triton is not None:
             if SKIPS:
                 result += carried
             tl.store(grad_x + at, result.to(grad_x.dtype.element_ty), mask=inside)
+            # sums stay per row slot until the end: one reduction per program instead of one per step
             weight_sum += upstream * normed
             if BIASED:
                 bias_sum += upstream
@@ -192,9 +193,10 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, skip: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x, branch, weight and bias; the latter from partial sums in a fixed order. ``skip``
-        is the gradient of s, added to the result; None: s is not used. Without a gradient of y (None) passes ``skip``
-        on, and weight and bias get None."""
+        """Return the gradients of x and branch (the same tensor unless dtypes differ), weight and bias; the latter two
+        from fp32 partial sums in a fixed order, rounded to the weight's dtype. ``skip`` is the gradient of s, added to
+        the result; None: s is not used. Without a gradient of y (None) passes ``skip`` on, and weight and bias get
+        None."""
         stream, weight, means, rstds = ctx.saved_tensors
         if grad is None:
             return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None

@@ -46,5 +46,6 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize ``x`` [..., h] with statistics in fp32 (fp64 for fp64); ``weight`` [h] has the same float dtype."""
+    """Normalize ``x`` [..., h] with statistics in fp32 (fp64 for fp64), in the dtype of ``x``; ``weight`` [h] has the
+    same float dtype. On GPUs torch's kernel, on CPUs the gradient above."""
     return rms_norm_reference(x, weight, eps) if x.is_cuda else _RMSNorm.apply(x, weight, eps)

@@ -53,7 +53,8 @@ class _Rotary(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate a copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], r <= d / 2, which are cast to the dtype of ``x``."""
+    """Rotate a copy of ``x`` [s, b, a, d] by tables [s, 1, 1, r], r <= d / 2, which are cast to the dtype of ``x``; the
+    first product is rounded to it, too."""
     return _Rotary.apply(x, cos.to(x.dtype), sin.to(x.dtype), interleaved)
 
 

@@ -133,7 +133,7 @@ if triton is not None:
     ):  # fmt: skip
         """Write the weights of ROWS tokens of a sequence; with SUMS also this block's sums of normalized scores,
         choices per expert, squared logsumexp and non-finite logits, in fp32, to row (block, b) of ``sums`` [blocks, b,
-        3, w]."""
+        3, w]. The last two are columns 0 and 1 of the third row (_REST)."""
         row, within, inside, z, share, lse = _row_softmax(logits, length, batch, num_experts, ROWS, WIDTH)
         sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
         valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
@@ -179,6 +179,7 @@ if triton is not None:
             result = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
         elif KIND == 1:
             grad_chosen = plain * grad
+            # softmax over all experts: logits of experts that are not selected have a gradient, too
             result = -share * mean[:, None]
         else:
             grad_score = (grad - mean[:, None]) / divisor[:, None] if K > 1 else grad
@@ -195,6 +196,7 @@ if triton is not None:
             else:
                 result += share * (slope - tl.sum(share * slope, axis=1)[:, None])
             result += share * (2.0 * lse * tl.load(grad_z + sequence))[:, None]
+        # compare with every column: registers cannot be indexed by an expert number
         for j in tl.static_range(K):
             expert = tl.load(experts + row * K + j, mask=within, other=WIDTH)
             own = tl.sum(tl.where(choice[None, :] == j, grad_chosen, 0.0), axis=1)
@@ -258,6 +260,7 @@ class _Weigh(torch.autograd.Function):
         logits, experts = ctx.saved_tensors
         length, batch, num_experts = logits.shape
         summing = ctx.constants["SUMS"]
+        # without sums the kernel does not read these pointers
         grad_scores, _, grad_z, _ = grads if summing else (grad, None, grad, None)
         grad_logits = torch.empty_like(logits)
         _backward_kernel[(triton.cdiv(length, ctx.constants["ROWS"]), batch)](

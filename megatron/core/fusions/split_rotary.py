@@ -27,7 +27,7 @@ _ELEMENTS, _NUM_WARPS = 2048, 4
 
 class Rotary(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> Tensor:
-        """Return rotated ``x`` [s, b, a, d], a copy."""
+        """Return rotated ``x`` [s, b, a, d], a copy in the dtype of ``x``."""
 
 
 class SplitHeads(Protocol):
@@ -39,7 +39,7 @@ class SplitRotary(Protocol):
     def __call__(
         self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split into (query, key, value), rotated by tables [s, 1, 1, r]; channels from 2 r are not rotated."""
+        """Return (query, key, value); query and key rotated by tables [s, 1, 1, r] up to channel 2 r."""
 
 
 def split_heads(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +73,8 @@ if triton is not None:
 
     @triton.jit
     def _load_heads(query, key, value, channel, is_query, is_key, is_value):
-        """Load a tile of heads, each from the tensor that contains it."""
+        """Load a tile of heads, each from the tensor that contains it, in fp32."""
+        # at most one mask is true per head: the sum is that load, and the other two are 0
         one = tl.load(query[:, None] + channel, mask=is_query, other=0.0).to(tl.float32)
         two = tl.load(key[:, None] + channel, mask=is_key, other=0.0).to(tl.float32)
         return one + two + tl.load(value[:, None] + channel, mask=is_value, other=0.0).to(tl.float32)
@@ -240,7 +241,8 @@ def split_heads_triton(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate as :func:`megatron.core.fusions.rope.apply_rotary`, for heads split earlier (query/key norms)."""
+    """Rotate as :func:`megatron.core.fusions.rope.apply_rotary`, for heads split earlier (query/key norms), but with
+    uncast tables in fp32 and rounded once: 16-bit results may differ in the last bit."""
     return _Rotary.apply(x, cos, sin, interleaved)
 
 

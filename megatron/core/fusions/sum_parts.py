@@ -44,13 +44,14 @@ def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
 
 
 def sum_parts(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """Write ``total + part`` to ``out``, which may be ``total``; equal shapes."""
+    """Write ``total + part``, rounded to the dtype of ``out``, to ``out``, which may be ``total``; equal shapes."""
     fits = total.is_cuda and total.dtype == torch.float32 and all(x.is_contiguous() for x in (total, part, out))
     add = sum_parts_triton if triton is not None and fits and part.dtype != torch.float64 else sum_parts_reference
     add(total, part, out)
 
 
 MAX_ADDENDS = 8
+"""Maximum number of parts of the kernel, which is compiled per number; more are summed by torch."""
 
 
 def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
@@ -87,7 +88,8 @@ def sum_all_triton(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_all(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum, in list order, of tensors of one shape and dtype, accumulated in fp32 (fp64 for fp64)."""
+    """Return the sum, in list order, of tensors of one shape and dtype, accumulated in fp32 (fp64 for fp64) and rounded
+    once: a new tensor, also for a single part."""
     first = parts[0]
     fits = first.is_cuda and first.dtype != torch.float64 and 2 <= len(parts) <= MAX_ADDENDS
     if triton is not None and fits and all(part.is_contiguous() for part in parts):

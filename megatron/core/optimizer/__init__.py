@@ -53,8 +53,8 @@ def get_megatron_optimizer(
         update_rule: (name, parameter) -> "adam" or "sgd"; default: ``config.optimizer`` for all parameters.
         groups: this rank's process groups; None uses ``parallel_state``, or a single rank if it is not initialized.
         further: ``config_overrides`` (settings per parameter, see ``param_keys.py``; they replace the default rules of
-            weight decay and decoupled learning rates) and ``default_skip_embedding_weight_decay``. A few other
-            Megatron-LM arguments are ignored.
+            weight decay and decoupled learning rates, and make ``no_weight_decay_cond`` ignored) and
+            ``default_skip_embedding_weight_decay``. A few other Megatron-LM arguments are ignored.
     """
     overrides = further.pop("config_overrides", None)
     skips_embeddings = further.pop("default_skip_embedding_weight_decay", False)

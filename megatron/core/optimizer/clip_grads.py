@@ -26,6 +26,7 @@ def sum_over_model(shares: Iterable[Share], local_sum: Callable[[Iterable[Tensor
     rank must pass the same groups in the same order, with or without tensors. ``local_sum`` must return a new 0-d
     tensor, which is all-reduced in place."""
     sums = []
+    # no branch on local tensors: a rank without parameters of a share must still join its all-reduces
     for tensors, groups in shares:
         value = local_sum(tensors)
         for group in groups:
@@ -81,5 +82,5 @@ def count_zeros(shares: Iterable[Share], device: torch.device) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the clipping factor ``min(1, max_norm / (norm + 1e-6))``, a tensor like ``norm``."""
+    """Return the clipping factor ``min(1, max_norm / (norm + 1e-6))``, a tensor like ``norm``; NaN for a NaN norm."""
     return (max_norm / (norm + 1.0e-6)).clamp(max=1.0)

@@ -56,14 +56,14 @@ class InnerOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer (same list)."""
+        """Parameter groups of the optimizer (same list); ``params`` holds only parameters with a local shard."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> dict[nn.Parameter, ParameterState]:
         """State by model parameter, for parameters with a shard on this rank."""
         owner = self._optimizer
-        return {owner.model_params[name]: ParameterState(owner, name) for name in owner.masters}
+        return {owner.model_params[name]: ParameterState(owner, name) for name in owner.storage}
 
 
 class MegatronNames:
@@ -83,12 +83,13 @@ class MegatronNames:
 
     @property
     def shard_fp32_from_float16_groups(self: Any) -> list[list[Tensor]]:
-        """fp32 copies of half-precision weights, by parameter group; empty if 16-bit remainders are stored instead."""
-        masters = ([self.masters[name] for name in group["names"]] for group in self.param_groups)
+        """Live fp32 copies of half-precision weights, by parameter group; empty lists if 16-bit remainders are stored.
+        A change reaches the model weights only with the next update."""
+        masters = ([self.storage[name] for name in group["names"]] for group in self.param_groups)
         return [[each.kept for each in own if each.kept_dtype == torch.float32] for own in masters]
 
     def get_parameters(self: Any) -> list[nn.Parameter]:
-        """Return the model parameters in the order of the parameter groups."""
+        """Return the model parameters with a shard on this rank, in the order of the parameter groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def prepare_grads(self: Any) -> bool:
@@ -97,7 +98,8 @@ class MegatronNames:
         return self.grad_scaler is not None and not bool(self._norm(self._gradients()).isfinite())
 
     def get_grad_norm(self: Any) -> float:
-        """Return the global L2 norm of the unscaled gradients before clipping. Collective; waits for the device."""
+        """Return the global L2 norm of the gradients before clipping, divided by the loss scale. Collective; waits for
+        the device."""
         return float(self._norm(self._gradients())) / self.get_loss_scale()
 
     def sharded_state_dict(

@@ -79,7 +79,7 @@ class _Wire(Protocol):
         """Start to send; call it in the order of numbers. Keeps the tensors until they have been sent."""
 
     def finish(self) -> None:
-        """Wait until all messages have been sent."""
+        """Wait until all messages have been sent (NCCL: the current stream waits, not the host)."""
 
 
 class _GroupWire:
@@ -123,6 +123,8 @@ class _GroupWire:
             self._sending.popleft()
 
     def finish(self) -> None:
+        """Wait for all sends in flight, then drop the references to their tensors. With NCCL the current stream waits:
+        memory freed here is reused only by later work of that stream."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()
@@ -244,8 +246,9 @@ class Messages:
 
     def send(self, action: Action, message: Message) -> None:
         """Start to send the output of ``action``, detached and contiguous, to the rank that needs it, and return at
-        once; no-op at the pipeline's ends. For a chunk of this rank keeps the detached tensors by reference. Raises
-        ValueError if shapes (except with ``sends_shapes``) or dtype differ from those the receiver expects."""
+        once; no-op at the pipeline's ends. For a chunk of this rank keeps the detached tensors by reference, unchecked.
+        For another rank raises ValueError if shapes (except with ``sends_shapes``) or dtype differ from those the
+        receiver expects."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return
@@ -267,6 +270,7 @@ class Messages:
         self._wire.send(lane, lane.number[action], tuple(tensor.detach().contiguous() for tensor in message))
 
     def finish(self) -> None:
-        """Wait until all messages have been sent; assert that all expected messages were received."""
+        """Wait until all messages have been sent (NCCL: in stream order); assert that every expected message was
+        received."""
         self._wire.finish()
         assert not self._posted and not any(self._expected.values()), "messages that no action asked for"

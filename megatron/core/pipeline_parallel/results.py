@@ -32,8 +32,8 @@ def logged_pairs(losses: LossPairs) -> dict[str, Tensor]:
 
 
 def as_sum_and_count(value: Any) -> Tensor:
-    """Convert a logged value to an fp64 tensor [sum, count], detached. A pair, or a tensor of two elements, is taken as
-    it is; a single number, a mean, gets count 1."""
+    """Convert a logged value to an fp64 tensor [sum, count] on its device, detached; it may share the value's memory. A
+    pair, or a tensor of two elements, is taken as it is; a single number, a mean, gets count 1. Does not wait."""
     if isinstance(value, tuple | list):
         value = torch.stack([torch.as_tensor(part).detach().to(torch.float64).reshape(()) for part in value])
     value = torch.as_tensor(value).detach().to(torch.float64)

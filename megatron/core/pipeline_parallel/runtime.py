@@ -85,7 +85,7 @@ class PipelineRun:
         self.actions, self.lookahead = schedule.actions[rank], lookahead
         self.results: list[MicroBatchResult] = []
         self._stores: Sequence[WeightGradientStore] = ()
-        self._passed: dict[tuple[int, int], _InFlight] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
         self._iterators: Sequence[Iterator] = work.iterators
         if work.on_forward is not None:
             self._iterators = [each if each is None else self._noted(each) for each in work.iterators]
@@ -95,10 +95,10 @@ class PipelineRun:
 
     def run(self) -> list[MicroBatchResult]:
         """Run this rank's actions in order and return the results of all micro-batches; empty on ranks without the
-        loss. Gradients accumulate in the parameters. Every rank of the pipeline must call it.
+        loss. Gradients accumulate in the parameters. Every rank of the pipeline must call it, once.
 
         Before each action posts its receive and the receives of the next ``lookahead`` actions. At the end waits until
-        all messages have been sent."""
+        all messages have been sent (NCCL: in stream order)."""
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         with deferred_weight_gradients(self.work.chunks, self.schedule.splits_backward) as self._stores:
             for index, action in enumerate(self.actions):
@@ -113,7 +113,7 @@ class PipelineRun:
         """Run the forward pass of a chunk: receive its input, pass it to the model, compute, and send the output or
         (last stage) compute the loss and append the result. Saves the input and the graph's roots for backward; in
         forward-only schedules nothing, without gradients. The output's memory is freed after the send; the model's
-        input tensor is cleared."""
+        input tensor is cleared. In training sets ``requires_grad`` of the received tensors in place."""
         work, chunk = self.work, self.work.chunks[action.chunk]
         train = self.schedule.has_backward
         received = self.messages.receive(action)
@@ -136,7 +136,7 @@ class PipelineRun:
         # otherwise the model would keep the input alive until its next forward
         set_input(chunk, None)
         if train:
-            self._passed[action.chunk, action.microbatch] = _InFlight(received, roots)
+            self._in_flight[action.chunk, action.microbatch] = _InFlight(received, roots)
 
     def _event(self, event: ForwardEvent) -> None:
         if self.work.on_forward is not None:
@@ -163,7 +163,7 @@ class PipelineRun:
         send the gradients of the stage's inputs, zeros for unused ones. Frees inputs and roots. If the schedule splits
         backward, keeps the deferred weight gradients for W. Gradients accumulate in the parameters."""
         key = action.chunk, action.microbatch
-        passed = self._passed[key] if self.schedule.splits_backward else self._passed.pop(key)
+        passed = self._in_flight[key] if self.schedule.splits_backward else self._in_flight.pop(key)
         gradients = self.messages.receive(action) or [None]
         pairs = [each for each in zip(passed.roots, gradients, strict=True) if each[0] is not None]
         if pairs:
@@ -179,8 +179,9 @@ class PipelineRun:
             passed.weight_gradients = self._stores[action.chunk].take()
 
     def _weight_gradients(self, action: Action) -> None:
+        """Run a W action: compute the weight gradients that B deferred, and free the tensors that they needed."""
         with self._grad_sync_context(action):
-            for compute in self._passed.pop((action.chunk, action.microbatch)).weight_gradients:
+            for compute in self._in_flight.pop((action.chunk, action.microbatch)).weight_gradients:
                 compute()
 
     def _grad_sync_context(self, action: Action) -> AbstractContextManager:

@@ -30,19 +30,19 @@ def zero_bubble(
         whole = one_forward_one_backward(num_ranks, num_microbatches)
     else:
         whole = interleaved(num_ranks, num_chunks, num_microbatches, group_size)
-    split = tuple(_with_weight_gradients(actions, behind=rank) for rank, actions in enumerate(whole.actions))
+    split = tuple(_with_weight_gradients(actions, delay=rank) for rank, actions in enumerate(whole.actions))
     return replace(whole, name="zero-bubble", actions=split)
 
 
 def zero_bubble_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build ZB-H2, for one chunk per rank."""
     whole = one_forward_one_backward(num_ranks, num_microbatches, ahead=2)
-    split = tuple(_with_weight_gradients(actions, behind=2 * rank) for rank, actions in enumerate(whole.actions))
+    split = tuple(_with_weight_gradients(actions, delay=2 * rank) for rank, actions in enumerate(whole.actions))
     return replace(whole, name="zero-bubble-h2", actions=split)
 
 
-def _with_weight_gradients(actions: tuple[Action, ...], behind: int) -> tuple[Action, ...]:
-    """Add a W action for every B: after the B that comes ``behind`` backwards later, or at the end, in the order of the
+def _with_weight_gradients(actions: tuple[Action, ...], delay: int) -> tuple[Action, ...]:
+    """Add a W action for every B: after the B that comes ``delay`` backwards later, or at the end, in the order of the
     B actions. The order of F and B is unchanged."""
     result: list[Action] = []
     waiting: deque[Action] = deque()
@@ -50,6 +50,6 @@ def _with_weight_gradients(actions: tuple[Action, ...], behind: int) -> tuple[Ac
         result.append(action)
         if action.kind == "B":
             waiting.append(action._replace(kind="W"))
-            if len(waiting) > behind:
+            if len(waiting) > delay:
                 result.append(waiting.popleft())
     return (*result, *waiting)

@@ -163,7 +163,8 @@ def _forward_backward(
 
 
 def _num_tokens(results: Sequence[MicroBatchResult], chunks: Sequence[nn.Module]) -> Tensor:
-    """Return the tokens of this rank's micro-batches, an fp64 scalar on the device; 0 on stages without the loss."""
+    """Return the tokens of this rank's micro-batches, an fp64 scalar on the device, not reduced over ranks; 0 on stages
+    without the loss."""
     total = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for result in results:
         total += result.logged[LOSS][1]

@@ -36,6 +36,7 @@ def flat_pieces(
     for at, lengths in _split_flat_range(list(shard.lengths), *stretch):
         stored = Rectangle(tuple(offset + begin for offset, begin in zip(shard.offsets, at)), lengths)
         held, size = stored.within(spec.shape), stored.numel
+        # the cursor also moves over padding, whose rectangles are not yielded
         if held.numel:
             yield held, held.of(memory[cursor : cursor + size].view(lengths), stored.offsets)
         cursor += size
@@ -69,7 +70,8 @@ def _split_flat_range(
 
 def flat_range(tensor: Tensor) -> tuple[Tensor, int, int]:
     """Return (local shard, begin, end): the shard's element range in the unsharded parameter or gradient.
-    ``fully_shard`` shards by rows. A plain tensor is returned in full with its range (0, numel). Shares memory."""
+    ``fully_shard`` shards by rows (asserted). A plain tensor is returned in full with its range (0, numel). The result
+    is detached and shares memory. No collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0, tensor.numel()
     local = tensor.to_local().detach()

@@ -22,9 +22,9 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """Wrap a tensor in memory; keeps a reference to it."""
+        """Wrap a tensor in memory, on any device; ``read()`` returns the tensor itself, not a copy."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Read rows ``start`` to ``stop`` only."""
+        """Return rows ``start`` to ``stop``; without ``read_rows`` the full tensor is read for it."""
         return self.read()[start:stop] if self.read_rows is None else self.read_rows(start, stop)

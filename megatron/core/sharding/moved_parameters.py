@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
+
+from megatron.core.sharding.placement import declare
 
 
 class MovableParameters(nn.Module):
@@ -24,8 +25,8 @@ class MovableParameters(nn.Module):
 def move_parameters(root: nn.Module, source: str, target: str, prefix: str) -> None:
     """Move the direct parameters of submodule ``source`` of ``root`` to its submodule ``target``, as ``prefix`` + name,
     in place. State dicts and ``named_parameters`` use the new names. Checkpoints keep the old names, which this
-    function records in ``ParameterSpec.registered_as``. ``source`` must be a :class:`MovableParameters`, which still
-    finds its parameters as attributes."""
+    function records in ``ParameterSpec.registered_as``. ``source`` must be a :class:`MovableParameters` (asserted),
+    which still finds its parameters as attributes; every moved parameter must have a spec."""
     module, owner = root.get_submodule(source), root.get_submodule(target)
     assert isinstance(module, MovableParameters)
     moved = {}
@@ -33,6 +34,6 @@ def move_parameters(root: nn.Module, source: str, target: str, prefix: str) -> N
         delattr(module, name)
         owner.register_parameter(prefix + name, parameter)
         names = (f"{target}.{prefix}{name}", f"{source}.{name}")
-        parameter.spec = replace(parameter.spec, registered_as=names)  # type: ignore[attr-defined]
+        declare(parameter, registered_as=names)
         moved[name] = (owner, prefix + name)
     module.__dict__["_moved"] = moved

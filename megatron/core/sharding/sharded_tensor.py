@@ -72,8 +72,9 @@ def module_tensors(
 def stored_tensors(
     name: str, parameter: Tensor, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
 ) -> dict[str, ShardedTensor]:
-    """Return this rank's shard of a parameter or buffer as sharded tensors by key. Usually one rectangle; FSDP shards
-    of folded stacked weights can give several. For ``rounded`` see :func:`module_tensors`."""
+    """Return this rank's shard of a parameter or buffer as sharded tensors by key: live views, or copies as described
+    for ``rounded`` in :func:`module_tensors`. Usually one rectangle; FSDP shards of folded stacked weights can give
+    several, and a shard of padding none."""
     local, *stretch = flat_range(parameter)
     if rounded:
         local = local.to(getattr(parameter, "compute_dtype", local.dtype))
@@ -83,8 +84,9 @@ def stored_tensors(
 def flat_range_tensors(
     name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
 ) -> dict[str, ShardedTensor]:  # fmt: skip
-    """Convert a flat range of a parameter's local memory to sharded tensors by key. Keys are ``prefix`` + global name,
-    with ``@index`` appended if the range is not the full local parameter.
+    """Convert a flat range of a parameter's local memory to sharded tensors by key; they are views of a contiguous
+    ``flat``. Keys are ``prefix`` + global name (for a part of a global tensor: the local name), with ``@index``
+    appended if the range is not the full local parameter.
 
     Args:
         name: parameter name in the module.

@@ -34,7 +34,8 @@ class AutogradHandle:
         self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
-        """Wait and return the result. Call it exactly once."""
+        """Wait (on CUDA: in stream order) and return the result, a tensor with a gradient. Call it exactly once; a
+        second call raises AssertionError."""
         # drop the reference: the graph refers to this object, and a cycle would be freed only by the garbage collector
         # (with --manual-gc it runs rarely, and gathered inputs would fill the memory)
         started, self._started = self._started, None
@@ -56,7 +57,8 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # ``grad`` belongs to the placeholder; the gradient of x is the result of the collective that ``_End`` started
+        # ``grad`` is the placeholder's, without data; the gradient of x is the result of the collective that ``_End``
+        # started
         return ctx.handle.take().wait(), None
 
 
@@ -79,12 +81,13 @@ def _stand_in(like: Tensor) -> Tensor:
 
 
 def start_all_gather(x: Tensor, group: Group) -> AutogradHandle:
-    """Start a differentiable all-gather, [s / n, ...] of every rank -> [s, ...]."""
+    """Start a differentiable all-gather, [s / n, ...] of every rank -> [s, ...]. The gradient is reduce-scattered."""
     return AutogradHandle(x, group, begin_all_gather, begin_reduce_scatter)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> AutogradHandle:
-    """Start a differentiable reduce-scatter of partial sums, [s, ...] -> this rank's [s / n, ...]."""
+    """Start a differentiable reduce-scatter of partial sums, [s, ...] -> this rank's [s / n, ...]. The gradient is
+    all-gathered."""
     return AutogradHandle(x, group, begin_reduce_scatter, begin_all_gather)
 
 
@@ -92,7 +95,7 @@ def start_all_to_all(
     x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
 ) -> AutogradHandle:
     """Start a differentiable all-to-all of ``send`` rows to and ``receive`` rows from each rank; ``is_even``: all sizes
-    on all ranks are equal.
+    on all ranks are equal. The gradient returns by the inverse all-to-all.
     """
     there = partial(begin_all_to_all, send=send, receive=receive, is_even=is_even)
     return AutogradHandle(x, group, there, partial(there, send=receive, receive=send))

@@ -34,7 +34,7 @@ def _started(start: Callable[..., Any], result: Tensor, source: Tensor, group: G
 
 
 def begin_all_reduce(x: Tensor, group: Group) -> AsyncHandle:
-    """Start an all-reduce (sum) of ``x`` in place."""
+    """Start an all-reduce (sum) of ``x`` over ``group`` in place. ``wait()`` of the returned handle gives ``x``."""
     return _Collective(dist.all_reduce(x, group=group.handle, async_op=True), x, x)
 
 
@@ -49,7 +49,8 @@ def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
 
 def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
     """Start a reduce-scatter of partial sums over ``group``, [s, ...] -> this rank's [s / n, ...]. ``wait()`` of the
-    returned handle gives the new tensor; ``x`` is not changed. Raises ValueError if s is not divisible by n."""
+    returned handle gives the new tensor; ``x`` is not changed. Copy engines sum in fp32 and round once, torch in the
+    dtype of ``x``. Raises ValueError if s is not divisible by n."""
     if x.shape[0] % group.size:
         raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
     if group.engines is not None and group.engines.carries(x.nbytes // group.size):

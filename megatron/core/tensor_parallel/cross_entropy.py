@@ -100,8 +100,8 @@ def vocab_parallel_losses(
     logits: Tensor, target: Tensor, *, group: Group, vocab_size: int | None = None, divisible_by: int = 128,
     reuse_logits: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. Collective over
-    ``group``.
+    """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. One all-gather over
+    ``group`` in forward, none in backward. Keeps the logits, not a softmax, for backward.
 
     ``logits`` [..., v] is this rank's slice of the vocabulary; ``target`` int64 [...] holds global ids. A negative id
     marks a position that the caller masks out: its loss is log sum_v exp(x_v - max x) and its gradient the softmax, as
@@ -185,6 +185,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.passes.gradient(
             logits_tv, label_t, Softmax(maximum_t, total_t, ctx.num_true), grad_loss.contiguous(), gradient
         )
-        if ctx.reuse_logits:  # makes autograd reject a second backward, which would be wrong
+        if ctx.reuse_logits:  # autograd then rejects a second backward, which would read gradients as logits
             torch.autograd.graph.increment_version(logits)
         return gradient.view(logits.shape), None, None

@@ -23,7 +23,8 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank.
 
-    Collective over the group: one broadcast per key. The other ranks may pass None. Results are on the training device.
+    Collective over the group: one object broadcast of shapes, then one broadcast per key. The other ranks may pass
+    None. Results are on the training device; on the first rank they may be the input tensors themselves.
     ``tp_group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group.
     """
     if resolve_group(tp_group).is_first:
@@ -35,7 +36,8 @@ def broadcast_data(
 def broadcast_batch(batch: dict[str, Any] | None, tp_group: Any = None) -> dict[str, Any]:
     """Broadcast the first tensor-parallel rank's ``batch`` to every rank of the group and return it in a new dict:
     tensors on the training device, other values pickled. Collective: one object broadcast, then one broadcast per
-    tensor; none for a group of one. The other ranks' ``batch`` is ignored. ``tp_group``: see :func:`broadcast_data`."""
+    tensor; none for a group of one. The other ranks' ``batch`` is ignored; the first rank's tensors are not copied if
+    they are on the device and contiguous. ``tp_group``: see :func:`broadcast_data`."""
     group = resolve_group(tp_group)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     contents: list[Any] = [None]

@@ -28,6 +28,7 @@ from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gra
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Shard, XavierUniform, Zeros, parameter
 from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel.gemms import GemmLayer, accumulate_product
 from megatron.core.tensor_parallel.layers import StackedSize
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class GroupedProducts(NamedTuple):
     """
 
 
-def _stretches(ends: Tensor) -> Iterator[slice]:
+def _row_ranges(ends: Tensor) -> Iterator[slice]:
     """Yield the row range of each group. Copies ``ends`` to the host."""
     start = 0
     for end in ends.tolist():
@@ -60,7 +61,7 @@ def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [r, o] in the dtype of ``x`` [r, i], one GEMM per group with ``weight`` [g, o, i]; rows after the last end
     are zero. Reads ``ends`` on the host."""
     out = x.new_zeros((len(x), weight.shape[1]))
-    for rows, weight_oi in zip(_stretches(ends), weight):
+    for rows, weight_oi in zip(_row_ranges(ends), weight):
         torch.mm(x[rows], weight_oi.t(), out=out[rows])
     return out
 
@@ -70,13 +71,14 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
     in the dtype of ``x``. Reads ``ends`` on the host."""
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
-    for rows, total_oi in zip(_stretches(ends), total):
-        linear.accumulate_product(total_oi, grad[rows].t(), x[rows])
+    for rows, total_oi in zip(_row_ranges(ends), total):
+        accumulate_product(total_oi, grad[rows].t(), x[rows])
     return total
 
 
 def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute all groups in one launch; fall back to :func:`multiply_loop` for unsupported dtypes or sizes."""
+    """Return [r, o]: all groups in one launch, rows after the last end undefined. Falls back to :func:`multiply_loop`
+    for unsupported dtypes or sizes."""
     if not _is_served(x, weight.shape[1], x.shape[1]):
         return multiply_loop(x, weight, ends)
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -109,7 +111,7 @@ GROUPED = GroupedProducts(
 )
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(GemmLayer):
     """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases with
     ``add_bias_linear``.
 
@@ -117,8 +119,6 @@ class GroupedLinear(nn.Module):
     ``etp``. With ``splits_input`` the input size is split instead: outputs are then partial sums over ``etp``, and only
     the first rank adds the bias.
     """
-
-    weight_gradient_store: linear.WeightGradientStore | None = None
 
     def __init__(
         self,
@@ -148,10 +148,15 @@ class GroupedLinear(nn.Module):
         self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self.add_rows = choose_add_rows(config.params_dtype)
 
+    def use_gemms(self, gemms: object) -> None:
+        assert isinstance(gemms, GroupedProducts)
+        self.products = gemms
+
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Return [r, o] in the order of rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert.
         ``bias_scale`` [r] multiplies the bias of each row; None: 1. No collective: with ``splits_input`` the results
-        are partial sums over ``etp``. Backward defers dW if ``weight_gradient_store`` is set."""
+        are partial sums over ``etp``, else dX is; the caller reduces both. Backward defers dW if
+        ``weight_gradient_store`` is set."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
         weight: Any = linear.FusedGradParam(self.weight)
         ready = None
@@ -218,7 +223,7 @@ def _weight_gradient(
 
 @torch.no_grad()
 def _complete(weight: Tensor, *rest: Any) -> None:
-    """Compute a deferred weight gradient."""
+    """Compute a deferred weight gradient and run the parameter's hooks."""
     linear.complete_later(weight, _weight_gradient(weight, *rest))
 
 
@@ -241,7 +246,8 @@ class _GroupedBias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of y (``grad`` itself), bias and scale. The bias gradient is None if it is added to
-        ``main_grad`` in place. The last result is a placeholder gradient for the token ``ready``."""
+        ``main_grad`` in place; dY times scale is rounded to the dtype of dY before its sum. The last result is a
+        placeholder gradient for the token ``ready``."""
         bias, scale, ends = ctx.saved_tensors
         grad_bias = grad_scale = None
         if ctx.needs_input_grad[2]:

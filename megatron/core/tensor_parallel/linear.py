@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,6 +32,7 @@ from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
 from megatron.core.groups.async_handle import AsyncHandle, Finished
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
+from megatron.core.tensor_parallel.gemms import Gemms
 
 
 class WeightGradientStore:
@@ -42,7 +42,7 @@ class WeightGradientStore:
     input-gradient part of a micro-batch it calls :meth:`take`. Each closure must be called once, in order; it completes
     the gradient of one weight exactly as backward would have, in ``main_grad`` (or ``grad``), and runs the parameter's
     post-accumulate-gradient hooks. All ranks of a tensor-parallel group must call the closures in the same order,
-    because under sequence parallelism they all-gather their input.
+    because under sequence parallelism they all-gather their input. A closure keeps dY and X in memory until then.
     """
 
     def __init__(self) -> None:
@@ -61,17 +61,6 @@ class WeightGradientStore:
         return len(self._waiting)
 
 
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute ``total += left @ right`` in place in the dtype of ``total``, without rounding the product to a narrower
-    dtype. CUDA GEMMs read narrower inputs directly; CPUs cast them to the dtype of ``total`` first."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
 class LinearTraits(NamedTuple):
     """Communication and gradient settings of a linear layer."""
 
@@ -86,8 +75,8 @@ class LinearTraits(NamedTuple):
     """
     column_sum: ColumnSum = column_sum_plain
     """Kernel that computes db."""
-    accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product
-    """Kernel that adds dW to ``main_grad``."""
+    gemms: Gemms = Gemms()
+    """GEMMs of the layer."""
 
 
 class FusedGradParam(NamedTuple):
@@ -133,7 +122,8 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.traits, ctx.store = traits, store
         # keep the parameters: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.bias = weight, bias
-        return F.linear(begin_all_gather(x, traits.group).wait() if traits.gather_input else x, weight, bias)
+        gathered = begin_all_gather(x, traits.group).wait() if traits.gather_input else x
+        return traits.gemms.output(gathered, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -151,8 +141,9 @@ class _ParallelLinear(torch.autograd.Function):
         # expose both collectives
         if traits.gather_input and needs_weight and store is None:
             gathering = begin_all_gather(x, traits.group)
+        # the all-reduce writes into this product; no other tensor may share its memory
         if needs[0]:
-            summing = start_input_gradient_reduction(grad.matmul(weight), traits)
+            summing = start_input_gradient_reduction(traits.gemms.input_gradient(grad, weight), traits)
         if store is not None:
             # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
             parameter = ctx.weight
@@ -183,8 +174,8 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTrai
     grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
-        return grad_to.t().matmul(x_ti)
-    traits.accumulate(main_grad, grad_to.t(), x_ti)
+        return traits.gemms.weight_gradient(grad_to, x_ti)
+    traits.gemms.accumulate(main_grad, grad_to.t(), x_ti)
     return None
 
 
@@ -205,7 +196,8 @@ def autograd_proxy(
 ) -> tuple[Tensor | FusedGradParam, Tensor | None]:
     """Return what autograd sees of a parameter: (parameter, None) if its gradient goes through autograd; (hidden, its
     token ``grad_ready``) if operators add it to ``main_grad``; or (hidden, None) if another use announces that gradient
-    and the input ``x`` requires a gradient, so that backward runs anyway."""
+    and the input ``x`` requires a gradient. Without token and such an input only the parameter can make backward run:
+    (parameter, None), although operators add to ``main_grad``."""
     # hide the parameter: its hooks run even without a gradient, so the bucket would count it as ready before dW is
     # added, or twice; the token gets its gradient only after all uses have added their gradients
     if not parameter.requires_grad or fused_gradient(parameter, traits) is None:

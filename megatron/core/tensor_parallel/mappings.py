@@ -1,7 +1,8 @@
 """Collectives of tensor and sequence parallelism under Megatron-LM's names and arguments.
 
-``group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group. Layers of the
-library pass their group to ``operators.py``.
+``group`` is a torch ``ProcessGroup`` or a ``Group``; None: the running program's tensor-parallel group. On a group of
+one rank the functions return their input itself (a copy for uneven shards, ``all_to_all_sp2hp`` and ``hp2sp``). Split
+sizes may be tensors; on a GPU the host waits to read them. Layers of the library pass their group to ``operators.py``.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class CudaRNGStatesTracker:
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replace all states."""
+        """Replace all states; keeps references to the tensors."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -90,7 +90,7 @@ def get_expert_parallel_rng_tracker_name() -> str:
 
 
 def get_data_parallel_rng_tracker_name() -> str:
-    """Return the name of the state that all ranks of one model replica share."""
+    """Return the name of the state that is equal on all ranks after ``model_parallel_cuda_manual_seed``."""
     return _DATA_PARALLEL
 
 

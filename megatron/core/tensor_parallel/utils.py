@@ -23,7 +23,8 @@ def split_tensor_along_last_dim(
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Any = None) -> Tensor:
-    """Return this tensor-parallel rank's chunk of the flattened ``tensor``: a view, or a copy with ``new_buffer``."""
+    """Return this tensor-parallel rank's chunk of the flattened ``tensor`` (contiguous): a view, or with ``new_buffer``
+    a copy without gradient. Raises ValueError if the number of elements is not divisible."""
     part = operators.equal_parts(tensor.view(-1), resolve_group(tp_group), 0)[resolve_group(tp_group).rank]
     return part.detach().clone() if new_buffer else part
 

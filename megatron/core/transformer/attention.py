@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.attention.description import describe_attention
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -49,7 +50,7 @@ class SelfAttention(Segmented):
     """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
     """
 
-    supports_context_parallel = True  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
     def __init__(
         self,
@@ -127,8 +128,9 @@ class SelfAttention(Segmented):
         return finish(self.linear_proj, summing, ctx)
 
     def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
-        """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d]. Reads
-        the rotary tables, mask, position bias, documents and dropout of ``ctx``.
+        """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d], for
+        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Reads the
+        rotary tables of ``ctx``; the core attention reads layout, mask, position bias and dropout.
         """
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
@@ -137,10 +139,7 @@ class SelfAttention(Segmented):
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
-        bias = () if ctx.position_bias is None else (ctx.position_bias,)
-        return self._run_core(
-            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout, *bias
-        )
+        return self._run_core(self.core_attention, query, key, value, ctx)
 
 
 def _head_norm(

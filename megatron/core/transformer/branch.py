@@ -112,7 +112,7 @@ class Branch:
 
     def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
         """Return the mixer's output, after the post-norm if there is one, times ``residual_multiplier``. A generator:
-        it yields inside the mixer only with ``ctx.overlap``.
+        it yields inside the mixer only with ``ctx.overlap``, where it recomputes neither the norm nor the mixer.
         """
         if ctx.overlap:
             output = yield from mixer_segments(self.mixer, stream.normed, ctx)
@@ -124,7 +124,7 @@ class Branch:
         return output if self._multiplier == 1.0 else output * self._multiplier
 
     def add(self, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Tensor:
-        """Apply dropout to the mixer output and add ``residual``."""
+        """Apply dropout to the mixer output and add ``residual``; the masks are functions of ``ctx.dropout``."""
         return self.dropout(output, ctx.dropout, residual)
 
     @property

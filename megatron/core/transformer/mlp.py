@@ -37,7 +37,7 @@ class MLPSubmodules:
 class MLP(Segmented):
     """Feed-forward network, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism)."""
 
-    supports_context_parallel = True  # treats tokens one by one
+    mixes_tokens = False
 
     def __init__(
         self,

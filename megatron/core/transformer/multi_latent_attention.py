@@ -7,7 +7,6 @@
 Rotary positions apply only to the rope channels, in adjacent pairs; all heads share one rope key. The norms exist only
 with ``qk_layernorm``. Tensor-parallel ranks replicate the down projections and split the up projections by heads. Under
 sequence parallelism each rank computes the latents of its positions and all-gathers them instead of the wider stream.
-In names below, *still* is nope and *turned* is rope.
 
 Legend: s sequence, b batch, h hidden, a heads (local), d channels of a query or key head, e of a value head, r rank.
 """
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import choose_rotary
@@ -69,7 +69,7 @@ def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
 class MLASelfAttention(Segmented):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
-    supports_context_parallel = True  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
     def __init__(
         self,
@@ -81,13 +81,14 @@ class MLASelfAttention(Segmented):
         groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        self._still, self._turned, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        # head dims: unrotated and rotated channels of queries and keys, and values
+        self._nope, self._rope, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self._ranks = config.q_lora_rank, config.kv_lora_rank
         self._build_projections(config, submodules, groups)
         assert submodules.core_attention is not None
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups,
-            softmax_scale=latent_softmax_scale(config), k_channels=self._still + self._turned, v_channels=self._value,
+            softmax_scale=latent_softmax_scale(config), k_channels=self._nope + self._rope, v_channels=self._value,
         )  # fmt: skip
         self.linear_proj = _build(
             submodules.linear_proj, config.num_attention_heads * self._value, config.hidden_size, config=config,
@@ -110,7 +111,7 @@ class MLASelfAttention(Segmented):
         ``self._down``, the function that computes the latents."""
         query_rank, rank = self._ranks
         hidden, heads = config.hidden_size, config.num_attention_heads
-        query_width, width = heads * (self._still + self._turned), heads * (self._still + self._value)
+        query_width, width = heads * (self._nope + self._rope), heads * (self._nope + self._value)
 
         def linear(slot: Slot, into: int, out: int) -> Any:
             placed = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
@@ -125,7 +126,7 @@ class MLASelfAttention(Segmented):
         if config.mla_down_proj_fusion:
             self._down = self._latents_one_weight
             self.linear_qkv_down_proj = linear(
-                slots.linear_qkv_down_proj or slots.linear_kv_down_proj, hidden, (query_rank or 0) + rank + self._turned
+                slots.linear_qkv_down_proj or slots.linear_kv_down_proj, hidden, (query_rank or 0) + rank + self._rope
             )
         elif query_rank is not None:
             self._down = self._latents_two_weights
@@ -136,7 +137,7 @@ class MLASelfAttention(Segmented):
             self.q_layernorm = latent_norm(slots.q_layernorm, query_rank)
             self.linear_q_up_proj = linear(slots.linear_q_up_proj, query_rank, query_width)
         if not config.mla_down_proj_fusion:
-            self.linear_kv_down_proj = linear(slots.linear_kv_down_proj, hidden, rank + self._turned)
+            self.linear_kv_down_proj = linear(slots.linear_kv_down_proj, hidden, rank + self._rope)
         self.kv_layernorm = latent_norm(slots.kv_layernorm, rank)
         self.linear_kv_up_proj = linear(slots.linear_kv_up_proj, rank, width)
 
@@ -155,10 +156,11 @@ class MLASelfAttention(Segmented):
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: down projections and norms (start the all-gather) | up
         projections and core attention | output projection (start the reduction) | (wait, add the bias). Returns [s, b,
-        h]. Latents are gathered in one message if ``ctx.overlap`` is set."""
+        h]. With ``ctx.overlap`` the latents are all-gathered in one message and saved gathered; else backward repeats
+        their all-gathers if it recomputes the heads."""
         source, rest = self._down(hidden_states)
         # contiguous: a saved view would keep the memory of the full tensor
-        latent, rope_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
+        latent, rope_key = (part.contiguous() for part in rest.split((self._ranks[1], self._rope), dim=-1))
         parts, heads = (source, self.kv_layernorm(latent), rope_key), self._heads
         if ctx.overlap and self.linear_proj.scatters:  # one message: copy engines serve few at a time
             gathering, heads = start_all_gather(torch.cat(parts, dim=-1), self._group), self._gathered_heads
@@ -168,9 +170,7 @@ class MLASelfAttention(Segmented):
             yield
         qkv = heads(*parts, ctx.rotary_pos_emb)
         with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb):
-            mixed = self._run_core(
-                self.core_attention, *qkv, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
-            )
+            mixed = self._run_core(self.core_attention, *qkv, ctx)
         yield
         summing = leave(self.linear_proj, mixed, ctx)
         yield
@@ -185,7 +185,7 @@ class MLASelfAttention(Segmented):
 
     def _latents_one_weight(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query_rank, rank = self._ranks
-        query, rest = self.linear_qkv_down_proj(x)[0].split((query_rank, rank + self._turned), dim=-1)
+        query, rest = self.linear_qkv_down_proj(x)[0].split((query_rank, rank + self._rope), dim=-1)
         return self.q_layernorm(query.contiguous()), rest
 
     def _heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
@@ -205,13 +205,14 @@ class MLASelfAttention(Segmented):
         """Return query, key [s, b, a, nope + rope] and value [s, b, a, v] from the outputs of the up projections.
         Applies rotary ``tables`` (None: no rotation) to the rope channels only; the single rope key is copied to all
         heads."""
-        query = query.unflatten(-1, (-1, self._still + self._turned))
-        key, value = key_value.unflatten(-1, (-1, self._still + self._value)).split((self._still, self._value), dim=-1)
+        query = query.unflatten(-1, (-1, self._nope + self._rope))
+        key, value = key_value.unflatten(-1, (-1, self._nope + self._value)).split((self._nope, self._value), dim=-1)
         rope_key = rope_key.unsqueeze(2)
         if tables is not None:
-            still, turned = query.split((self._still, self._turned), dim=-1)
-            query = torch.cat((still, self._rotated(turned, *tables, True)), dim=-1)
+            nope, rope = query.split((self._nope, self._rope), dim=-1)
+            query = torch.cat((nope, self._rotated(rope, *tables, True)), dim=-1)
             rope_key = self._rotated(rope_key, *tables, True)
         return query, torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+
 
 serve_other_names(__name__)

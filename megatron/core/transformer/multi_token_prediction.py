@@ -30,11 +30,9 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups import collective_names
-from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.context import ForwardContext
@@ -73,17 +71,16 @@ class Tokens(NamedTuple):
 
 
 def shifted_tokens(
-    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, cp: Group, packed: PackedSeqParams | None
+    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, layout: TokenLayout
 ) -> list[Tokens]:
     """Return the tokens shifted left by 1 to ``depths`` positions. ``tensors`` are ids, positions and labels [b, s] of
-    this context-parallel rank. All-gathers the full sequences over ``cp``, because the next tokens may be on other
-    ranks.
+    this rank. One all-gather of full sequences over the ranks of ``layout``, because the next tokens may be on others.
     """
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
-    whole = _all_gather_sequences(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), cp)
+    whole = layout.full(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), 2)
     batch, length = whole.shape[1:]
-    bounds = None if packed is None else packed.cu_seqlens_q
+    bounds = None if layout.documents is None else layout.documents.cu_seqlens_q
     document = None
     if bounds is not None:
         index = torch.arange(batch * length, device=whole.device)
@@ -95,19 +92,10 @@ def shifted_tokens(
         if document is not None:
             moved[3] *= F.pad(document[:, end:] == document[:, : length - end], (0, end))
         left_b = moved[3].sum(1)
-        ids, positions, labels, own_mask = zigzag.local_part(moved, cp.rank, cp.size, dim=2)
+        ids, positions, labels, own_mask = layout.local(moved, 2)
         weight_b = (num_valid_b / left_b).where(left_b > 0, 0.0)
         found.append(Tokens(ids.long(), positions.long(), labels.long(), own_mask, weight_b))
     return found
-
-
-def _all_gather_sequences(x: Tensor, cp: Group) -> Tensor:
-    """All-gather [..., s] over ``cp`` and return full sequences in natural order."""
-    if cp.size == 1:
-        return x
-    parts = x.new_empty((cp.size * x.shape[0], *x.shape[1:]))
-    collective_names.all_gather(parts, x, group=cp.handle)
-    return zigzag.merge_parts(parts.chunk(cp.size), dim=x.dim() - 1)
 
 
 class _AttachToLosses(torch.autograd.Function):
@@ -193,6 +181,7 @@ class MultiTokenPredictionBlock(nn.Module):
             build_module(each, config, layer_number=config.num_layers + depth, groups=groups)
             for depth, each in enumerate(spec.layer_specs[: 1 if repeats else None], start=1)
         )
+        # a repeated layer gets one gradient per depth: a bucket reduced after the first would miss the others
         for weight in self.parameters():
             weight.has_several_gradients = len(self.layers) < self.num_depths  # type: ignore[attr-defined]
         self.factor = config.mtp_loss_scaling_factor / self.num_depths
@@ -211,8 +200,8 @@ class MultiTokenPredictionBlock(nn.Module):
     def attach(
         self, losses: Tensor, later: Sequence[Tensor], tokens: Sequence[Tokens], mask: Tensor | None, scale: Tensor
     ) -> Tensor:
-        """Return the main ``losses`` [b, s]; their backward also differentiates the ``later`` losses of every depth.
-        Records the depths' losses as statistics.
+        """Return a view of the main ``losses`` [b, s]; its backward also differentiates the ``later`` losses [b, s] of
+        every depth. Adds the depths' losses to the statistics, on the first tensor-parallel rank only.
 
         ``mask`` [b, s]: valid main losses (None: all). ``scale`` (0-d): factor of the summed loss before backward, used
         on ranks without valid main tokens.
@@ -228,5 +217,6 @@ class MultiTokenPredictionBlock(nn.Module):
 
     def end_step(self, totals: dict[str, Tensor]) -> None:
         """Do nothing: no state is kept between steps."""
+
 
 serve_other_names(__name__)

@@ -44,7 +44,8 @@ else:
 
 
 def recompute(function: Callable, *args: Any) -> Any:
-    """Call ``function`` and save only ``args``; backward calls it again. Without gradients it is a plain call."""
+    """Call ``function`` and save only ``args``; backward calls it again, including its collectives. Without gradients
+    it is a plain call."""
     if not torch.is_grad_enabled():
         return function(*args)
     # non-reentrant: backward runs once, over the first graph, so hooks that count gradients fire once per parameter
@@ -225,6 +226,7 @@ class _LazyOutputs:
         made = self._made[view.which]
         if self._waiting <= 0:
             self._made = None
+        # the same function and arguments give the same memory layout, so that the saved strides are valid
         return made.as_strided(view.shape, view.strides)
 
 
@@ -245,7 +247,8 @@ def discard_outputs(
     outputs: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *arguments: Any
 ) -> AbstractContextManager:
     """Context in which operations save a recipe instead of ``outputs``, of any strides. Backward calls ``function``
-    once for all of them and frees the results after the last use.
+    once for all of them, including its collectives, and frees the results after the last use. ``arguments`` stay
+    referenced.
     """
     if not torch.is_grad_enabled():
         return nullcontext()

@@ -64,7 +64,7 @@ class TransformerLayer(Segmented):
         UserError: two modules would have the same name.
     """
 
-    supports_context_parallel = True  # its branches are checked one by one
+    mixes_tokens = False  # its branches are checked one by one
 
     def __init__(
         self,
@@ -131,5 +131,6 @@ def layer_branches(spec: ModuleSpec | Callable[..., Any], parallel: bool = False
         return None
     is_plain = all(getattr(kind, name) is getattr(TransformerLayer, name) for name in ("forward", "segments"))
     return branch_specs(spec.submodules) if is_plain else None
+
 
 serve_other_names(__name__)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.files import read_json
-from megatron.core.export.hf import save_hf
-from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.registry import find_family
-from megatron.core.export.hf.side_files import CONFIG
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.export.hf import save_hf
+from megatron.export.hf.family import complete
+from megatron.export.hf.registry import find_family
+from megatron.export.hf.side_files import CONFIG
+from megatron.export.interchange import Interchange
+from megatron.export.native import InterchangeReader
 from megatron.tools.checkpoint.formats import say
 from megatron.tools.checkpoint.small_model import random_weights, shrink, small_config, tokens_needed
 from megatron.training.checkpoint.other_formats import WORDS
@@ -37,8 +37,6 @@ TOLERANCE = 1e-4
 LENGTH = 32
 AFFORDABLE = 2e12
 """Maximum of parameters times tokens for sequences longer than ``LENGTH``: about a minute on a CPU."""
-AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
-"""The ``transformers`` auto class for each model family."""
 
 
 def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
@@ -95,10 +93,9 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     disable_progress_bar()
     rows, shape = ours.tensors[WORDS].shape[0], (1 if length > 512 else 2, length)
     tokens = torch.randint(rows, shape, generator=torch.Generator().manual_seed(1))
-    real = torch.ones_like(tokens)
-    decoded = {"decoder_input_ids": tokens, "attention_mask": real} if cfg.model_family == "t5" else {}
+    decoded = cfg.family.peer_inputs(tokens)
     with torch.no_grad():
-        kind, more = getattr(transformers, AUTO_MODELS[cfg.model_family]), {}
+        kind, more = getattr(transformers, cfg.family.auto_model), {}
         config = read_json(Path(folder) / CONFIG)
         if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
             kind = getattr(transformers, find_family(config).architecture)
@@ -111,7 +108,7 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     agree = (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
     # rotary angles are rounded in fp32: the error grows with the position. Encoders attend to later positions too, so
     # that all of their logits get the limit of the last position
-    last_s = torch.arange(length) if cfg.model_family == "gpt" else torch.full((length,), length)
+    last_s = torch.arange(length) if cfg.family.is_causal else torch.full((length,), length)
     limit_s = TOLERANCE * max(scale, 1) * (last_s / 256).clamp_min(1)
     error, verdict = error_bs.max().item(), "equal" if bool((error_bs <= limit_s).all()) else "DIFFERENT"
     say(f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
@@ -130,10 +127,5 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
     reader = InterchangeReader(weights, "")
     for tensor in module_tensors(model, prefix="model.", groups=SINGLE_PROCESS).values():
         reader.read_into(tensor)
-    if cfg.model_family == "bert":
-        types = torch.zeros_like(tokens) if cfg.bert_binary_head else None
-        return model(tokens, None, types)[0].float()[..., :rows]
-    if cfg.model_family == "t5":
-        return model(tokens, tokens, torch.ones_like(tokens)).float()[..., :rows]
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions).float()[..., :rows]
+    assert cfg.family.logits is not None
+    return cfg.family.logits(model, cfg, tokens).float()[..., :rows]

@@ -23,12 +23,13 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
 from megatron.core.dist_checkpointing.writer import write_file
-from megatron.core.export.files import Target
-from megatron.core.export.hf import save_hf
-from megatron.core.export.interchange import COUNTER, Interchange, with_counters
-from megatron.core.export.megatron_lm import save_megatron_torch_dist
-from megatron.core.export.native import save_native, save_safetensors
+from megatron.core.models.registry import default_family, families
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import Target
+from megatron.export.hf import save_hf
+from megatron.export.interchange import COUNTER, Interchange, with_counters
+from megatron.export.megatron_lm import save_megatron_torch_dist
+from megatron.export.native import save_native, save_safetensors
 from megatron.tools.checkpoint import formats
 from megatron.tools.checkpoint.formats import say
 from megatron.training.arguments import parse_args, validate_args
@@ -42,7 +43,7 @@ from megatron.training.checkpoint.other_formats import (
 )
 from megatron.training.checkpoint.schema import malformed
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.stored_settings import config_to_dict
+from megatron.training.stored_settings import config_to_dict, stored_family
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"format of the result: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
     made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to create")
-    made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT", "T5"),
+    made.add_argument("--model-type", default=default_family().upper(), choices=[each.upper() for each in families()],
                       help="model type, if the folder does not contain it")  # fmt: skip
     made.add_argument("--dtype", choices=DTYPES, help="dtype of the converted weights; default: unchanged")
     made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="maximum size of a file")
@@ -132,20 +133,20 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     if loader == "native" or source.settings.get("vocab_size") is None:
         source.settings["vocab_size"] = rows
     given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
-    family = source.settings.get("model_family", "gpt")
-    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family)
+    family = stored_family(source.settings, where)
+    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family.name)
     cfg = with_settings(cfg, source.settings, where)
     longest = cfg.max_position_embeddings or cfg.seq_length
     cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
-    if family == "t5":
-        cfg = dataclasses.replace(cfg, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length)
+    lengths: dict[str, Any] = {field: getattr(cfg, field) or cfg.seq_length for field in family.lengths}
+    cfg = dataclasses.replace(cfg, **lengths)
     if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
         cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
     cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")
     cfg = validate_args(cfg, 1, announce=False)
     check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
     model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
-    source.settings = {**source.settings, **model, "model_family": family}
+    source.settings = {**source.settings, **model, "model_family": family.name}
     return cfg
 
 
@@ -228,5 +229,6 @@ def how_to_load(folder: str, source: Interchange) -> str:
         fresh = "" if "optimizer" in source.objects else " --no-load-optim"
         flags = f"--load {folder} --use-checkpoint-args --no-load-rng{fresh}"
         return f"continue training with: {flags}, and the run's other flags"
-    own = "--decoder-seq-length N and a --save" if source.settings.get("model_family") == "t5" else "a --save"
+    lengths = [f"--{field.replace('_', '-')} N" for field in stored_family(source.settings, folder).lengths[1:]]
+    own = " and ".join([*lengths, "a --save"])
     return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {own} of your own"

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
-from megatron.core.export.files import HIDDEN, tensor_bytes
-from megatron.core.export.hf import load_hf
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist
-from megatron.core.export.native import load_native, load_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import HIDDEN, tensor_bytes
+from megatron.export.hf import load_hf
+from megatron.export.interchange import Interchange
+from megatron.export.megatron_lm import load_megatron_torch, load_megatron_torch_dist
+from megatron.export.native import load_native, load_safetensors
 from megatron.training.checkpoint.files import find_checkpoint
 
 LOADERS = ("hf", "megatron_torch", "megatron_torch_dist", "native", "safetensors")
@@ -32,7 +33,8 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(description or ""), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
     said = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import printable
-from megatron.core.export.files import tensor_bytes
-from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES
+from megatron.export.files import tensor_bytes
+from megatron.export.interchange import Interchange
 from megatron.tools.checkpoint import formats
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.export.hf.attention_settings import layers_with_windows
-from megatron.core.export.hf.conversion import placements
-from megatron.core.export.hf.family import Family
-from megatron.core.export.interchange import Interchange, with_counters
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.hf.attention_settings import layers_with_windows
+from megatron.export.hf.conversion import placements
+from megatron.export.hf.family import Family
+from megatron.export.interchange import Interchange, with_counters
 
 VOCAB_SIZE = 96
 LONGEST = 4200

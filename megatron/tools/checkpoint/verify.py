@@ -17,7 +17,7 @@ import torch
 
 from megatron.core.config.errors import UserError, counted
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.export.interchange import Interchange
+from megatron.export.interchange import Interchange
 from megatron.tools.checkpoint import formats
 from megatron.tools.checkpoint.convert import completed
 from megatron.training.checkpoint.files import saved_iterations

@@ -30,7 +30,7 @@ Work = Callable[[Group, Blocks, Fault], int]
 
 
 class BackgroundWriter:
-    """Runs background saves. Creation is collective over ``world``, as are methods that say so.
+    """Runner of background saves, one at a time. Creation is collective over ``world``, as are methods that say so.
 
     Args:
         world: group of all ranks; completion is agreed over it.
@@ -66,6 +66,7 @@ class BackgroundWriter:
         self._error, self._num_bytes, self._name = None, 0, name
         self._mark("starting")
         self._thread = threading.Thread(target=self._run, args=(work, fault), name="background save", daemon=True)
+        # the writer first: it empties the staging memory, for which ``stage`` waits once the limit is reached
         self._thread.start()
         self._staging.stage(tensor.local for tensor in part.tensors)
 
@@ -109,7 +110,9 @@ class BackgroundWriter:
             raise CheckpointError(f"{self._name}: no progress for {silence:.0f} s ({doing}): its file system hangs")
 
     def done(self, wait: bool) -> bool:
-        """Return whether the save has finished on every rank (collective all-reduce); ``wait`` blocks until then."""
+        """Return whether the save has finished on every rank; ``wait`` blocks until this rank's save has. Collective:
+        one all-reduce over the host group of ``world``, for which the host waits. Raises as :meth:`check`, before the
+        all-reduce: the other ranks then block until the watchdog ends them."""
         assert self._thread is not None
         while wait and self.busy:
             self._thread.join(0.2)
@@ -122,7 +125,8 @@ class BackgroundWriter:
         return not busy.item()
 
     def take(self) -> tuple[int, float]:
-        """Return (bytes of all ranks, ``time.perf_counter()`` at the end) of the finished save, or raise its error."""
+        """Return (bytes of all ranks, ``time.perf_counter()`` at the end) of the finished save, or raise its error.
+        Call it once per save: another save may then start."""
         self._thread = None
         if self._error is not None:
             raise self._error

@@ -25,10 +25,10 @@ from megatron.core.dist_checkpointing.files import get_checkpoint_name, read_tra
 from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT
 from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
-from megatron.core.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
+from megatron.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import alternative, delete_checkpoint, saved_iterations, write_tracker
 from megatron.training.checkpoint.history import fast_folder, identity, set_aside
@@ -133,7 +133,8 @@ class Checkpointer:
         return max(self._failures.values(), default=0)
 
     def close(self) -> None:
-        """Wait for a background save (limited time) and release the locks, so that another job can write to --save."""
+        """Wait for a background save (limited time) and release the locks, so that another job can write to --save. Not
+        collective."""
         if self._background is not None:
             self._background.close()
         self.unlock()
@@ -151,9 +152,10 @@ class Checkpointer:
         return report is not None and report.saved
 
     def start_save(self, state: TrainState, *, background: bool = False, fast: bool = False) -> SaveReport | None:
-        """Write a checkpoint of ``state`` and return its report. With ``background``, copy the state off the device,
-        return None as soon as training may modify it, and let :meth:`finish_save` report the outcome; one save at a
-        time. ``fast`` selects the folder of --non-persistent-save-interval, which keeps one checkpoint."""
+        """Write a checkpoint of ``state`` and return its report, with ``saved`` False after a failure (logged, not
+        raised). With ``background``, copy the state to the host, return None as soon as training may modify it, and let
+        :meth:`finish_save` report the outcome; one save at a time. ``fast`` selects the folder of
+        --non-persistent-save-interval, which keeps one checkpoint."""
         cfg, world, began = self.cfg, self.groups.world, time.perf_counter()
         assert cfg.save is not None and self._pending is None, "save() without --save, or during another one"
         folder, iteration = self.fast if fast and self.fast is not None else cfg.save, state.iteration
@@ -229,7 +231,8 @@ class Checkpointer:
         return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)
 
     def _prepare(self, folder: str) -> None:
-        """On the first rank: remove leftovers of failed saves; before the first save, move other histories aside."""
+        """Remove leftovers of failed saves and, before the first save, move checkpoints of other histories to
+        ``set-aside-…``. Not collective: runs on the first rank, in the writer thread for background saves."""
         remove_leftovers(folder)
         if not self._is_clear:
             for each in filter(None, (self.cfg.save, fast_folder(self.cfg))):
@@ -237,7 +240,8 @@ class Checkpointer:
             self._is_clear = True
 
     def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
-        """On the first rank: update the tracker, then delete old checkpoints as the retention flags say."""
+        """Update the tracker, then delete old checkpoints by the retention flags. Not collective: runs on the first
+        rank, in the writer thread for background saves."""
         fast = folder == self.fast
         keep = 1 if fast else self.cfg.keep_last_checkpoints
         retain = None if fast else self.cfg.save_retain_interval

@@ -35,8 +35,9 @@ class LiveState:
     def tensors(
         self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
     ) -> dict[str, ShardedTensor]:
-        """Return all stored tensors by global name, as references to live memory; ``rounded``: in their stored dtype,
-        to save. ``optimizer``: state dict, or None. Weights come first: main parameters may share their memory."""
+        """Return all stored tensors by global name, as references to live memory. ``rounded``, for saves: weights that
+        are kept in higher precision become copies in their stored dtype. ``optimizer``: state dict, or None. Weights
+        come first: main parameters may share their memory. Random states are copies."""
         tensors: dict[str, ShardedTensor] = {}
         for chunk in self.chunks:
             tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)

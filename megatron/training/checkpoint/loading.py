@@ -44,7 +44,8 @@ class Start:
 
 def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
     """Return the checkpoint of --load or --pretrained-checkpoint as found by the first rank; None to start from
-    scratch. Collective over ``world``: the first rank searches and broadcasts.
+    scratch. Collective over ``world``: the first rank searches, restores checkpoints whose replacement was interrupted,
+    and shares the result.
 
     Raises:
         CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
@@ -92,7 +93,7 @@ def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | No
 
 
 class Loading:
-    """Loads one checkpoint into a live run. Every method is collective over all ranks.
+    """Load of one checkpoint into a live run. Construction and :meth:`restore` are collective over all ranks.
 
     Args:
         live: state to fill.
@@ -158,7 +159,8 @@ class Loading:
         return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])
 
     def _check_objects(self) -> list[str]:
-        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results."""
+        """Raise CheckpointError if the checkpoint must not be loaded; return allowed changes that affect results. Not
+        collective: runs on the first rank. Reads all assets."""
         reader, found, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
         where = reader.directory / MANIFEST
         if wrong := malformed(objects, release=found.release):
@@ -190,9 +192,11 @@ class Loading:
         )
 
     def _other_precision(self) -> list[str]:
-        """Return a problem if main parameters are stored but not used, or reverse: only half precision has them."""
+        """Return a problem if main parameters are stored but not used, or reverse: only half precision and some
+        declared storages have them."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
-        if stored == (self.cfg.bf16 or self.cfg.fp16):
+        declared = self.live.optimizer is not None and self.live.optimizer.saves_masters
+        if stored == (self.cfg.bf16 or self.cfg.fp16 or declared):
             return []
         precisions = ("half precision (--bf16 or --fp16)", "full precision")
         theirs, ours = precisions if stored else reversed(precisions)

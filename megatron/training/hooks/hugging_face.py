@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
-from megatron.core.export.hf import save_hf
-from megatron.core.export.hf.side_files import CONFIG
-from megatron.core.export.native import load_native
+from megatron.export.hf import save_hf
+from megatron.export.hf.side_files import CONFIG
+from megatron.export.native import load_native
 from megatron.training.hooks.base import Hook
 from megatron.training.train_state import TrainState
 

@@ -86,8 +86,8 @@ class Task:
         raise NotImplementedError
 
     def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> LossPairs:
-        """Return ``{name: (sum of losses, count)}`` for all of :attr:`losses`; backward starts from the sums times
-        :attr:`loss_weights`. Further names are only logged."""
+        """Return ``{name: (sum of losses, count)}`` of this rank's tokens for all of :attr:`losses`; backward starts
+        from the sums times :attr:`loss_weights`. Further names are only logged."""
         raise NotImplementedError
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
-from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
-from megatron.core.models.bert.bert_model import LabelsAt
+from megatron.core.models.bert.bert_model import BertModel, LabelsAt
+from megatron.core.models.bert.description import most_masked, predicted_per_rank
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
-from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.batch import get_batch_on_this_cp_rank, pack_rows, sort_by_length
+from megatron.training.data.batch import pack_rows, sort_by_length
 from megatron.training.data.datasets import select_data_set
-from megatron.training.model_description import most_masked, predicted_per_rank
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
@@ -43,7 +42,7 @@ class BertTask(LanguageModelTask):
         """Build this pipeline stage of a :class:`BertModel` from the flags, with the order head unless
         --bert-no-binary-head. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config = core_transformer_config_from_args(cfg)
+        config = cfg.family.transformers(cfg)["encoder"]
         return BertModel(
             config=config,
             num_tokentypes=2 if cfg.bert_binary_head else 0,
@@ -107,9 +106,10 @@ class BertTask(LanguageModelTask):
         if self.cfg.use_packed_sequence:
             return self._packed(batch, lengths)
         length = batch["text"].shape[1]
-        batch["counts"] = (batch["sample_index"] >= 0) & parallel_state.get_process_groups().cp.is_first
+        layout = TokenLayout.of(parallel_state.get_process_groups())
+        batch["counts"] = (batch["sample_index"] >= 0) & layout.has_first_token
         documents = PackedSeqParams.of_padding(lengths, length)
-        batch = self._predicted_only(get_batch_on_this_cp_rank(batch))
+        batch = self._predicted_only(self.local_tokens(batch))
         return on_device(batch, documents)
 
     def _predicted_only(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class BertTask(LanguageModelTask):
         """Pack the rows into one: sample_index and position_ids [1, n] per token, ``first_tokens`` (indices at which
         samples start on this rank), and is_random and counts of those samples."""
         whole, documents = pack_rows(batch, lengths, self._row_multiple)
-        row = get_batch_on_this_cp_rank(whole)
+        row = self.local_tokens(whole)
         document = row.pop("document")[0]
         row["first_tokens"] = (row["position_ids"][0] == 0).nonzero()[:, 0]
         begun = document[row["first_tokens"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank
 from megatron.training.data.datasets import select_data_set
-from megatron.training.model_description import spec_layers
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
@@ -25,18 +23,13 @@ from megatron.training.tasks.language_model import LanguageModelTask, on_device
 class GPTTask(LanguageModelTask):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
-    sequence_keys: Collection[str] = ()
-    """Names of additional batch tensors [b, s, ...], which context-parallel ranks split along dim 1."""
-    whole_keys: Collection[str] = ()
-    """Names of additional tensors with two or more dims that every context-parallel rank needs in full."""
-
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
         """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
         layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config, own = core_transformer_config_from_args(cfg), spec_layers(cfg)
+        config, own = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.transformer_impl == "transformer_engine"
         spec = own or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(
@@ -58,7 +51,7 @@ class GPTTask(LanguageModelTask):
         positions, bounds and the number of valid tokens are those of the full rows."""
         given = next(data_iterator)
         # new dictionary: other chunks of this rank receive the original one
-        batch = {**get_batch_on_this_cp_rank(given, sequence_keys=self.sequence_keys, whole_keys=self.whole_keys)}
+        batch = self.local_tokens(given)
         batch["valid_tokens"] = given["loss_mask"].sum(1, dtype=torch.float32)
         bounds = batch.pop("cu_seqlens", None)
         documents = None if bounds is None else PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)

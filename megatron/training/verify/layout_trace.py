@@ -94,7 +94,7 @@ def trace(
         yield Trace(0, {}, None, [], weight_shards(parts))
         for step in range(1, steps + 1):
             metrics = trainer.train_step()
-            losses = {name: float(value) for name, value in (metrics.losses | metrics.statistics).items()}
+            losses = {name: float(value) for name, value in {**metrics.losses, **metrics.statistics}.items()}
             norm = None if metrics.grad_norm is None else float(metrics.grad_norm)
             yield Trace(step, losses, norm, gradients, weight_shards(parts))
 

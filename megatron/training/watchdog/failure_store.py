@@ -106,6 +106,7 @@ class FailureStore:
 
     def declare(self, failure: Failure) -> None:
         """Store ``failure`` unless one is already stored (atomic compare-and-set)."""
+        # an expected value of "" matches only a missing key: later failures do not replace the first
         self._store.compare_set("failure", "", json.dumps(asdict(failure)))
 
     def failure(self) -> Failure | None:

@@ -44,26 +44,28 @@ class Listener(threading.Thread):
         if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             self._catching = True
             signal.signal(signal.SIGTERM, self._on_sigterm)
-            self._listen()
-            os.register_at_fork(before=self._be_deaf, after_in_parent=self._listen, after_in_child=self._forget)
+            self._set_wakeup()
+            os.register_at_fork(
+                before=self._remove_wakeup, after_in_parent=self._set_wakeup, after_in_child=self._restore_sigterm
+            )
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Write the signal to the pipe too, in case the wake-up descriptor was changed. Python runs this later."""
         os.write(self._writer, bytes([number]))
 
-    def _listen(self) -> None:
+    def _set_wakeup(self) -> None:
         if self._catching and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
-    def _be_deaf(self) -> None:
+    def _remove_wakeup(self) -> None:
         """Remove the wake-up descriptor during a fork: a signal to the child must not reach this process."""
         if self._catching and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
 
-    def _forget(self) -> None:
+    def _restore_sigterm(self) -> None:
         """Restore the default SIGTERM action, so that forked children (data-loader workers) die of it."""
         if self._catching:
-            self._be_deaf()
+            self._remove_wakeup()
             self._catching = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -72,7 +74,7 @@ class Listener(threading.Thread):
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")
         self.join(5.0)
-        self._forget()
+        self._restore_sigterm()
 
     def run(self) -> None:
         """Wait for SIGTERM and exits of local ranks, and start the monitor's next round at once. Also end the process

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from megatron.core.config.errors import UserError
-from megatron.core.export.hf.conversion import placements
-from megatron.core.export.hf.family import complete
-from megatron.core.export.hf.registry import load_settings
+from megatron.export.hf.conversion import placements
+from megatron.export.hf.family import complete
+from megatron.export.hf.registry import load_settings
 from tests.test_utils import crafted_files, published_configs
 from tests.test_utils.crafted_files import KINDS, ODD_VALUES, PLANTS, Kind, change, files_of, outcome, time_limit
 

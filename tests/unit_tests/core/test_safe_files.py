@@ -12,14 +12,14 @@ from megatron.core import safe_files
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing import ShardedTensor, save
 from megatron.core.dist_checkpointing.writer import recover, remove_leftovers
-from megatron.core.export.files import Target
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm import save_megatron_torch_dist
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.tokenizers.training import _replace
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.sidecar import SidecarInfo, write_sidecar
+from megatron.export.files import Target
+from megatron.export.interchange import Interchange
+from megatron.export.megatron_lm import save_megatron_torch_dist
 from megatron.training.checkpoint.files import delete_checkpoint
 from megatron.training.exits.endings import notify_launcher
 from megatron.training.hooks.profiler import ProfilerHook

@@ -12,10 +12,10 @@ from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.models.bert.description import predicted_per_rank
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.data.loader import BatchReader, KeyedDataset, collate
-from megatron.training.model_description import describe_run, predicted_per_rank
 from megatron.training.tasks import language_model
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
@@ -90,7 +90,6 @@ def test_a_rank_has_one_chunk_of_every_round_of_stages(folder, monkeypatch):
     ("bert", "--tensor-model-parallel-size 2", 2, 5),
     ("bert", "--tensor-model-parallel-size 2 --sequence-parallel", 2, None),
     ("bert", "--use-packed-sequence --attention-dropout 0", 1, 5),  # of a sample
-    ("t5", "", 1, None),
 ])  # fmt: skip
 def test_the_head_predicts_at_as_many_places_as_can_be_masked(kind, flags, ranks, expected, folder):
     assert predicted_per_rank(settings(kind, folder, flags, ranks)) == expected
@@ -106,7 +105,7 @@ def test_only_the_head_is_counted_on_fewer_tokens(folder):
 
 @pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"])
 def test_operations_are_those_that_the_loss_needs_in_every_layout(flags, folder):
-    here, alone = (describe_run(settings("bert", folder, *more), 64) for more in ((flags, 2), ()))
+    here, alone = (settings("bert", folder, *more).describe(64) for more in ((flags, 2), ()))
     assert here.flops_per_sample == pytest.approx(alone.flops_per_sample, rel=1e-12)
     assert alone.costs.head < here.costs.head and alone.needless_flops == 0
 

@@ -96,7 +96,8 @@ class OnlineSoftmax:
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output [s, b, a, d] in the queries' dtype and the lse [s, b, a] in fp32 (fp64 for fp64), both
-        including ``sink`` [a] if given. Without any block the output is zero and the lse -inf."""
+        including ``sink`` [a] if given. Without any block the output is zero and the lse -inf. Call it last: results
+        that need no cast or sink are the accumulators."""
         self._start()
         if sink is not None:
             return with_sink(self.out, self.lse, sink, self.query.dtype)
@@ -210,9 +211,9 @@ class GradientSum:
 
 
 class BlockGradients:
-    """Backward of :class:`OnlineSoftmax`: accumulates the gradient of local queries over key blocks and adds each
-    block's key and value gradients to the caller's sums. ``out`` and ``lse`` are the merged results over all blocks
-    (and the sink), with which per-block gradients are exact."""
+    """Backward of :class:`OnlineSoftmax`: accumulates the gradient of local queries over key blocks, in fp32 (fp64 for
+    fp64), and adds each block's key and value gradients to the caller's sums. ``out`` and ``lse`` are the merged
+    results over all blocks (and the sink), with which per-block gradients are exact."""
 
     def __init__(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: Kernel) -> None:
         self.kernel = kernel

@@ -42,7 +42,8 @@ class _PaddedRows(torch.autograd.Function):
         ctx: Any, kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, tile: Tile, whole: int, shape: tuple
     ) -> Tensor:
         """Return [s, b, a, d]: all rows computed as full rows, then the rows from ``whole`` on replaced by packed
-        attention over the bounds in ``shape``. Saves both sets of inputs, outputs and log-sum-exps."""
+        attention over the bounds in ``shape``. Saves both sets of inputs, outputs and log-sum-exps. The result is the
+        kernel's output, overwritten in place."""
         out, lse = kernel.forward(_by_rows(query), _by_rows(key), _by_rows(value), tile)
         ctx.kernel, ctx.tile, ctx.whole, ctx.shape = kernel, tile, whole, shape
         ctx.window = (-1, -1) if tile.is_full else (-1, 0)
@@ -55,7 +56,7 @@ class _PaddedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key and value [s, b, heads, d]: all rows by the backward of full rows, then
-        the rows from ``whole`` on overwritten by the packed backward."""
+        the rows from ``whole`` on overwritten in place by the packed backward."""
         query, key, value, mixed, lse, *packed, rest_lse = ctx.saved_tensors
         # rows are independent: the padded rows' wrong gradients affect no other row and are overwritten below
         grads = ctx.kernel.backward(*map(_by_rows, (grad, query, key, value, mixed)), lse, ctx.tile)

@@ -212,6 +212,7 @@ class TorchAttention(FlashKernel):
         inputs' dtype, lse fp32 [b, a, q]). Not differentiable. See :meth:`Kernel.forward`."""
         if not self.takes_cudnn(tile):
             return super().forward(query, key, value, tile)
+        # after value: no bias, return the log-sum-exp, no dropout, causal unless full, no debug mask
         out, lse = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, not tile.is_full, False, scale=self.scale
         )[:2]
@@ -224,6 +225,7 @@ class TorchAttention(FlashKernel):
         :meth:`forward`. ``out`` and ``lse`` must be merged over all blocks. See :meth:`Kernel.backward`."""
         if not self.takes_cudnn(tile):
             return super().backward(grad, query, key, value, out, lse, tile)
+        # the unused random state must be a tensor on the device, although there is no dropout
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, query, key, value, out, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
@@ -231,6 +233,7 @@ class TorchAttention(FlashKernel):
         )  # fmt: skip
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
+        # is_causal stays False: a right window of 0 is the causal mask, relative to the lower right corner
         return aten._flash_attention_forward(
             query, key, value, *shape, 0.0, False, False, scale=self.scale,
             window_size_left=window[0], window_size_right=window[1],

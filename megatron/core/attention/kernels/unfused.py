@@ -119,7 +119,8 @@ class UnfusedAttention:
         groups = (key.shape[1], -1)
         scores, slope = self._scores(query, key, tile)
         weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
-        # delta = sum_k dP_k P_k over all blocks (dropout included), equal to the dot product of grad and out
+        # dS = P (dP - delta); delta = sum_k dP_k P_k over all blocks (dropout included) is the dot product of grad and
+        # the merged out: the tile's own out would give the gradients of a separate softmax
         delta = (grad * out).sum(-1, keepdim=True).unflatten(1, groups)
         grad = grad.unflatten(1, groups)
         grad_weights = torch.matmul(grad, value.unsqueeze(2).transpose(-1, -2))

@@ -40,7 +40,7 @@ from megatron.core.datasets.preprocessing.worker import (
 from megatron.core.safe_files import create_file, make_folder, open_to_append, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.indexed_writer import IndexedDatasetBuilder, remove_index
 from megatron.data.sidecar import sidecar_info, write_sidecar
 
 logger = logging.getLogger(__name__)
@@ -368,7 +368,6 @@ def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: li
         with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype) as builder:
             for name in order:
                 builder.add_index(shard_prefix(folder, name, key))
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(prefix + ".idx")
+            remove_index(prefix + ".idx")  # older tokens must never exist together with the new sidecar
             write_sidecar(prefix, sidecar_info(tokenizer, cfg.append_eod))
             builder.finalize(prefix + ".idx")

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.context import AttentionContext
 from megatron.core.config.errors import UserError
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
@@ -233,23 +233,21 @@ class TEDotProductAttention(nn.Module):
         self._attention = (attention,)  # in a tuple: no submodule
         self.packed_mask = "padding_causal" if causal else "padding"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None, dropout: object = None,
-    ) -> Tensor:  # fmt: skip
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext) -> Tensor:
         """Return the attention output [s, b, a * d] of Transformer Engine's kernels; document boundaries use its
-        variable-length (thd) form. ``dropout`` is ignored. Raises UserError for a dense mask."""
-        if attention_mask is not None:
+        variable-length (thd) form. Raises UserError for a dense mask."""
+        if ctx.attention_mask is not None:
             raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "
                 "packed_seq_params, windows by window_size, or take --transformer-impl local"
             )
-        if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
+        documents = ctx.layout.documents
+        if documents is None or documents.cu_seqlens_q is None:
             return self._attention[0](query, key, value)
         length, batch = query.shape[:2]
         # [s, b, ...] -> [b * s, ...]: each document must be contiguous
         flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q or length
+        bounds, longest = documents.cu_seqlens_q, documents.max_seqlen_q or length
         mixed = self._attention[0](
             *flat, qkv_format="thd", attn_mask_type=self.packed_mask, cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
             max_seqlen_q=longest, max_seqlen_kv=longest,

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.models.bert.description import describe_bert
 from megatron.core.models.bert.heads import BertLMHead, Pooler
-from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initial_values import weight_init
@@ -133,7 +133,7 @@ class BertModel(LanguageModule):
         if self.pre_process:
             assert input_ids is not None
             if position_ids is None:
-                position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
+                position_ids = context.layout.positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
             hidden_states = self.embedding(input_ids, position_ids, context.dropout, tokentype_ids)
         else:
             hidden_states = self.received

@@ -23,7 +23,7 @@ from megatron.core.models.common.language_module import (
     Vocabulary,
     program_groups,
 )
-from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer import multi_token_prediction as prediction
@@ -129,7 +129,7 @@ class GPTModel(LanguageModule):
         prediction; models without learned positions need no ``position_ids``. ``attention_mask`` (bool, True where
         hidden) is combined with causality; ``packed_seq_params`` separates documents. ``sample_index`` int64 [b] holds
         the samples' indices in the run, on which dropout masks depend. Under context parallelism s counts this rank's
-        tokens (``attention/context_parallel/zigzag.py``); ``position_ids`` and document boundaries refer to the full
+        tokens (``attention/token_layout.py``); ``position_ids`` and document boundaries refer to the full
         sequences. ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned
         losses. ``main_loss`` says what the caller differentiates; the default is the sum over ``loss_mask``, or without
         a mask the mean of this rank's losses.
@@ -137,12 +137,12 @@ class GPTModel(LanguageModule):
         batch, _, device = self.local_shape(input_ids)
         aux_losses = None
         if self._has_side_losses and self.training and torch.is_grad_enabled():
-            aux_losses = (main_loss or MainLoss()).aux_weights(loss_mask, device, batch, self.groups.cp)
+            aux_losses = (main_loss or MainLoss()).aux_weights(loss_mask, device, batch, self.layout.group)
         context = self.forward_context(
             input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, aux_losses=aux_losses
         )
         if position_ids is None and input_ids is not None:
-            position_ids = self._default_positions(input_ids)
+            position_ids = self._default_positions(input_ids, context.layout)
         if self.pre_process:
             assert input_ids is not None
             hidden_states = self.embedding(input_ids, position_ids, context.dropout)
@@ -156,7 +156,7 @@ class GPTModel(LanguageModule):
         if input_ids is None or position_ids is None:
             raise UserError("input_ids: None, but multi-token prediction embeds tokens; pass them and position_ids")
         tokens = prediction.shifted_tokens(
-            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, context.packed_seq_params
+            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, context.layout
         )
         embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
         later = self.mtp(hidden_states, embeddings, context)
@@ -165,5 +165,6 @@ class GPTModel(LanguageModule):
         all_labels = torch.cat([labels, *(each.labels for each in tokens)])
         losses, *later_losses = self.outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
         return self.mtp.attach(losses, later_losses, tokens, loss_mask, aux_losses.scale)
+
 
 serve_other_names(__name__)

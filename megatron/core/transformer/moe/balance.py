@@ -80,8 +80,8 @@ class SideLossRule:
 
 @torch.no_grad()
 def choice_counts(experts: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return exact counts [b, e] of how often each sequence chose each expert, from ``experts`` int64 [s, b, k],
-    distinct per token. Choices of the index ``num_experts`` are dropped and not counted.
+    """Return counts [b, e] of how often each sequence chose each expert, in ``dtype`` (exact below 2^24 in fp32), from
+    ``experts`` int64 [s, b, k], distinct per token. Choices of the index ``num_experts`` are dropped and not counted.
     """
     chosen_sbe = torch.zeros((*experts.shape[:2], num_experts + 1), dtype=dtype, device=experts.device)
     return chosen_sbe.scatter_(-1, experts, 1.0).sum(0)[:, :num_experts]

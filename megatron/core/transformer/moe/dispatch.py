@@ -52,6 +52,7 @@ class Dispatched(NamedTuple):
     ends: Tensor
     """int32 [e]: end of each local expert's rows."""
     way_back: Any = None
+    """State of the dispatcher for ``combine``: a permutation, or the plan of the all-to-all."""
 
 
 class Dispatcher:
@@ -79,7 +80,8 @@ class Dispatcher:
         return self.start_dispatch(tokens, routing)()
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return ``rows`` [r, h], in the order of ``dispatched``, to their tokens and sum them: [t, h]."""
+        """Return ``rows`` [r, h], in the order of ``dispatched``, to their tokens and sum them: [t, h]. Router weights
+        are not applied here: the experts multiply by them."""
         return self.start_combine(rows, dispatched)()
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
@@ -87,7 +89,7 @@ class Dispatcher:
         raise NotImplementedError
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """Start :meth:`combine`; return a function that waits for the result. Call it exactly once."""
+        """Start :meth:`combine`; return a function that waits for the result (CUDA: in stream order). Call it once."""
         raise NotImplementedError
 
     def _sorted(self, key: Tensor, num_keys: int, capacity: int | None, *, is_complete: bool) -> permute.Permutation:
@@ -109,6 +111,7 @@ class LocalDispatcher(Dispatcher):
         return lambda: Dispatched(rows, weights, permutation.ends, permutation)
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        """Start nothing: the returned function sums the rows of each token, in fp32."""
         return partial(permute.combine_rows, rows, dispatched.way_back, self.moves)
 
 
@@ -145,8 +148,8 @@ class AllGatherDispatcher(Dispatcher):
         capacity, is_complete = self.capacity(len(tokens)), self.ep.size == 1 and not routing.drops
         # modulo maps local experts to 0..e-1 and all others above, so that clamp turns remote and dropped choices into
         # the drop key
-        behind = (choosing.wait() - self.ep.rank * self.num_local).remainder_(self.num_experts + 1)
-        key = behind.clamp_(max=self.num_local)
+        shifted = (choosing.wait() - self.ep.rank * self.num_local).remainder_(self.num_experts + 1)
+        key = shifted.clamp_(max=self.num_local)
         permutation = self._sorted(
             key, self.num_local, capacity and capacity * self.group.size, is_complete=is_complete
         )  # fmt: skip
@@ -168,6 +171,8 @@ class AllGatherDispatcher(Dispatcher):
         return Dispatched(rows, permute.gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        """Sum the local rows of each token of all ranks (in fp32, rounded to the rows' dtype), and start the
+        reduce-scatter of these sums in that dtype over the joint EP and ETP group."""
         return start_reduce_scatter(permute.combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
 
 
@@ -203,7 +208,7 @@ class AllToAllDispatcher(Dispatcher):
         counting = self._begin_counting(sent.ends)
         rows, weights = permute.gather_rows(tokens, sent, self.moves), permute.gather_choices(routing.weights, sent)
         count_ne, send, receive = counting() if capacity is None else self._fixed_counts(capacity, sent.ends)
-        sent = sent.head(sum(send))
+        sent = sent.head(sum(send))  # dropped choices have the largest key: they are last, and are not sent
         sizes: dict[str, Any] = {"send": send, "receive": receive, "is_even": capacity is not None}
         weighting = start_all_to_all(weights[: sum(send)], self.group, **sizes)
         travelling = start_all_to_all(rows[: sum(send)], self.group, **sizes)
@@ -212,7 +217,7 @@ class AllToAllDispatcher(Dispatcher):
     def _keys(self, experts: Tensor) -> Tensor:
         """Return sort keys [t, k * etp]: receiving rank * local experts + local expert. With expert tensor parallelism
         each choice is sent to all ranks that share the expert. Dropped choices (expert number E) get the largest key,
-        behind all ranks."""
+        after all ranks."""
         if self.etp.size == 1:
             return experts
         owner, local = experts // self.num_local, experts % self.num_local
@@ -245,6 +250,7 @@ class AllToAllDispatcher(Dispatcher):
         if self.num_local == 1:
             return Dispatched(rows, weights, count_ne.sum(0).cumsum(0).int(), way)
         expert = torch.arange(self.num_local, device=rows.device).repeat(self.group.size)
+        # without output_size the host would wait for the number of rows
         key = torch.repeat_interleave(expert, count_ne.flatten(), output_size=len(rows)).unsqueeze(-1)
         received = permute.sort_choices(key, self.num_local, is_complete=True)
         rows = permute.gather_rows(rows, received, self.moves)
@@ -252,8 +258,9 @@ class AllToAllDispatcher(Dispatcher):
         return Dispatched(rows, weights, received.ends, way._replace(received=received))
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """Restore the order of arrival, and start the all-to-all that returns each row to its rank. The returned
-        function waits and adds the rows of each token, [t, h]: sums in fp32, rounded once to the rows' dtype."""
+        """Restore the order of the received rows, and start the all-to-all that returns each row to its rank. The
+        returned function waits and adds the rows of each token, [t, h]: sums in fp32, rounded once to the rows'
+        dtype."""
         way: _Exchange = dispatched.way_back
         if way.received is not None:
             rows = permute.combine_rows(rows, way.received, self.moves)

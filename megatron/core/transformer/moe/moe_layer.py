@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.errors import UserError
 from megatron.core.config.moe import depends_on_micro_batch
 from megatron.core.config.transformer_config import TransformerConfig
@@ -45,11 +46,11 @@ class MoESubmodules:
 
 
 class MoELayer(nn.Module):
-    """MoE layer, [s, b, h] -> [s, b, h]. Tensor parallelism requires sequence parallelism, so that each rank routes
-    different tokens; UserError otherwise.
+    """MoE layer, [s, b, h] -> [s, b, h]; collective over the joint EP and ETP group, also in backward. Tensor
+    parallelism requires sequence parallelism, so that each rank routes different tokens; UserError otherwise.
     """
 
-    supports_context_parallel = True  # balance statistics are all-reduced over groups.cp
+    mixes_tokens, layouts = True, ANY_ORDER  # the router's balance depends on all tokens of a sequence
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
@@ -65,14 +66,14 @@ class MoELayer(nn.Module):
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, submodules.shared_experts, groups=groups)
         self._run, self._run_shared = recompute_policy(config, "moe"), recompute_policy(config, "shared_experts")
-        self._shared_beside = config.moe_shared_expert_overlap and self.shared_experts is not None
+        self._overlaps_shared = config.moe_shared_expert_overlap and self.shared_experts is not None
         self._tokens_stand_alone = not depends_on_micro_batch(config)
 
     describe = staticmethod(describe_moe)
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         output = self._run(lambda x: drain(self._through_experts(x, ctx)), hidden_states)
-        if self.shared_experts is None or self._shared_beside:
+        if self.shared_experts is None or self._overlaps_shared:
             return output
         return output + self._run_shared(self.shared_experts, hidden_states)
 
@@ -84,7 +85,7 @@ class MoELayer(nn.Module):
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator that yields where a collective may be in flight. Ignores MoE recomputation."""
         output = yield from self._through_experts(hidden_states, ctx)
-        if self.shared_experts is None or self._shared_beside:
+        if self.shared_experts is None or self._overlaps_shared:
             return output
         return output + (yield from mixer_segments(self.shared_experts, hidden_states, ctx))
 
@@ -95,11 +96,11 @@ class MoELayer(nn.Module):
         routing = self.router(hidden_states, ctx)
         dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
         # the shared expert overlaps with the dispatch, in backward too (autograd_handle.py)
-        beside = self._run_shared(self.shared_experts, hidden_states) if self._shared_beside else None
+        shared = self._run_shared(self.shared_experts, hidden_states) if self._overlaps_shared else None
         yield
         dispatched = dispatching()
         rows = self.experts(dispatched.rows, dispatched.ends, dispatched.weights)
         combining = self.dispatcher.start_combine(rows, dispatched)
         yield
         output = combining().view_as(hidden_states)
-        return output if beside is None else output + beside
+        return output if shared is None else output + shared

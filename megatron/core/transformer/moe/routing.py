@@ -38,7 +38,7 @@ class Routing(NamedTuple):
     experts: Tensor
     """int64 [t, k], distinct per token; dropped choices have the index ``num_experts``."""
     weights: Tensor
-    """[t, k], differentiable; 0 for dropped choices."""
+    """[t, k] in the dtype of the logits (``moe_router_dtype``), differentiable; 0 for dropped choices."""
     drops: bool = True
     """Whether choices may be dropped; if not, permutations need no masks."""
 

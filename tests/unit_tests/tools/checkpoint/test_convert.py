@@ -11,11 +11,11 @@ import torch
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing import CheckpointReader
-from megatron.core.export.files import Target, read_safetensors
-from megatron.core.export.hf import load_hf, save_hf
-from megatron.core.export.interchange import Interchange
-from megatron.core.export.native import load_native, load_safetensors, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import Target, read_safetensors
+from megatron.export.hf import load_hf, save_hf
+from megatron.export.interchange import Interchange
+from megatron.export.native import load_native, load_safetensors, save_safetensors
 from megatron.tools.checkpoint import convert, formats
 from tests.test_utils.hf_folders import LLAMA, random_model, tiny_llama
 
@@ -300,7 +300,7 @@ def test_a_folder_that_is_being_written_is_refused_on_both_sides(warm_python, fo
     with Target(tmp_path / "out", "another conversion") as target:
         target.write("model.safetensors", {"a": LazyTensor.of(torch.ones(3))}, {})
         assert "an unfinished conversion" in refused(target.folder, tmp_path / "copy")
-        command = "import sys; from megatron.core.export.files import Target; Target(sys.argv[1], 'mine')"
+        command = "import sys; from megatron.export.files import Target; Target(sys.argv[1], 'mine')"
         assert "another process is making it" in run_python(warm_python, command, tmp_path / "out").stderr
 
 
@@ -314,7 +314,7 @@ def test_a_folder_of_no_known_format_is_named(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from megatron.core.export import files
+from megatron.export import files
 from megatron.tools.checkpoint import convert
 write, left = files._write, [int(sys.argv[1])]
 def dying(file, name, tensor):

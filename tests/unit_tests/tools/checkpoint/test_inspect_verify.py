@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.export.files import Target
-from megatron.core.export.native import load_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import Target
+from megatron.export.native import load_native, save_safetensors
 from megatron.tools.checkpoint import convert, formats, inspect_checkpoint, verify
 from tests.test_utils.hf_folders import tiny_llama
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.export.hf import save_hf
+from megatron.export.hf import save_hf
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
 from tests.test_utils.hf_folders import random_model, tiny_llama

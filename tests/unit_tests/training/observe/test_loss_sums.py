@@ -77,3 +77,12 @@ def test_losses_over_other_tokens_than_were_counted_are_refused():
         sums.check_counts({"lm loss": torch.tensor(9.0)})
     with pytest.raises(UserError, match="'sop loss' over no tokens"):
         sums.check_counts({"sop loss": torch.tensor(8.0)})
+
+
+def test_losses_and_tokens_are_added_up_in_float64():
+    """A sum of a billion and losses of 1: in float32 the later micro-batches would be rounded away."""
+    sums = LossSums(torch.device("cpu"))
+    for loss, tokens in ((2.0**30, 2**24), (1.0, 1), (1.0, 1)):
+        pair = torch.tensor([loss, tokens], dtype=torch.float64)
+        sums.add([MicroBatchResult({"lm loss": pair})])
+    assert numbers(sums) == {"lm loss": [2**30 + 2, 2**24 + 2]}

@@ -1,0 +1,83 @@
+"""Description of GPT models: parameters, FLOPs and memory. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.attention.description import describe_attention
+from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.config.problems import Settings
+from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
+from megatron.core.models.common import description as common
+from megatron.core.models.gpt.custom_layers import spec_layers
+from megatron.core.transformer.moe.moe_description import describe_feed_forward
+
+
+def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
+    """Return the description of the GPT that ``cfg`` defines, with the layers of --spec, which imports torch."""
+    return describe_gpt(
+        cfg, vocab_size=vocab_size, seq_length=cfg.seq_length, max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=cfg.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+        make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by, spec=spec_layers(cfg),
+    )  # fmt: skip
+
+
+def describe_gpt(
+    config: Config,
+    *,
+    vocab_size: int,
+    seq_length: int,
+    max_sequence_length: int,
+    position_embedding_type: str = "learned_absolute",
+    share_embeddings_and_output_weights: bool = False,
+    make_vocab_size_divisible_by: int = 128,
+    spec: Any = None,
+) -> ModelDescription:
+    """Return the description of the model that :class:`GPTModel` builds from the same arguments, for sequences of
+    ``seq_length`` tokens.
+
+    ``vocab_size`` is the unpadded size, or 0 if unknown. ``spec`` is one spec for all layers or one per layer; None
+    describes layers of attention and a feed-forward network without importing torch.
+    """
+    vocabulary = common.Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
+    word, output = common.word_tables(config, vocabulary)
+    rotary, layers = position_embedding_type in ("rope", "yarn"), []
+    for index, describe in enumerate(common.layer_descriptions(spec, config.num_layers, _decoder_layer)):
+        branches = describe(config, LayerPlace(index + 1, seq_length, rotary))
+        layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in branches))
+    positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
+    embedding, predictions = common.describe_embedding(config, word, positions, common.SETTINGS), []
+    describe = common.layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
+    for depth in range(config.mtp_num_layers or 0):
+        again = bool(depth) and config.mtp_use_repeated_layer
+        branches = describe(config, LayerPlace(config.num_layers + (0 if again else depth) + 1, seq_length, rotary))
+        pieces = _prediction(config, branches, output, seq_length, embedding)
+        predictions += [replace(each, params=()) if again else each.under(f"mtp.layers.{depth}.") for each in pieces]
+    head = common.describe_head(config, output, seq_length)
+    return ModelDescription(embedding, tuple(layers), head, tuple(predictions))
+
+
+def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    describe = describe_latent_attention if config.multi_latent_attention else describe_attention
+    return common.attention_and_feed_forward(config, describe(config, place), describe_feed_forward(config, place))
+
+
+def _prediction(
+    config: Config, branches: tuple[Piece, ...], output: Param, seq_length: int, embedding: Piece
+) -> Iterator[Piece]:
+    """Yield the pieces of one multi-token prediction depth: norms and projection, the layer's branches, and the output
+    layer, which is computed again but shares its weight.
+    """
+    hidden = config.hidden_size
+    norms = [each for name in ("enorm", "hnorm") for each in norm(name, hidden, config)]
+    project, kept = Param("eh_proj.weight", (hidden, 2 * hidden)), stream_elements(config) * activation_bytes(config)
+    streams = (Saved("embeddings and hidden states", 2 * kept), Saved("both, normed", 2 * kept))
+    ops = (*embedding.ops, gemm(project, config, seq_length, gradients=kept, saved=streams))
+    yield Piece("prediction", (*norms, project), ops)
+    yield from (branch.under("mtp_model_layer.") for branch in branches)
+    head = common.describe_head(config, output, seq_length)
+    yield replace(head, params=tuple(norm("final_layernorm", hidden, config)))

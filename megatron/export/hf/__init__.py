@@ -1,0 +1,72 @@
+"""Import and export of Hugging Face models. Each model family is a table in ``families/``.
+
+    settings, attention_settings   rules between config.json and command-line settings
+    layouts                        mapping between local and HF tensor layouts
+    family, registry               the table type; lookup of families
+    conversion                     lazy conversion of tensors
+    reader, writer                 HF folders
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.export.files import Target
+    from megatron.export.interchange import Interchange
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def load_hf_settings(folder: str | os.PathLike) -> dict[str, Any]:
+    """Convert the ``config.json`` of ``folder`` to command-line settings.
+
+    Raises:
+        UserError: the family is unknown, or a value cannot be represented by settings.
+    """
+    from megatron.export.hf.registry import load_settings
+
+    return load_settings(Path(folder))[1]
+
+
+def load_hf(folder: str | os.PathLike) -> Interchange:
+    """Open a HF folder: ``config.json`` and safetensors or ``.bin`` weights, in one file or several with an index.
+
+    Tensors are lazy. Assets are the tokenizer files (``tokenizer/…``), ``hf/config.json`` and
+    ``hf/generation_config.json``; :func:`save_hf` copies keys from the latter that settings do not determine.
+
+    Raises:
+        UserError: config.json has a value that cannot be represented, or a tensor is missing, unexpected, damaged or
+            of the wrong shape.
+    """
+    from megatron.export.hf.reader import load
+
+    return load(Path(folder))
+
+
+def save_hf(
+    model: Interchange, folder: str | os.PathLike | Target, *, dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None, preferred: str | None = None,
+) -> None:  # fmt: skip
+    """Write ``model`` as a HF folder, atomically: ``folder`` is complete or does not exist.
+
+    If ``folder`` is a ``Target``, resumes its earlier attempt and leaves publishing to the caller.
+
+    Args:
+        dtype: cast weights to this dtype; None: unchanged.
+        max_shard_bytes: maximum file size; a larger tensor gets a separate file.
+        family: the ``model_type`` to write. None: the source folder's, else ``preferred``, if the settings still
+            match it; else the first family that matches.
+        preferred: the ``model_type`` to write if several families match.
+
+    Raises:
+        UserError: the folder exists or cannot be written, no family matches, or a tensor is missing or unexpected.
+    """
+    from megatron.export.hf.writer import save
+
+    where = Path(folder) if isinstance(folder, str | os.PathLike) else folder
+    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family, preferred=preferred)

@@ -1,0 +1,330 @@
+"""Rules that combine several keys of ``config.json``: heads, rotary positions, sliding windows. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron.core.attention.window import layer_window
+from megatron.export.hf.settings import Computed, Rule, Table, get, limit, refuse
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Fixed Llama 3 parameters of --use-rope-scaling, next to its factor."""
+
+UNUSUAL_YARN = {
+    "beta_fast": ("yarn_beta_fast", 32.0), "beta_slow": ("yarn_beta_slow", 1.0),
+    "truncate": ("yarn_correction_range_round_to_int", True),
+}  # fmt: skip
+"""YaRN parameters that config.json contains only if they differ from these defaults: HF key -> (setting, default)."""
+
+
+def groups(default: int | None = None) -> Computed:
+    """Rule for the number of K/V heads.
+
+    ``default`` is the number if the key is absent; None, or a null value, means the number of query heads."""
+
+    def load(config: Table) -> dict[str, Any]:
+        heads = get(config, ("num_attention_heads",))
+        absent = "num_key_value_heads" not in config
+        count = get(config, ("num_key_value_heads",), default if absent and default else heads)
+        return {"num_query_groups": count, "group_query_attention": count != heads}
+
+    settings = ("num_query_groups", "group_query_attention")
+    return Computed(
+        ("num_key_value_heads",), settings, load, lambda ours: {"num_key_value_heads": ours["num_query_groups"]}
+    )
+
+
+def derived_head_size(heads: str = "num_attention_heads", width: str = "hidden_size") -> Computed:
+    """Rule for the head dim of families without a key for it: hidden size / number of query heads."""
+
+    def load(config: Table) -> dict[str, Any]:
+        return {"kv_channels": get(config, (width,)) // get(config, (heads,))}
+
+    def save(settings: Table) -> dict[str, Any]:
+        _require_value(settings, "kv_channels", settings["hidden_size"] // settings["num_attention_heads"])
+        return {}
+
+    return Computed((), ("kv_channels",), load, save)
+
+
+def equal_heads(heads: str, width: str | None = None) -> Computed:
+    """Rule for multi-head attention: K/V heads equal query heads; with ``width`` also head dim = width / heads."""
+    size = derived_head_size(heads, width) if width else None
+
+    def load(config: Table) -> dict[str, Any]:
+        channels = size.load(config) if size else {}
+        return {"num_query_groups": get(config, (heads,)), "group_query_attention": False, **channels}
+
+    def save(settings: Table) -> dict[str, Any]:
+        _require_value(settings, "num_query_groups", settings["num_attention_heads"])
+        return size.save(settings) if size else {}
+
+    return Computed((), ("num_query_groups", "group_query_attention", *(size.ours if size else ())), load, save)
+
+
+def one_group(key: str, heads: str) -> Computed:
+    """Rule for multi-query attention (one K/V head); ``key`` must be true."""
+
+    def load(config: Table) -> dict[str, Any]:
+        if not get(config, (key,), True):
+            raise refuse(key, False, "which cannot be converted: only 1 key/value head can")
+        return {"num_query_groups": 1, "group_query_attention": get(config, (heads,)) > 1}
+
+    def save(settings: Table) -> dict[str, Any]:
+        _require_value(settings, "num_query_groups", 1)
+        return {key: True}
+
+    limits = (limit(key, [True]),)
+    return Computed((key,), ("num_query_groups", "group_query_attention"), load, save, limits)
+
+
+def _require_value(settings: Table, name: str, wanted: int) -> None:
+    if settings[name] != wanted:
+        raise refuse(name, settings[name], f"the family has {wanted} for {settings['num_attention_heads']} heads")
+
+
+ROTARY = (
+    "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor", "rotary_scaling_factor", "yarn_original_max_position_embeddings",
+    "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "rope_type",
+)  # fmt: skip
+
+
+class Rope(Rule):
+    """Rule for rotary positions: base, rotated fraction of the head dim, and scaling type.
+
+    Args:
+        base: default base.
+        share: default rotated fraction; None: the family always rotates the full head dim.
+        kinds: scaling types that the family supports.
+        latent: multi-latent attention, whose scaling is the separate setting ``rope_type``.
+    """
+
+    def __init__(
+        self, base: float = 10000.0, *, share: float | None = None, base_key: str = "rope_theta",
+        share_key: str = "partial_rotary_factor", latent: bool = False,
+        kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn"),
+    ) -> None:  # fmt: skip
+        super().__init__(("rope_parameters", "rope_scaling", base_key, share_key), ROTARY)
+        self.base, self.share, self.base_key, self.share_key = base, share, base_key, share_key
+        self.latent, self.kinds = latent, kinds
+        self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
+
+    def load(self, config: Table) -> dict[str, Any]:
+        """Return the settings of rotary positions from ``rope_parameters`` or ``rope_scaling`` and the older keys:
+        base, share of channels, and linear, llama3 or yarn scaling. Raises UserError for a type that the family lacks,
+        a separate table per layer type, or scaling keys that are left over."""
+        given = get(config, ("rope_parameters", "rope_scaling"), {})
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            raise refuse("rope_parameters", given, "which cannot be represented: layers must rotate equally")
+        stretch = {name: value for name, value in given.items() if value is not None}
+        base = stretch.pop("rope_theta", get(config, (self.base_key,), self.base))
+        share = stretch.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
+        kind = stretch.pop("rope_type", None) or stretch.get("type") or "default"
+        stretch.pop("type", None)
+        if share != 1.0 and self.share is None:
+            raise refuse(self.share_key, share, "but the family applies rotary positions to all channels")
+        if kind not in self.kinds:
+            raise refuse("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
+        settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rotary_base(self.base_key, base)}
+        settings["rotary_percent"] = float(share)
+        if self.latent:
+            settings["rope_type"] = "yarn" if kind == "yarn" else "rope"
+        settings |= {"linear": _linear, "llama3": _llama3, "yarn": _yarn}.get(kind, _plain)(stretch, config)
+        if kind == "yarn" and not self.latent:
+            settings["position_embedding_type"] = "yarn"
+        if stretch:
+            raise refuse("rope_scaling", stretch, f"which type {kind!r} cannot have here")
+        return settings
+
+    def save(self, settings: Table) -> dict[str, Any]:
+        """Return the ``config.json`` keys of rotary base, share of channels and ``rope_scaling`` (None without
+        scaling). Raises UserError for other positions, partial rotation or a scaling type that the family lacks."""
+        positions, share = settings["position_embedding_type"], settings["rotary_percent"]
+        if positions not in ("rope", "yarn"):
+            raise refuse("position_embedding_type", positions, "the family rotates")
+        config: dict[str, Any] = {self.base_key: float(settings["rotary_base"])}
+        if self.share is not None:
+            config[self.share_key] = share
+        elif share != 1.0:
+            raise refuse("rotary_percent", share, "the family applies rotary positions to all channels")
+        stretch: dict[str, Any] | None = None
+        if factor := settings["rotary_seq_len_interpolation_factor"]:
+            stretch = {"rope_type": "linear", "factor": float(factor)}
+        if settings["use_rope_scaling"]:
+            if stretch:
+                raise refuse("rotary_seq_len_interpolation_factor", factor, "beside use_rope_scaling")
+            stretch = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
+        if settings["rope_type"] == "yarn" or settings["rope_type"] is None and self.latent or positions == "yarn":
+            stretch = _save_yarn(settings)
+        kind = stretch["rope_type"] if stretch else "default"
+        if kind not in self.kinds:
+            raise refuse("rope_type", kind, f"the family supports {', '.join(self.kinds)}")
+        return {**config, "rope_scaling": stretch}
+
+
+def _plain(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+    if stretch.get("factor") == 1.0:
+        del stretch["factor"]
+    return {}
+
+
+def _factor(stretch: dict[str, Any]) -> float:
+    if "factor" not in stretch:
+        raise refuse("rope_scaling", stretch, "without a factor")
+    return float(stretch.pop("factor"))
+
+
+def _linear(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+    factor = _factor(stretch)
+    if factor != int(factor):
+        raise refuse("rope_scaling factor", factor, "which cannot be represented: it must be a whole number")
+    return {"rotary_seq_len_interpolation_factor": int(factor)}
+
+
+def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+    for name, wanted in LLAMA3.items():
+        if (value := stretch.pop(name, wanted)) != wanted:
+            raise refuse(f"rope_scaling {name}", value, f"which cannot be represented: only {wanted} can")
+    return {"use_rope_scaling": True, "rope_scaling_factor": _factor(stretch)}
+
+
+def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+    """Return the settings of yarn scaling; removes the keys that it reads from ``stretch``. Raises UserError if only
+    one of mscale and mscale_all_dim is given, or ``attention_factor`` differs from the usual value of the factor."""
+    weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    if bool(weights[0]) != bool(weights[1]):
+        raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which must be given together")
+    factor, given = _factor(stretch), stretch.pop("attention_factor", None)
+    usual = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    if given is not None and (weights[0] or not math.isclose(given, usual, rel_tol=1e-6)):
+        reason = f"which cannot be represented: only {usual:.6g} can"
+        raise refuse("rope_scaling attention_factor of yarn", given, reason)
+    return {
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings":
+            stretch.pop("original_max_position_embeddings", None) or config["max_position_embeddings"],
+        **{ours: stretch.pop(theirs, usual) for theirs, (ours, usual) in UNUSUAL_YARN.items()},
+        "mscale": weights[0] or 1.0, "mscale_all_dim": weights[1],
+    }  # fmt: skip
+
+
+def _save_yarn(settings: Table) -> dict[str, Any] | None:
+    """Return the ``rope_scaling`` table of yarn, with only the parameters that differ from their defaults; None for a
+    factor of 1. Raises UserError for an mscale without mscale_all_dim."""
+    if settings["rotary_scaling_factor"] == 1.0:  # factor 1 does not scale positions
+        return None
+    original = settings["yarn_original_max_position_embeddings"]
+    stretch = {
+        "rope_type": "yarn", "factor": settings["rotary_scaling_factor"],
+        "original_max_position_embeddings": 4096 if original is None else original,
+    }  # fmt: skip
+    for theirs, (ours, usual) in UNUSUAL_YARN.items():
+        if settings[ours] != usual:
+            stretch[theirs] = settings[ours]
+    if settings["mscale_all_dim"]:
+        stretch |= {name: settings[name] for name in ("mscale", "mscale_all_dim")}
+    elif settings["mscale"] != 1.0:
+        raise refuse("mscale", settings["mscale"], "which requires mscale_all_dim there")
+    return stretch
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def rotary_base(key: str, base: float) -> float:
+    """Return the rotary base, as an int if it is integral; raise UserError unless it is finite and at least 1."""
+    if not math.isfinite(base) or base < 1:
+        raise refuse(key, base, "but must be a finite number of at least 1")
+    return int(base) if base == int(base) else base
+
+
+def unstretched_base(kind: str, tables: Table, key: str, base: float) -> float:
+    """Return the rotary base of layers of type ``kind`` from its entry in ``tables``; default ``base``.
+
+    Raises UserError if the entry scales positions."""
+    given = {**(tables.get(kind) or {})}
+    base = given.pop("rope_theta", base)
+    if given.pop("rope_type", "default") != "default" or given:
+        raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: its positions are not scaled")
+    return rotary_base(key, base)
+
+
+def layer_types_pattern(config: Table, usual: list[bool]) -> list[bool]:
+    """Return whether each layer has a window, from ``layer_types``; ``usual`` if the key is missing."""
+    count, kinds = config["num_hidden_layers"], get(config, ("layer_types",), None)
+    if kinds is None:
+        return usual
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {SLIDING, FULL}:
+        raise refuse("layer_types", kinds, f"but must name {SLIDING} or {FULL} for each of {count} layers")
+    return [kind == SLIDING for kind in kinds]
+
+
+def window_settings(window: tuple[int, int], has: list[bool]) -> dict[str, Any]:
+    """Return the settings for ``window`` (left, right) in the layers where ``has`` is true."""
+    pattern = None if all(has) else [int(each) for each in has]
+    return {"window_size": window if any(has) else None, "window_attn_skip_freq": pattern if any(has) else None}
+
+
+def layers_with_windows(settings: Table) -> list[bool]:
+    """Return whether each layer has a window, according to ``settings``."""
+    size, skip = settings["window_size"], settings["window_attn_skip_freq"]
+    layers = range(1, settings["num_layers"] + 1)
+    return [layer_window(size and tuple(size), skip, number) is not None for number in layers]
+
+
+class Window(Rule):
+    """Rule for sliding windows. HF's width includes the token itself; the local width counts tokens to its left.
+
+    Args:
+        default: default width.
+        switch: whether ``use_sliding_window`` enables the window.
+        first: key of the first layer with a window (Qwen2's ``max_window_layers``), used without ``layer_types``.
+        every: without keys that list layers, each ``every``-th layer has full attention; 1: all have windows.
+        every_keys: keys that override ``every``.
+    """
+
+    def __init__(
+        self, default: int | None = None, *, switch: bool = False, first: str | None = None, every: int = 1,
+        every_keys: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.default, self.switch, self.first, self.every = default, switch, first, every
+        self.every_keys = every_keys
+        self.by_layer = first is not None or every > 1
+        keys = {"use_sliding_window": switch, first or "": first is not None, "layer_types": self.by_layer}
+        known = [key for key, is_read in keys.items() if is_read]
+        super().__init__(("sliding_window", *known, *every_keys), ("window_size", "window_attn_skip_freq"))
+
+    def load(self, config: Table) -> dict[str, Any]:
+        """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
+        else from the first layer and the interval. Both None if the window is off. A width of n tokens becomes (n - 1,
+        0)."""
+        count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
+        if width is None or (self.switch and not config.get("use_sliding_window")):
+            return {"window_size": None, "window_attn_skip_freq": None}
+        first = get(config, (self.first,), 28) if self.first else 0
+        every = get(config, self.every_keys, self.every) if self.every_keys else self.every
+        has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
+        return window_settings((width - 1, 0), layer_types_pattern(config, has) if self.by_layer else has)
+
+    def save(self, settings: Table) -> dict[str, Any]:
+        """Return the ``config.json`` keys of the sliding window: width, switch, layer types, first layer, as the family
+        has them. Raises UserError for a window to the right, or windows in some layers if the family cannot express
+        them."""
+        size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)
+        on = any(has)
+        if on and (size[0] < 0 or size[1] > 0):
+            raise refuse("window_size", size, "only left windows can be exported")
+        if on and not all(has) and not self.by_layer:
+            raise refuse("window_attn_skip_freq", skip, "the family has a window in every layer or none")
+        # transformers builds the masks of both layer types and needs a width even if no layer has a window
+        unused = self.default if self.every > 1 else None
+        config: dict[str, Any] = {"sliding_window": size[0] + 1 if on else unused}
+        if self.switch:
+            config["use_sliding_window"] = on
+        if self.by_layer:
+            config["layer_types"] = [SLIDING if each else FULL for each in has]
+        if self.first and on:
+            config[self.first] = has.index(True)
+        return config

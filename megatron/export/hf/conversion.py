@@ -1,0 +1,149 @@
+"""Lazy conversion between HF tensors of a family and local tensors, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.hf.family import Family, transformer_config
+from megatron.export.hf.layouts import TensorLayout
+from megatron.export.interchange import with_counters
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """One HF tensor that is a part of a local tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: TensorLayout
+    index: int
+    """Index of the HF tensor in the layout's names."""
+    expert: int | None
+    """Expert index (row of the local tensor); None: not per expert."""
+    config: TransformerConfig
+
+    def views(self, ours: Tensor) -> list[Tensor]:
+        """Return the views of the local tensor (or of the expert's row [1, …]) that form this HF tensor."""
+        return self.layout.views(ours if self.expert is None else ours[0], self.config)[self.index]
+
+    def fill(self, ours: Tensor, theirs: Tensor) -> None:
+        """Copy the HF tensor into its views of the full local tensor, in place."""
+        mine = ours if self.expert is None else ours[self.expert : self.expert + 1]
+        views = self.views(mine)
+        theirs = theirs.T if self.is_transposed else theirs
+        rows = [len(theirs) * view.numel() // theirs.numel() for view in views]
+        for view, piece in zip(views, theirs.split(rows)):
+            view.copy_(piece.reshape(view.shape))
+
+    def extract(self, ours: LazyTensor | Tensor) -> Tensor:
+        """Return the HF tensor, contiguous, from the local tensor; a lazy one is read only for this expert."""
+        if isinstance(ours, LazyTensor):
+            assert self.expert is not None
+            ours = ours.rows(self.expert, self.expert + 1)
+        shape = self.shape[::-1] if self.is_transposed else self.shape
+        views = self.views(ours)
+        joined = torch.cat([view.reshape(-1, *shape[1:]) for view in views]) if len(views) > 1 else views[0]
+        joined = joined.reshape(shape)
+        return (joined.T if self.is_transposed else joined).contiguous()
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.layout.transposed and len(self.shape) == 2
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One local tensor and the HF tensors that form it."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[HFTensor, ...]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the single HF tensor has the same elements in the same order, so that reshape is enough."""
+        return len(self.parts) == 1 and type(self.parts[0].layout) is TensorLayout and not self.parts[0].is_transposed
+
+
+def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
+    """Return the placements of all tensors of a model; ``settings`` must be completed."""
+    config = transformer_config(settings)
+    return [
+        Placement(name, shape, tuple(_parts(name, shape, layout, config)))
+        for name, shape, layout in family.layouts(settings)
+    ]
+
+
+def _parts(name: str, shape: tuple[int, ...], layout: TensorLayout, config: TransformerConfig) -> Iterator[HFTensor]:
+    """Yield the HF tensors (name, shape and position in our tensor ``name`` of ``shape``) of one local tensor, per
+    expert if the names contain ``*``. Computes shapes on the meta device; reads no values."""
+    per_expert = "*" in layout.names[0]
+    sample = torch.empty(shape, device="meta")
+    ndim = 2 if name.endswith("weight") else 1
+    views = layout.views(sample[0] if per_expert else sample, config)
+    shapes = [layout.shape(each, min(ndim, each[0].ndim)) for each in views]
+    if layout.transposed:
+        shapes = [each[::-1] if len(each) == 2 else each for each in shapes]
+    for expert in range(shape[0]) if per_expert else [None]:
+        for index, (theirs, size) in enumerate(zip(layout.names, shapes)):
+            yield HFTensor(theirs.replace("*", str(expert)), size, layout, index, expert, config)
+
+
+def to_local(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Convert HF tensors, checked for names and shapes, to lazy local tensors ``model.…``; adds router counters."""
+    return with_counters({f"model.{each.name}": _merged(each, found) for each in plan})
+
+
+def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return our tensor of ``placement`` as a lazy tensor; reading it reads the HF tensors ``found`` (by name) and
+    copies each into its place. A plain copy is only reshaped. Has the dtype of the first part."""
+    first = found[placement.parts[0].name]
+    if placement.is_copy:
+        return LazyTensor(placement.shape, first.dtype, lambda: first.read().reshape(placement.shape))
+
+    def read() -> Tensor:
+        ours = torch.empty(placement.shape, dtype=first.dtype)
+        for part in placement.parts:
+            part.fill(ours, found[part.name].read())
+        return ours
+
+    return LazyTensor(placement.shape, first.dtype, read)
+
+
+def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Convert local tensors ``model.…`` to lazy HF tensors.
+
+    HF tensors of one local tensor are adjacent: read in this order, the local tensor is read only once."""
+    latest: dict[str, Tensor] = {}
+
+    def read(name: str, part: HFTensor) -> Tensor:
+        if part.expert is not None:
+            return part.extract(tensors[name])
+        if name not in latest:
+            latest.clear()
+            latest[name] = tensors[name].read()
+        theirs = part.extract(latest[name])
+        if part.index == len(part.layout.names) - 1:
+            latest.clear()
+        return theirs
+
+    result = {}
+    for placement in plan:
+        name = f"model.{placement.name}"
+        for part in placement.parts:
+            result[part.name] = LazyTensor(
+                part.shape, tensors[name].dtype, lambda name=name, part=part: read(name, part)  # type: ignore[misc]
+            )  # fmt: skip
+    return result
+
+
+def expected(plan: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of all HF tensors."""
+    return {part.name: part.shape for placement in plan for part in placement.parts}

@@ -1,0 +1,102 @@
+"""BERT (``BertForPreTraining``): every norm follows a residual sum. So the local norm before a branch is the HF
+norm after the previous branch, and the normed stream is the residual (--apply-residual-connection-post-layernorm).
+
+Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of text, which then begins at random values.
+A model trained without that head is one of these with a single kind of token, whose embedding is zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.export.hf.attention_settings import equal_heads
+from megatron.export.hf.families import llama
+from megatron.export.hf.family import Family
+from megatron.export.hf.layouts import QueryKeyValue, Weights
+from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, Table, get, refuse
+
+OURS, LAYER = "encoder.layers.*", "bert.encoder.layer.*"
+EXACT_GELU = Choice(
+    "hidden_act", {"gelu": {"bias_gelu_fusion": False, "exact_gelu": False},
+                   "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True}}, default="gelu",
+)  # fmt: skip
+"""GELU with the error function: the HF setting also applies to the head, which always uses the exact GELU here."""
+
+
+def has_pairs(masked: str) -> Computed:
+    """Return the rule between ``type_vocab_size`` 2 (pairs of texts: token types, pooler, binary head) and
+    ``bert_binary_head``. 1 means single texts, exported as the architecture ``masked``. Other values raise
+    UserError."""
+
+    def load(config: Table) -> dict[str, Any]:
+        if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):
+            raise refuse("type_vocab_size", kinds, "which cannot be represented: only 1 and 2 can")
+        return {"bert_binary_head": kinds == 2}
+
+    def save(settings: Table) -> dict[str, Any]:
+        pairs = settings["bert_binary_head"]
+        return {"type_vocab_size": 2} if pairs else {"type_vocab_size": 1, "architectures": [masked]}
+
+    return Computed(("type_vocab_size",), ("bert_binary_head",), load, save)
+
+
+def one_token_type(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The embedding that a model without pairs lacks."""
+    if settings["bert_binary_head"]:
+        return {}
+    return {"bert.embeddings.token_type_embeddings.weight": (1, settings["hidden_size"])}
+
+
+COMMON: tuple[Rule, ...] = (
+    *llama.SIZES, llama.FFN, equal_heads("num_attention_heads", "hidden_size"), llama.tied(True), EXACT_GELU,
+    Same("norm_epsilon", "layer_norm_eps", default=1e-12), Same("hidden_dropout", "hidden_dropout_prob", default=0.1),
+    Same("attention_dropout", "attention_probs_dropout_prob", default=0.1),
+    Fixed({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
+    FixedKeys({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
+)  # fmt: skip
+WEIGHTS: Weights = {
+    **{f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
+       for each, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))},
+    f"{OURS}.self_attention.linear_qkv":
+        QueryKeyValue(*(f"{LAYER}.attention.self.{each}" for each in ("query", "key", "value"))),
+    f"{OURS}.self_attention.linear_proj": f"{LAYER}.attention.output.dense",
+    f"{OURS}.mlp.linear_fc1": f"{LAYER}.intermediate.dense",
+    f"{OURS}.mlp.linear_fc2": f"{LAYER}.output.dense",
+    "lm_head.dense": "cls.predictions.transform.dense",
+    "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
+    "output_layer": "cls.predictions.decoder",
+    "output_layer.bias": "cls.predictions.bias",
+    "pooler.dense": "bert.pooler.dense",
+    "binary_head": "cls.seq_relationship",
+}  # fmt: skip
+POST_NORMS: Weights = {
+    "encoder.layers.0.input_layernorm": "bert.embeddings.LayerNorm",
+    f"{OURS}.input_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
+    f"{OURS}.pre_mlp_layernorm": f"{LAYER}.attention.output.LayerNorm",
+    "encoder.final_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
+}
+OLD_NAMES = {
+    "LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}  # fmt: skip
+
+BERT = Family(
+    "bert", "BertForPreTraining", models="BERT; `BertForMaskedLM` is read too",
+    limits=("models that decode",),
+    config=(*COMMON, has_pairs("BertForMaskedLM"), Fixed({"apply_residual_connection_post_layernorm": True})),
+    weights={**WEIGHTS, **POST_NORMS},
+    unused=(r"bert\.embeddings\.position_ids",),
+    base="bert.", model_family="bert", also_read=("BertForMaskedLM",), aliases=OLD_NAMES,
+    optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_token_type,
+)  # fmt: skip
+MEGATRON_BERT = replace(
+    BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining", models="Megatron-LM's BERT",
+    config=(*COMMON, has_pairs("MegatronBertForMaskedLM")), also_read=("MegatronBertForMaskedLM",),
+    weights={
+        **WEIGHTS,
+        f"{OURS}.input_layernorm": f"{LAYER}.attention.ln",
+        f"{OURS}.pre_mlp_layernorm": f"{LAYER}.ln",
+        "encoder.final_layernorm": "bert.encoder.ln",
+    },
+)  # fmt: skip
+"""Megatron-LM's: norms before its branches and one after the last."""

@@ -1,0 +1,247 @@
+"""Model family: one table of settings and weights, used for both import and export. Torch-free.
+
+Names and shapes of local tensors come from the model descriptions (``megatron/core/models/*/description.py``), so an
+incomplete table fails at the first model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.cli import group_flags
+from megatron.core.config.errors import UserError
+from megatron.core.config.mla import LatentAttentionConfig
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.network import NetworkSizeConfig, ScaledOutputConfig
+from megatron.core.config.optional import MultiplierConfig
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.description.model import weight_shapes
+from megatron.core.models.registry import get_family
+from megatron.export.hf.layouts import TensorLayout
+from megatron.export.hf.settings import Ignored, Rule, Same, refuse
+
+GROUPS = (
+    NetworkSizeConfig, MultiplierConfig, ScaledOutputConfig, AttentionConfig, LatentAttentionConfig, MoEConfig,
+    MTPConfig,
+)  # fmt: skip
+ELSEWHERE: dict[str, Any] = {
+    "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": False,
+    "group_query_attention": False, "model_family": "gpt", "bert_binary_head": True, "decoder_num_layers": None,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+}  # fmt: skip
+"""Settings of the training program that define the model, with their defaults."""
+_SIZES = {
+    "vocab_size": 2**31 - 1, "max_position_embeddings": 2**31 - 1, "decoder_num_layers": 2048, "num_moe_experts": 4096,
+    "relative_attention_num_buckets": 2**16, "relative_attention_max_distance": 2**31 - 1,
+}  # fmt: skip
+"""Maximum values of sizes that have no range: they bound the plan of all layers and experts."""
+_OPTIONAL_SIZES = ("decoder_num_layers", "num_moe_experts")
+WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
+"""Settings in the description that affect the computation method, but not its result."""
+
+PASSIVE = {
+    "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
+    "initializer_range", "use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
+    "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "return_dict", "id2label", "label2id",
+    "num_labels", "tokenizer_class",
+    "keys_to_ignore_at_inference", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "do_sample", "task_specific_params", "_commit_hash",
+    "chunk_size_feed_forward", "attn_implementation", "_attn_implementation_autoset", "gradient_checkpointing",
+}  # fmt: skip
+"""Keys of config.json, for all families, that do not affect the model's output."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Table of one HF ``model_type``."""
+
+    model_type: str
+    architecture: str
+    config: tuple[Rule, ...]
+    weights: Mapping[str, TensorLayout | str]
+    """Local name without ``.weight`` or ``.bias``, with ``*`` or a number for the layer -> HF layout.
+
+    In HF names, ``{before}`` is the index of the previous layer (after all layers: of the last layer)."""
+    unused: tuple[str, ...] = ()
+    """Patterns of HF tensors to ignore (masks, rotary tables); ``{num_layers}`` is the number of layers."""
+    base: str = "model."
+    """Prefix of all names except the output layer's; some files omit it."""
+    repeated: Mapping[str, str] = field(default_factory=dict)
+    """Tensors in every multi-token prediction layer (``*``) -> the tensor that they duplicate."""
+    counts_if_held: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that are ignored unless the files contain this tensor."""
+    model_family: str = "gpt"
+    """Local model family: gpt, bert or t5."""
+    also_read: tuple[str, ...] = ()
+    """Other accepted ``architectures`` with the same weights."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Name suffixes in older files -> current suffixes."""
+    optional: tuple[str, ...] = ()
+    """Modules that a folder may omit; they are initialized randomly."""
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a folder may omit -> the tensor that is copied instead."""
+    models: str = ""
+    """Names of published models, for the reference page."""
+    limits: tuple[str, ...] = ()
+    """Unsupported features in addition to the limits of ``config``, for the reference page."""
+    blank: Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]] = lambda settings: {}
+    """HF tensors without a local counterpart for these settings: must be zero on import, written as zeros."""
+
+    @property
+    def passive(self) -> set[str]:
+        """Return the keys of config.json that are copied unchanged."""
+        return PASSIVE.union(*(rule.theirs for rule in self.config if isinstance(rule, Ignored)))
+
+    def load_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert a ``config.json`` to command-line settings.
+
+        Raises:
+            UserError: a value cannot be represented, keys contradict each other, or a key is unknown and not off.
+        """
+        settings: dict[str, Any] = {}
+        sizes = [rule for rule in self.config if isinstance(rule, Same)]
+        for rules in (sizes, [rule for rule in self.config if rule not in sizes]):
+            for rule in rules:
+                for name, value in rule.load(config).items():
+                    if settings.setdefault(name, value) != value:
+                        raise refuse(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r:.200}")
+            _check_kinds(settings)  # before other rules compute with them
+        known = PASSIVE.union(*(rule.theirs for rule in self.config))
+        for name, value in config.items():
+            if name not in known and value not in (None, False, [], {}):
+                raise refuse(
+                    name, value, f"which {self.model_type} does not have; remove it if the model is equal without it"
+                )
+        return {**settings, "model_family": self.model_family}
+
+    def save_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert completed settings (:func:`complete`) to a ``config.json``.
+
+        Raises:
+            UserError: lists all settings that the family does not support.
+        """
+        if settings["model_family"] != self.model_family:
+            raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
+        config: dict[str, Any] = {"model_type": self.model_type}
+        problems = list(self._save_rules(settings, config)) + list(self._without_rule(settings))
+        if problems:
+            raise UserError("; ".join(dict.fromkeys(problems)))
+        return {"architectures": [self.architecture], **config}
+
+    def _save_rules(self, settings: Mapping[str, Any], config: dict[str, Any]) -> Iterator[str]:
+        """Fill ``config`` with the keys of all rules; yield the problems."""
+        for rule in self.config:
+            try:
+                for name, value in rule.save(settings).items():
+                    if config.setdefault(name, value) != value:
+                        raise refuse(rule.ours[0], value, f"but another setting makes {name} {config[name]!r}")
+            except UserError as error:
+                yield str(error)
+            except (TypeError, ArithmeticError):  # a rule computes with a setting that is None for this model
+                yield str(refuse(rule.ours[0], settings[rule.ours[0]], "which the family does not support"))
+
+    def _without_rule(self, settings: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the problems of settings that no rule reads and that are not off."""
+        if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
+            yield "moe_router_load_balancing_type is 'quantile_balancing', whose bias no family supports"
+        said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
+        if "num_moe_experts" in said and settings["num_moe_experts"] is None:
+            yield "num_moe_experts is None, the family has experts"
+        defaults = {**_defaults(), **ELSEWHERE}
+        for name in described(settings)[1]:
+            if name not in said and settings[name] != defaults[name]:
+                yield str(refuse(name, settings[name], f"the family has {defaults[name]!r} alone"))
+
+    def tied(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Return {output layer name: embedding name} if they are tied, else an empty dict."""
+        head, words = (f"{self.weights[name]}.weight" for name in ("output_layer", "embedding.word_embeddings"))
+        return {} if settings["untie_embeddings_and_output_weights"] else {head: words}
+
+    def copies(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Return duplicate HF tensors of multi-token prediction layers -> the tensor that each equals."""
+        first, tied = settings["num_layers"], self.tied(settings)
+        layers = map(str, range(first, first + (settings.get("mtp_num_layers") or 0)))
+        return {name.replace("*", n): tied.get(same, same) for n in layers for name, same in self.repeated.items()}
+
+    def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
+        """Yield (local name, local shape, HF layout with layer numbers inserted) for every tensor of a model.
+
+        Raises UserError if the family has no such tensor."""
+        for name, shape in described(settings)[0].items():
+            found = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
+            layer, patterns = "", [name]
+            if found:
+                layer = str(int(found[2]) + (settings["num_layers"] if found[1] == "mtp" else 0))
+                rest = found[3].removeprefix("mtp_model_layer.")
+                patterns.append(f"{found[1] if rest == found[3] else 'decoder'}.layers.*.{rest}")
+            keys = [(key, end) for each in patterns for key, end in ((each, ""), _stem(each))]
+            key, end = next(((key, end) for key, end in keys if key in self.weights), ("", ""))
+            if not key:
+                raise UserError(f"{self.model_type} has no tensor for {name}")
+            layout = self.weights[key]
+            layout = TensorLayout(layout) if isinstance(layout, str) else layout.of(shape)
+            before = str(int(layer or settings["num_layers"]) - 1)
+            names = [each.replace("{before}", before).replace("*", layer, 1) for each in layout.names]
+            yield name, shape, layout.renamed([f"{each}{end}" for each in names])
+
+
+def _stem(name: str) -> tuple[str, str]:
+    stem, dot, suffix = name.rpartition(".")
+    return stem, dot + suffix
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {spec.field: spec.default for spec in group_flags(*GROUPS) if not spec.field.endswith("parallel_size")}
+
+
+def _check_kinds(settings: Mapping[str, Any]) -> None:
+    """Raise UserError for settings of the wrong type or range, because config.json may contain any value."""
+    for spec in group_flags(*GROUPS):
+        value = settings.get(spec.field)
+        if value is None or spec.nargs is not None or spec.type_name == "custom":
+            continue
+        kinds = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}.get(spec.type_name, (object,))
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if reason := spec.refusal(value) if fits else f"is no {spec.type_name}":
+            raise refuse(spec.field, value, f"as config.json has it: {reason}")
+    for name, limit in _SIZES.items():
+        value = settings.get(name, 1)
+        if value is None and name in _OPTIONAL_SIZES:
+            continue
+        if type(value) is not int or not 1 <= value <= limit:
+            raise refuse(name, value, f"as config.json has it: must be a positive integer, at most {limit}")
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with defaults and derived values; raise ConfigError for impossible sizes."""
+    values = {**_defaults(), **ELSEWHERE, **settings}
+    if values["num_query_groups"] is None and values["group_query_attention"]:
+        values["num_query_groups"] = 1
+    config = transformer_config(values)
+    return {**values, **{name: getattr(config, name) for name in _defaults()}}
+
+
+def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
+    """Build the library's TransformerConfig from completed ``settings``."""
+    known = {each.name for each in fields(TransformerConfig)}
+    return TransformerConfig(**{name: settings[name] for name in _defaults() if name in known})
+
+
+def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """Return (global tensor shapes by name, names of the settings that define the model) from its description."""
+    config = transformer_config(settings)
+    run = {name: value for name, value in settings.items() if not hasattr(config, name)}
+    run |= {"seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1, "spec": None, "mask_prob": 0.1}
+    vars(config).update(run)  # descriptions read sizes of layers and settings of the run from one object
+    model = get_family(settings["model_family"]).describe(config, settings["vocab_size"])
+    return weight_shapes(model, expert_bias=settings["moe_router_enable_expert_bias"]), model.settings

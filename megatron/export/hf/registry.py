@@ -1,0 +1,118 @@
+"""Registry of model families: every :class:`Family` in the modules of ``families/``, and lookup for a folder or for
+settings. Torch-free, because command-line parsing uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing.files import read_json
+from megatron.export.hf import families
+from megatron.export.hf.family import Family
+from megatron.export.hf.side_files import CONFIG
+from megatron.export.safetensors_header import read_header
+
+NEAREST = 3
+"""Number of closest families whose differences an error lists."""
+KINDS = ("multi_latent_attention", "num_moe_experts", "position_embedding_type")
+"""Settings that make a family distant from a model if they differ, regardless of other differences."""
+
+
+@cache
+def known_families() -> dict[str, Family]:
+    """Return all families by ``model_type``; imports the modules of ``families/``."""
+    modules = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
+    found = (each for module in modules for each in vars(module).values() if isinstance(each, Family))
+    return {each.model_type: each for each in found}
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """Return the family of a ``config.json`` by its model_type, or, without one, by its architectures.
+
+    Raises:
+        UserError: no family matches (lists the known ones), or the architecture is not convertible.
+    """
+    table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(f"config.json: architectures is {names!r:.200}, expected a list of names")
+    if isinstance(kind, str) and kind in table:
+        if names and not any(name in names for name in (table[kind].architecture, *table[kind].also_read)):
+            reason = f"{table[kind].architecture} can be converted"
+            raise UserError(f"config.json: architectures is {names!r:.200}; of {kind}, {reason}")
+        return table[kind]
+    if kind is None:
+        for family in table.values():
+            if family.architecture in names:
+                return family
+    listed = ", ".join(sorted(table))
+    raise UserError(f"config.json: model_type is {kind!r:.80}, which cannot be converted; known: {listed}")
+
+
+def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, only: str | None = None) -> Family:
+    """Return the first family that supports completed ``settings``: ``preferred``, then in alphabetical order.
+
+    ``only`` restricts the search to one family.
+
+    Raises:
+        UserError: no family matches (lists the reasons of the closest ones), or ``only`` is unknown.
+    """
+    table, reasons = known_families(), dict[str, str]()
+    if only is not None:
+        if only not in table:
+            raise UserError(f"{only}: no family that can be converted; known: {', '.join(sorted(table))}")
+        table = {only: table[only]}
+    else:
+        table = {name: each for name, each in table.items() if each.model_family == settings["model_family"]}
+    for name in sorted(table, key=lambda each: (each != preferred, each)):
+        try:
+            table[name].save_settings(settings)
+            return table[name]
+        except UserError as error:
+            reasons[name] = str(error)
+    order = sorted(reasons, key=lambda name: _distance(reasons[name]))
+    said = [f"not {name}: {reasons[name]}" for name in order[:NEAREST]]
+    said += [f"further from it: {', '.join(order[NEAREST:])}"] if order[NEAREST:] else []
+    raise UserError(f"no Hugging Face family has a model of these settings. {'. '.join(said)}")
+
+
+def _distance(reasons: str) -> tuple[int, int]:
+    """Return a sort key for the distance of a family: (unsupported layer types, number of reasons)."""
+    return sum(f"{kind} is " in reasons for kind in KINDS), reasons.count("; ")
+
+
+def weight_names(folder: Path) -> set[str]:
+    """Return the tensor names in a folder's safetensors; an empty set if they cannot be read."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    with suppress(OSError, ValueError, RecursionError):
+        if index.is_file():
+            return {*read_json(index).get("weight_map", ())}
+        return {*read_header(single)}
+    return set()
+
+
+def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a folder and the settings of its ``config.json``.
+
+    Raises:
+        UserError: config.json is missing or malformed, its family is unknown, or a value cannot be represented.
+    """
+    try:
+        config = read_json(folder / CONFIG)
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
+    family = find_family(config)
+    try:
+        for key, name in family.counts_if_held.items():
+            if config.get(key) and name.format(**config) not in weight_names(folder):
+                del config[key]
+        return family, family.load_settings(config)
+    except (TypeError, LookupError, ValueError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise UserError(f"{folder}: {error}") from None
+        raise UserError(f"{folder / CONFIG}: a value has a wrong type ({error!r:.200})") from error

@@ -1,0 +1,99 @@
+"""Writes a folder that ``from_pretrained`` and vLLM take as it is: weights, ``config.json``, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.config.errors import UserError, counted, listed
+from megatron.core.dist_checkpointing.errors import CheckpointWriteError
+from megatron.core.dist_checkpointing.files import read_json
+from megatron.core.dist_checkpointing.writer import copy_asset, write_file
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.files import Target
+from megatron.export.hf.conversion import placements, to_hf
+from megatron.export.hf.family import complete
+from megatron.export.hf.registry import family_for
+from megatron.export.hf.side_files import CONFIG, GENERATION, TOKENIZER
+from megatron.export.hf.tokenizer_files import TOKENS, ExportedTokenizer, export_tokenizer
+from megatron.export.interchange import Interchange, differences
+
+EMBEDDING = "model.embedding.word_embeddings.weight"
+OWN = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
+"""Keys of config.json that say what a folder is, not where its weights began."""
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", *TOKENS)
+"""Keys of a generation_config.json that do not depend on the model it was made for."""
+
+
+def save(
+    model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
+    preferred: str | None = None,
+) -> None:  # fmt: skip
+    """Write ``model`` as a Hugging Face folder: shards in ``dtype`` (None: unchanged), config.json,
+    generation_config.json and tokenizer files. ``family`` forces a family; else the one of the source, ``preferred``,
+    or the first that fits. Raises UserError if none fits or tensors do not match the settings. See
+    :func:`megatron.export.hf.save_hf`."""
+    if EMBEDDING not in model.tensors:
+        raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
+    before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}
+    settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
+    chosen = family_for(settings, before.get("model_type", preferred), only=family)
+    plan = placements(chosen, settings)
+    weights = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
+    if problems := differences(weights, {f"model.{each.name}": each.shape for each in plan}):
+        count = counted(len(problems), "problem")
+        raise UserError(f"weights and settings do not fit ({count}): {listed(problems, '; ')}")
+    tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_hf(plan, model.tensors).items()}
+    tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
+    kind = dtype or model.tensors[EMBEDDING].dtype
+    tensors |= {name: LazyTensor.of(torch.zeros(shape, dtype=kind)) for name, shape in chosen.blank(settings).items()}
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+    config = chosen.save_settings(settings) | {"torch_dtype": max(set(kinds), key=kinds.count)}
+    config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}
+    tokenizer = ExportedTokenizer()  # a folder's own config.json and tokenizer go along as they are
+    if not before:
+        tokenizer = export_tokenizer(settings, model.assets, settings["vocab_size"])
+        config |= {**dict.fromkeys(TOKENS), **tokenizer.ids}
+    generation = None if chosen.model_family == "bert" else _generation(model.assets, config)
+    with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
+        try:
+            target.write_shards(tensors, max_shard_bytes)
+            target.write_json(CONFIG, config)
+            if generation is not None:
+                target.write_json(GENERATION, generation)
+            for name, content in tokenizer.files.items():
+                write_file(target.folder / name, content)
+            for name in TOKENIZER:
+                if f"tokenizer/{name}" in model.assets and name not in tokenizer.files:
+                    copy_asset(model.assets[f"tokenizer/{name}"], target.folder / name)
+            if target is not folder:
+                target.publish()
+        except OSError as error:
+            if target is folder:
+                raise
+            raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
+
+
+def _generation(assets: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``generate()`` from the source folder of the model, or the sampling settings
+    next to the tokenizer; missing ids come from ``config``."""
+    settings: dict[str, Any] = {"_from_model_config": True}
+    if f"hf/{GENERATION}" in assets:
+        settings = read_json(assets[f"hf/{GENERATION}"])
+    elif f"tokenizer/{GENERATION}" in assets:
+        found = read_json(assets[f"tokenizer/{GENERATION}"])
+        settings = {name: found[name] for name in SAMPLING if name in found}
+    ids = {name: config[name] for name in (*TOKENS, "decoder_start_token_id") if name in config}
+    return {**settings, **{name: value for name, value in ids.items() if settings.get(name) is None}}
+
+
+def _stored(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+    """In ``dtype`` where it is given; the balance of experts keeps its fp32, as steps of 1e-3 are lost in bf16."""
+    if dtype is None or name.endswith("correction_bias"):
+        return tensor
+    return replace(tensor, dtype=dtype, read=lambda: tensor.read().to(dtype))

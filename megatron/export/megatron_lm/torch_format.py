@@ -1,0 +1,223 @@
+"""Reader of Megatron-LM's ``torch`` format: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, one file per model rank.
+
+Merges tensor-, pipeline- (with virtual stages) and expert-parallel shards. Optimizer state is stored in the same file
+by parameter index, or in ``distrib_optim.pt`` as flat buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.interchange import Interchange, check_names
+from megatron.export.megatron_lm.buckets import STATES, cut_buckets
+from megatron.export.megatron_lm.model import build_interchange, find_folder
+from megatron.export.megatron_lm.names import current_names, detect_family, find_place, is_gated, is_no_weight
+from megatron.export.megatron_lm.splits import join_ranks
+from megatron.export.torch_file import read_torch_file
+from megatron.export.unpickler import Record
+
+_LAYER = re.compile(r"^((?:module\.)?(?:language_model\.)?(encoder|decoder|transformer)\.layers\.)(\d+)(\..*)$")
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
+Named = dict[str, LazyTensor]
+
+
+def load_megatron_torch(
+    folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False
+) -> Interchange:
+    """Open a ``--ckpt-format torch`` folder of any parallel layout: model and training state, with lazy tensors.
+
+    Arguments and errors as for :func:`megatron.export.megatron_lm.load_megatron_torch_dist`.
+    """
+    directory = find_folder(Path(folder), step, "mp_rank_*/*.pt")
+    first = _rank_file(directory, sorted(path.name for path in directory.glob("mp_rank_*"))[0])
+    args = first.get("args")
+    if not isinstance(args, Record):
+        raise CheckpointError(f"{directory}: lacks the arguments of its run (args), needed to interpret its weights")
+    if not isinstance(version := first.get("checkpoint_version", 0), int | float) or version < 2:
+        raise CheckpointError(
+            f"{directory}: checkpoint_version {version!r:.20}: before 2.0 queries, keys and values were in another"
+            " order; load it with an older Megatron-LM and save it again"
+        )
+    table = args.attributes
+    tp, pp, ep = (table.get(name) or 1 for name in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    ))  # fmt: skip
+    if any(type(size) is not int or not 0 < size < 10**5 for size in (tp, pp, ep)):
+        raise CheckpointError(f"{directory}: impossible sizes of its layout: {tp!r:.20}, {pp!r:.20}, {ep!r:.20}")
+    if table.get("num_experts") and (shards := table.get("expert_tensor_parallel_size") or tp) != tp:
+        raise CheckpointError(
+            f"{directory}: expert_tensor_parallel_size {shards!r:.20} differs from tensor_model_parallel_size {tp}: not"
+            " supported in files of --ckpt-format torch; save the run with --ckpt-format torch_dist"
+        )
+    files = {
+        (stage, rank, expert): _rank_file(directory, _name(rank, stage, expert, pp, ep))
+        for stage in range(pp) for rank in range(tp) for expert in range(ep)
+    }  # fmt: skip
+    parts = _numbered(files, (pp, tp, ep), table, directory)
+    where, gated = str(directory), is_gated(table)
+    weights = {rank: {name: each for named in chunks for name, each in named.items()} for rank, chunks in parts.items()}
+    kinds: dict[str, dict[tuple[int, int, int], Named]] = {}
+    if not table.get("no_save_optim"):
+        for rank, chunks in parts.items():
+            path = directory / _name(rank[1], rank[0], rank[2], pp, ep)
+            for kind, named in _optimizer(files[rank], chunks, path).items():
+                kinds.setdefault(kind, {})[rank] = named
+    return build_interchange(
+        first, _merged(weights, (pp, tp, ep), gated, where),
+        {kind: _merged(ranks, (pp, tp, ep), gated, where) for kind, ranks in kinds.items()},
+        where=where, padded_vocabulary=padded_vocabulary,
+    )  # fmt: skip
+
+
+def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
+    return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
+
+
+def _rank_file(directory: Path, name: str) -> dict[str, Any]:
+    """Return the dictionary in the rank folder ``name``, from ``model_optim_rng.pt`` or else ``model_rng.pt``, with
+    lazy tensors. Raises CheckpointError if it is another object."""
+    folder = directory / name
+    path = folder / "model_optim_rng.pt"
+    if not path.exists() and (folder / "model_rng.pt").exists():
+        path = folder / "model_rng.pt"
+    value = read_torch_file(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a dictionary")
+    return value
+
+
+def _numbered(
+    files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Mapping[str, Any],
+    directory: Path,
+) -> dict[tuple[int, int, int], list[Named]]:  # fmt: skip
+    """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices."""
+    pp, tp, ep = sizes
+    experts = (args.get("num_experts") or 0) // ep
+    result: dict[tuple[int, int, int], list[Named]] = {key: [] for key in files}
+    chunk, offsets = 0, Counter[str]()
+    while any(f"model{chunk}" in state for state in files.values()) or chunk == 0:
+        key = "model" if "model" in files[0, 0, 0] else f"model{chunk}"
+        for stage in range(pp):
+            counts = []
+            for rank in ((stage, tensor, expert) for tensor in range(tp) for expert in range(ep)):
+                if not isinstance(files[rank].get(key), dict):
+                    raise CheckpointError(f"{directory}: the file of stage {stage} has no {key}")
+                named, count = _weights(files[rank][key], offsets, rank[2] * experts)
+                result[rank].append(named)
+                counts.append(count)
+            if any(count != counts[0] for count in counts):
+                listed = sorted({count.total() for count in counts})
+                raise CheckpointError(f"{directory}: ranks of stage {stage} differ in layers: {listed}")
+            offsets += counts[0]
+        chunk += 1
+        if key == "model":
+            break
+    names = [name for chunks in result.values() for named in chunks for name in named]
+    check_names(names, directory)
+    family = detect_family(names)
+    return {rank: [current_names(named, family) for named in chunks] for rank, chunks in result.items()}
+
+
+def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
+    """Flatten nested names, add the layer and expert offsets; return (tensors, number of layers per stack)."""
+    named: Named = {}
+    layers: set[tuple[str, str]] = set()
+    todo = deque([("", model)])
+    while todo:
+        prefix, table = todo.popleft()
+        for key, value in table.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict):
+                todo.append((f"{name}.", value))
+            elif isinstance(value, LazyTensor) and not is_no_weight(name):
+                if match := _LAYER.fullmatch(name):
+                    layers.add((match[2], match[3]))
+                    name = f"{match[1]}{int(match[3]) + offsets[match[2]]}{match[4]}"
+                if match := _EXPERT.fullmatch(name):
+                    name = f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
+                named[name] = value
+    return named, Counter(stack for stack, _ in layers)
+
+
+def _merged(
+    ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], gated: bool, where: str
+) -> dict[str, LazyTensor]:
+    """Merge all ranks into global tensors; expert ranks after the first contribute only their experts."""
+    pp, tp, ep = sizes
+    merged: dict[str, LazyTensor] = {}
+    for expert in range(ep):
+        held = {(stage, rank): ranks[stage, rank, expert] for stage in range(pp) for rank in range(tp)}
+        if expert:
+            held = {
+                key: {name: each for name, each in named.items() if find_place(name).expert is not None}
+                for key, named in held.items()
+            }
+        merged |= join_ranks(held, tp, gated, where)
+    return merged
+
+
+# ---- optimizer state
+
+
+def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict[str, Named]:
+    """Return state kind -> name -> this rank's shard; empty if no optimizer state was saved."""
+    parameters = {name: each for named in chunks for name, each in named.items() if not name.endswith("expert_bias")}
+    if (folder / "distrib_optim.pt").exists():
+        return _distributed(read_torch_file(folder / "distrib_optim.pt"), chunks, folder / "distrib_optim.pt")
+    saved = state.get("optimizer")
+    kinds: dict[str, Named] = {}
+    for each in [] if saved is None else saved if isinstance(saved, list) else [saved]:
+        _by_number(each, parameters, kinds, folder)
+    return kinds
+
+
+def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: Path) -> None:
+    """Add index-keyed optimizer state to ``kinds``: groups with weight decay hold matrices, others biases and norms."""
+    inner = saved.get("optimizer", saved) if isinstance(saved, dict) else {}
+    states, groups = inner.get("state", {}), inner.get("param_groups", [])
+    mains = saved.get("fp32_from_fp16_params") or saved.get("fp32_from_fp16") or []
+    for index, group in enumerate(groups):
+        decays, experts = group.get("wd_mult", 1.0) != 0, bool(group.get("is_expert_parallel"))
+        names = [
+            name for name, each in parameters.items()
+            if (len(each.shape) > 1 and not name.endswith(".bias")) == decays and (".experts." in name) == experts
+        ]  # fmt: skip
+        numbers = group["params"]
+        if len(numbers) != len(names):
+            raise CheckpointError(
+                f"{folder}: group {index} of its optimizer has {len(numbers)} parameters, expected {len(names)}"
+            )
+        for place, (number, name) in enumerate(zip(numbers, names)):
+            found = {kind: states.get(number, {}).get(kind) for kind in ("exp_avg", "exp_avg_sq")}
+            found["main_param"] = mains[index][place] if index < len(mains) and mains[index] else None
+            for kind, tensor in found.items():
+                if tensor is None:
+                    continue
+                if not isinstance(tensor, LazyTensor) or tensor.shape != parameters[name].shape:
+                    expected = list(parameters[name].shape)
+                    raise CheckpointError(f"{folder}: {kind} of {name} does not have the shape {expected}")
+                kinds.setdefault(kind, {})[name] = tensor
+
+
+def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named]:
+    """Split the flat buffers of ``distrib_optim.pt``, one per virtual stage, into parameters; rejects experts."""
+    kinds: dict[str, Named] = {}
+    if not isinstance(saved, dict) or any(".experts." in name for named in chunks for name in named):
+        raise CheckpointError(f"{path}: flat optimizer state of experts: save it as torch_dist, and convert that")
+    for index, named in enumerate(chunks):
+        order = [(name, each.shape) for name, each in named.items()]
+        for buffer in (saved.get(index) or {}).values():
+            flat = {kind: each if isinstance(each, list) else [each] for kind, each in buffer.items() if kind in STATES}
+            pieces = [each for parts in flat.values() for each in parts]
+            if any(not isinstance(each, LazyTensor) or len(each.shape) != 1 for each in pieces):
+                raise CheckpointError(f"{path}: a buffer is not flat")
+            for kind, found in cut_buckets(order, flat, str(path)).items():
+                kinds.setdefault(STATES[kind], {}).update(found)
+    return kinds
