@@ -74,6 +74,10 @@ class GPTModel(LanguageModule):
         pg_collection: Any = None,
         logit_dtype: torch.dtype | None = None,
     ) -> None:
+        """Build this stage's embedding, decoder layers, output layer and prediction depths; the last stage with
+        ``mtp_block_spec`` also has an embedding. ``fp16_lm_cross_entropy`` is ignored. Raises UserError for an
+        unavailable ``logit_dtype`` or only one of ``mtp_block_spec`` and ``config.mtp_num_layers``, ValueError for both
+        ``layer_range`` and ``branches``."""
         groups = program_groups(pg_collection, groups)
         if logit_dtype not in (None, torch.float32):
             raise UserError(f"logit_dtype {logit_dtype}: not available; remove it")
@@ -125,10 +129,10 @@ class GPTModel(LanguageModule):
         self._loss_scale, self._loss_is_mean = scale, is_mean
 
     def check_loss(self, num_tokens: Tensor | None) -> None:
-        """Raise UserError if ``loss_func`` and ``loss_mask`` would give auxiliary losses a wrong weight. ``num_tokens``
-        is the number of tokens that the main loss sums over; None: it is a mean. Checks only the first micro-batch,
-        because reading the counts waits for the device.
-        """
+        """Raise UserError if ``loss_func`` and ``loss_mask`` would give auxiliary losses a wrong weight:
+        ``num_tokens``, which the main loss sums over (None: it is a mean), must equal the last ``forward``'s sum of
+        ``loss_mask`` (None if that was None) to 1e-3. Does nothing without auxiliary losses and after the first call,
+        because reading the counts waits for the device."""
         if self._loss_is_checked or not has_side_losses(self.config):
             return
         self._loss_is_checked, told = True, self._masked_tokens
@@ -145,8 +149,7 @@ class GPTModel(LanguageModule):
     def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> AuxLossWeights | None:
         """Return token weights and the scale of auxiliary losses; None in evaluation, without gradients or without such
         losses. With ``loss_mask`` the main loss is a sum over its tokens (all-reduced over context parallelism), else a
-        mean over this rank's tokens.
-        """
+        mean over this rank's tokens. Also stores the sum of the mask for :meth:`check_loss`."""
         loss_mask = None if self._loss_is_mean else loss_mask
         if has_side_losses(self.config):
             self._masked_tokens = None if loss_mask is None else loss_mask.sum()
@@ -171,17 +174,16 @@ class GPTModel(LanguageModule):
         loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Return logits [b, s, v], with -inf for padded entries, or fp32 losses [b, s] of int64 ``labels`` [b, s].
-        Losses of negative labels are finite and meaningless: mask them. Pipeline stages other than the last return
+        Losses of negative labels are finite and meaningless: mask them. In training, backward also differentiates the
+        auxiliary losses, and with labels the multi-token prediction losses. Pipeline stages other than the last return
         hidden states [s, b, h].
 
         Later stages accept None for ``input_ids`` and ``position_ids``, except the last one with multi-token
         prediction; models without learned positions need no ``position_ids``. ``attention_mask`` (bool, True where
         hidden) is combined with causality; ``packed_seq_params`` separates documents. ``sample_index`` int64 [b] holds
         the samples' indices in the run, on which dropout masks depend. Under context parallelism s counts this rank's
-        tokens (``attention/token_layout.py``); ``position_ids`` and document boundaries refer to the full
-        sequences. ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned
-        losses.
-        """
+        tokens (``attention/token_layout.py``); ``position_ids`` and document boundaries refer to the full sequences.
+        ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned losses."""
         batch, _, device = self.local_shape(input_ids)
         aux_losses = self._side_losses(batch, loss_mask, device)
         context = self.forward_context(
