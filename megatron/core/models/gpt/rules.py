@@ -20,7 +20,7 @@ def spec_importable(cfg: Settings) -> Problems:
 
 
 def mock_data_vocabulary(cfg: Settings) -> Problems:
-    """Mock documents count upwards from id 1."""
+    """Reject --vocab-size 1 with --mock-data and NullTokenizer: mock documents count upwards from id 1."""
     if cfg.mock_data and cfg.needs_data and cfg.tokenizer_type == "NullTokenizer" and cfg.vocab_size == 1:
         yield problem(cfg, "vocab_size", "is too small for --mock-data, whose token ids start at 1", "use at least 2")
 
