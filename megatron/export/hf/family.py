@@ -106,9 +106,9 @@ class Family:
         adds them).
 
         Raises:
-            UserError: the first problem: a value that cannot be represented or is out of range, contradicting keys, or an
-                unknown key that is not null, false or empty.
-            TypeError, LookupError, ArithmeticError …: a value of a type that a rule cannot compute with.
+            UserError: the first problem: a value that cannot be represented or is out of range, contradicting keys, or
+                an unknown key that is not null, false or empty.
+            TypeError, LookupError, ArithmeticError: a value of a type that a rule cannot compute with.
         """
         settings: dict[str, Any] = {}
         sizes = [rule for rule in self.config if isinstance(rule, Same)]
