@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear, norm
@@ -52,9 +53,9 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     if place.rotary and has_rotation(config.no_rope_freq, place.layer_number):
         ops.insert(1, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
     head_norms: list[Param] = []
-    if config.qk_layernorm and not config.qk_l2_norm:
+    if (kind := qk_norm(config)) in ("standard", "across_heads"):
         head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
-    if head_norms and config.qk_layernorm_across_heads:
+    if kind == "across_heads":
         widths = (heads * channels, groups * channels)
         head_norms = [replace(each, shape=(width,), mesh={"tp": 0}) for each, width in zip(head_norms, widths)]
     return Piece("attention", (*qkv, *head_norms, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)

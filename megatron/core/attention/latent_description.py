@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.attention.description import attention_core, is_unfused, sink_params
+from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear, norm
 
@@ -65,7 +66,7 @@ def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
         """Add an up-projection and its norm; each saves its latent input for this rank's positions."""
         per_rank = config.tensor_model_parallel_size if config.sequence_parallel else 1
         kept = size / per_rank * activation_bytes(config)
-        if config.qk_layernorm:
+        if qk_norm(config) is not None:
             params.extend(norm(norm_name, size, config))
             ops.append(Op("norm", norm_name, traffic=8.0 * kept, saved=(Saved("latent", kept),)))
         params.extend(linear(name, (out,), size, 0, bias=False))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.attention.description import describe_attention
+from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
@@ -34,16 +35,21 @@ from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, 
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
+Slot = ModuleSpec | Callable[..., Any]
+
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Slots of :class:`SelfAttention`. The configuration determines norms of queries and keys that are None."""
+    """Slots of :class:`SelfAttention`."""
 
-    linear_qkv: ModuleSpec | Callable[..., Any]
-    core_attention: ModuleSpec | Callable[..., Any]
-    linear_proj: ModuleSpec | Callable[..., Any]
-    q_layernorm: ModuleSpec | Callable[..., Any] | None = None
-    k_layernorm: ModuleSpec | Callable[..., Any] | None = None
+    linear_qkv: Slot
+    core_attention: Slot
+    linear_proj: Slot
+    q_layernorm: Slot | None = None
+    """Norm of the query heads; None: ``norm`` if the configuration has one. The same for the keys."""
+    k_layernorm: Slot | None = None
+    norm: Slot = build_norm
+    """Class of the norms that the configuration has (``attention/qk_norm.py``)."""
 
 
 class SelfAttention(Segmented):
@@ -77,8 +83,8 @@ class SelfAttention(Segmented):
         )  # fmt: skip
         self._has_rotation = has_rotation(config.no_rope_freq, layer_number)
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
-        self.q_layernorm = _head_norm(submodules.q_layernorm, config, groups, heads)
-        self.k_layernorm = _head_norm(submodules.k_layernorm, config, groups, kv_groups)
+        self.q_layernorm = _head_norm(submodules.q_layernorm, submodules.norm, config, groups, heads)
+        self.k_layernorm = _head_norm(submodules.k_layernorm, submodules.norm, config, groups, kv_groups)
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
@@ -146,22 +152,19 @@ class SelfAttention(Segmented):
 
 
 def _head_norm(
-    slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups, num_heads: int
+    slot: Slot | None, norm: Slot, config: TransformerConfig, groups: ProcessGroups, num_heads: int
 ) -> nn.Module:
-    """Return the norm of query or key heads: L2 norm with ``qk_l2_norm``, also with a slot; the identity without slot
-    and ``qk_layernorm``; one norm over all ``num_heads`` of all ranks with ``qk_layernorm_across_heads``; else the slot
-    or the standard norm per head, whose replicated weight has a partial gradient over TP, because each rank sees only
-    its heads."""
-    if config.qk_l2_norm:
-        return L2Norm(config.norm_epsilon)
-    if slot is None and not config.qk_layernorm:
+    """Return the norm of query or key heads that :func:`qk_norm` chooses. The standard one is ``slot``, or else
+    ``norm``, per head: its replicated weight has a partial gradient over TP, because each rank sees only its heads.
+    ``num_heads`` counts the heads of all ranks."""
+    kind = qk_norm(config, is_filled=slot is not None)
+    if kind is None:
         return IdentityOp()
-    if config.qk_layernorm_across_heads:
+    if kind == "across_heads":
         return NormAcrossHeads(config, num_heads, groups=groups)
     partial = ("tp",) if groups.tp.size > 1 else ()
-    return build_module(
-        slot or build_norm, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial
-    )
+    chosen = L2Norm if kind == "l2" else slot or norm
+    return build_module(chosen, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial)
 
 
 serve_other_names(__name__)

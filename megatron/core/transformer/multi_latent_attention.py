@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
 from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
@@ -45,9 +46,7 @@ Tables = RotaryTables | None
 
 @dataclass
 class MLASelfAttentionSubmodules:
-    """Slots of :class:`MLASelfAttention`. The configuration selects which query projections are used and determines
-    norms that are None.
-    """
+    """Slots of :class:`MLASelfAttention`. The configuration selects which query projections are used."""
 
     linear_q_proj: Slot = None
     linear_q_down_proj: Slot = None
@@ -57,8 +56,11 @@ class MLASelfAttentionSubmodules:
     core_attention: Slot = None
     linear_proj: Slot = None
     q_layernorm: Slot = None
+    """Norm of the queries' latent; None: ``norm`` if the configuration has one. The same for keys and values."""
     kv_layernorm: Slot = None
     linear_qkv_down_proj: Slot = None
+    norm: ModuleSpec | Callable[..., Any] = build_norm
+    """Class of the norms that the configuration has (``attention/qk_norm.py``)."""
 
 
 def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
@@ -121,9 +123,9 @@ class MLASelfAttention(Segmented):
             return _build(slot, into, out, **placed)
 
         def latent_norm(slot: Slot, size: int) -> nn.Module:
-            if slot is None and not config.qk_layernorm:
+            if qk_norm(config, is_filled=slot is not None) is None:
                 return IdentityOp()
-            return build_module(slot or build_norm, config, size, config.norm_epsilon, groups=groups)
+            return build_module(slot or slots.norm, config, size, config.norm_epsilon, groups=groups)
 
         self._down = self._stream_queries
         if config.mla_down_proj_fusion:

@@ -79,9 +79,10 @@ class RMSNorm(StreamNorm):
 
 
 class L2Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps), without weights (Llama 4's normalization of queries and keys)."""
+    """x / sqrt(mean(x^2) + eps), without weights (Llama 4's normalization of queries and keys). Other arguments of a
+    norm's slot are ignored."""
 
-    def __init__(self, eps: float) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> None:
         super().__init__()
         self.eps = eps
 

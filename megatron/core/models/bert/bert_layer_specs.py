@@ -36,8 +36,6 @@ def __getattr__(name: str) -> Any:
 
 
 def get_bert_block_spec(config: TransformerConfig, use_transformer_engine: bool = False) -> TransformerBlockSubmodules:
-    """Return one spec per layer of the full model plus the final norm; ``config`` selects the norms of queries and
-    keys.
-    """
+    """Return one spec per layer of the full model plus the final norm."""
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    return encoder_spec(backend, config.num_layers, config.qk_layernorm, config.qk_l2_norm)
+    return encoder_spec(backend, config.num_layers)

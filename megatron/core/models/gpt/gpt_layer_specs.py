@@ -11,6 +11,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.transformer import multi_token_prediction as prediction
+from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -33,10 +34,11 @@ def _layer_spec(
     multi_latent_attention: bool = False, fp8: str | None = None, *, qk_l2_norm: bool = False, **accepted: object,
 ) -> ModuleSpec:  # fmt: skip
     _accept(accepted)
+    modules = get_backend(backend)
+    norm = L2Norm if qk_l2_norm and not multi_latent_attention else modules.norm if qk_layernorm else None
     return layer_spec(
-        get_backend(backend), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts),
-        multi_latent_attention=multi_latent_attention,
-    )  # fmt: skip
+        modules, multi_latent_attention=multi_latent_attention, experts=bool(num_experts), qk_norm=norm
+    )
 
 
 get_gpt_layer_local_spec = partial(_layer_spec, "local")
@@ -51,7 +53,7 @@ get_gpt_layer_with_transformer_engine_spec = partial(_layer_spec, "transformer_e
 def get_gpt_decoder_layer_specs(
     config: TransformerConfig, use_transformer_engine: bool = False, **accepted: object
 ) -> list[ModuleSpec]:
-    """Return one spec per layer of the full model; ``config`` selects attention, norms and which layers are MoE. Known
+    """Return one spec per layer of the full model; ``config`` selects attention and which layers are MoE. Known
     arguments of Megatron-LM in ``accepted`` are ignored.
 
     Raises:
@@ -59,9 +61,11 @@ def get_gpt_decoder_layer_specs(
     """
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    kinds = {name: getattr(config, name) for name in ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")}
     return [
-        layer_spec(backend, **kinds, experts=has_experts(config, number)) for number in range(1, config.num_layers + 1)
+        layer_spec(
+            backend, multi_latent_attention=config.multi_latent_attention, experts=has_experts(config, number)
+        )
+        for number in range(1, config.num_layers + 1)
     ]
 
 

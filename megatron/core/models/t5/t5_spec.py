@@ -43,22 +43,19 @@ def get_t5_block_specs(
     config: TransformerConfig, decoder_num_layers: int, *, relative_positions: bool = False,
     use_transformer_engine: bool = False,
 ) -> tuple[TransformerBlockSubmodules, TransformerBlockSubmodules]:  # fmt: skip
-    """Return the encoder's and the decoder's spec. ``config`` selects the norms of queries and keys and the encoder's
-    depth. ``relative_positions``: self-attention of both stacks adds a position bias and is local, also with
-    Transformer Engine."""
+    """Return the encoder's and the decoder's spec. ``config`` gives the encoder's depth.
+    ``relative_positions``: self-attention of both stacks adds a position bias and is local, also with Transformer
+    Engine."""
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     if relative_positions:
         backend = replace(backend, core_attention=partial(CoreAttention, attention_type="relative"))
-    norms = config.qk_layernorm, config.qk_l2_norm
-    return encoder_spec(backend, config.num_layers, *norms), _decoder(backend, decoder_num_layers, *norms)
+    return encoder_spec(backend, config.num_layers), _decoder(backend, decoder_num_layers)
 
 
-def _decoder(
-    backend: Backend, num_layers: int, qk_layernorm: bool = False, qk_l2_norm: bool = False
-) -> TransformerBlockSubmodules:  # fmt: skip
+def _decoder(backend: Backend, num_layers: int) -> TransformerBlockSubmodules:
     """Return the decoder's spec: layers of causal self-attention, cross-attention with local core attention and without
     head norms, and feed-forward network. Attention is only causal, because padding follows all tokens."""
-    layer = layer_spec(backend, qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
+    layer = layer_spec(backend)
     slots = CrossAttentionSubmodules(
         linear_q=backend.column_parallel_linear,
         linear_kv=backend.column_parallel_linear,

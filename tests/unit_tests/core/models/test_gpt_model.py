@@ -161,6 +161,23 @@ def test_weight_names_are_the_known_ones():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "asked, configured, expected",
+    [
+        ({}, {}, "IdentityOp"),
+        ({}, {"qk_layernorm": True}, "RMSNorm"),
+        ({}, {"qk_l2_norm": True, "qk_layernorm": True}, "L2Norm"),
+        ({"qk_layernorm": True}, {}, "RMSNorm"),
+        ({"qk_l2_norm": True}, {}, "L2Norm"),
+        ({"qk_layernorm": True}, {"qk_layernorm_across_heads": True}, "NormAcrossHeads"),
+    ],
+)
+def test_configuration_chooses_qk_norms_and_specs_override(asked, configured, expected):
+    config = make_config(normalization="RMSNorm", **configured)
+    attention = GPTModel(config, get_gpt_layer_local_spec(**asked), VOCAB, 16).decoder.layers[0].self_attention
+    assert {type(attention.q_layernorm).__name__, type(attention.k_layernorm).__name__} == {expected}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_vocabulary_padding_changes_neither_loss_nor_gradient(tied):
     tokens, labels, positions = batch()

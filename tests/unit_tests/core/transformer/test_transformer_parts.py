@@ -117,7 +117,8 @@ def test_zero_centred_norms_start_and_act_as_plain_ones(kind):
 
 
 def test_l2_norm_gives_unit_mean_squares():
-    assert L2Norm(1e-9)(torch.randn(3, 8, dtype=DOUBLE)).pow(2).mean(-1).allclose(torch.ones(3, dtype=DOUBLE))
+    normed = L2Norm(make_config(), 8, 1e-9)(torch.randn(3, 8, dtype=DOUBLE))
+    assert normed.pow(2).mean(-1).allclose(torch.ones(3, dtype=DOUBLE))
 
 
 def coordinates(samples, positions):
