@@ -118,51 +118,45 @@ class ColumnParallelLinear(GemmLayer):
         if gather_output:
             self._leave = operators.gather_from_region
 
-    def forward(self, x: Tensor | AutogradHandle, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor | AutogradHandle, weight: Tensor | None = None, *, is_gathered: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return (output [..., out / tp], or all of it with ``gather_output``; the bias with ``skip_bias_add``, else
-        None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]. ``x`` may be an all-gather in flight
-        (:meth:`gather`), which is awaited. ``weight`` replaces the layer's weight by another module's; its gradient is
-        not deferred, and that module must announce it (``LinearTraits.weight_has_other_uses``). A ``weight`` next to a
-        handle is ignored. Backward reduces the gradient of ``x``: reduce-scatter under sequence parallelism, else
-        all-reduce."""
+        None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]; backward reduces the gradient of ``x``:
+        reduce-scatter under sequence parallelism, else all-reduce.
+
+        ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. With that or ``is_gathered`` (``x`` has
+        the positions of all ranks) backward does not reduce the gradient of ``x``: it is a partial sum over the group,
+        which the handle of :meth:`gather` reduce-scatters. ``weight`` replaces the layer's weight by another module's;
+        its gradient is not deferred, and that module must announce it (``LinearTraits.weight_has_other_uses``). It
+        excludes gathered input, which is not checked."""
+        traits, store = self.traits, self.weight_gradient_store
         if isinstance(x, AutogradHandle):
-            return self.forward_gathered(x.wait())
+            x, is_gathered = x.wait(), True
+        if is_gathered:
+            traits = self._bare_traits
+        bias = None if self.skip_bias_add else self.bias
         if weight is not None:
-            traits = self._bare_traits._replace(weight_has_other_uses=True)
-            added = None if self.skip_bias_add else self.bias
-            output = parallel_linear(self._enter(x, self.group), weight, added, traits)
-            return self._leave(output, self.group), self.bias if self.skip_bias_add else None
-        output = self._multiply(x, self.traits)
+            x, traits = self._enter(x, self.group), self._bare_traits._replace(weight_has_other_uses=True)
+            output = parallel_linear(x, weight, bias, traits)
+        elif self.shared_weight is None:
+            output = parallel_linear(x, self.weight, bias, traits, store)
+        else:
+            # gather the input and reduce its gradient once for both weights, without overlap
+            x = x if is_gathered else self._enter(x, self.group)
+            own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
+            shared = parallel_linear(x, self.shared_weight, self.shared_bias, self._bare_traits, store)
+            output = torch.cat((own, shared), dim=-1)  # shared rows come last
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def use_gemms(self, gemms: object) -> None:
         super().use_gemms(gemms)
         self._bare_traits = self._bare_traits._replace(gemms=self.traits.gemms)
 
-    def forward_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run ``forward`` on input that is already all-gathered along the sequence. Backward does not reduce the
-        gradient of ``x``: it is a partial sum over the group, which the handle of :meth:`gather` reduce-scatters."""
-        output = self._multiply(x, self._bare_traits)
-        return self._leave(output, self.group), self.bias if self.skip_bias_add else None
-
     def gather(self, x: Tensor) -> AutogradHandle:
         """Start the all-gather of ``x`` along the sequence; pass the handle to :meth:`forward`. Only for sequence
         parallelism, which is not checked."""
         return start_all_gather(x, self.group)
-
-    def _multiply(self, x: Tensor, traits: LinearTraits) -> Tensor:
-        """Return the product of ``x`` plus the bias (unless ``skip_bias_add``), before ``gather_output``. With
-        ``self.traits`` all-gathers ``x`` or reduces its gradient; with ``_bare_traits`` ``x`` is all-gathered already
-        and its gradient stays a partial sum. Shared rows are a second GEMM of the same input; they come last in the
-        output, with ``shared_bias``."""
-        bias, store = None if self.skip_bias_add else self.bias, self.weight_gradient_store
-        if self.shared_weight is None:
-            return parallel_linear(x, self.weight, bias, traits, store)
-        # gather the input and reduce its gradient once for both weights, without overlap
-        x = x if traits is self._bare_traits else self._enter(x, self.group)
-        own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
-        shared = parallel_linear(x, self.shared_weight, self.shared_bias, self._bare_traits, store)
-        return torch.cat((own, shared), dim=-1)
 
 
 def _split_rows(

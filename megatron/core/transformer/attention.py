@@ -25,7 +25,6 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions import split_rotary
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
@@ -127,28 +126,24 @@ class SelfAttention(Segmented):
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: (start the all-gather) | projection and core attention |
         output projection (start the reduction) | (wait, add the bias). Returns the output [s, b, h]. Collectives are in
-        flight between segments only with ``ctx.overlap``; else each runs inside its linear layer."""
+        flight between segments only with ``ctx.overlap``; else each runs inside its linear layer. Takes rotary tables
+        from ``ctx``: the local ones in sliding-window layers if given, none in layers without rotation. Core attention
+        reads layout, mask, position bias and dropout."""
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
-        mixed = self.mix(gathering, ctx)
-        yield
-        summing = leave(self.linear_proj, mixed, ctx)
-        yield
-        return finish(self.linear_proj, summing, ctx)
-
-    def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
-        """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d], for
-        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Takes rotary
-        tables from ``ctx``: the local ones in sliding-window layers if given, none in layers without rotation. Core
-        attention reads layout, mask, position bias and dropout."""
-        projected, _ = self.linear_qkv(hidden_states)
+        projected, _ = self.linear_qkv(gathering)  # waits for the all-gather
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
         if rotary is None or not self._has_rotation:
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
-        return self._run_core(self.core_attention, query, key, value, ctx)
+        mixed = self._run_core(self.core_attention, query, key, value, ctx)
+        del projected, grouped, query, key, value  # a suspended generator would keep their memory
+        yield
+        summing = leave(self.linear_proj, mixed, ctx)
+        yield
+        return finish(self.linear_proj, summing, ctx)
 
 
 def _head_norm(

@@ -202,8 +202,8 @@ class MLASelfAttention(Segmented):
 
     def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
         """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
-        query = self._linear_query.forward_gathered(source)[0]
-        key_value = self.linear_kv_up_proj.forward_gathered(latent)[0]
+        query = self._linear_query(source, is_gathered=True)[0]
+        key_value = self.linear_kv_up_proj(latent, is_gathered=True)[0]
         return self._split(query, key_value, rope_key, tables)
 
     def _split(self, query: Tensor, key_value: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
