@@ -112,9 +112,6 @@ OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/exte
 
 # path or path::name -> reason; each entry lifts the budget rules for that place
 EXCEPTIONS = {
-    "megatron/core/models/gpt/gpt_model.py::__init__": "the constructor that existing programs call by name",
-    "megatron/core/models/bert/bert_model.py::__init__": "the constructor that existing programs call by name",
-    "megatron/core/models/t5/t5_model.py::__init__": "the constructor that existing programs call by name",
     "megatron/core/models/t5/t5_model.py::forward": "the call that existing programs make by position",
     "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
     "megatron/compat/dataset_helpers.py::build_mapping": "a signature of Megatron-LM's",

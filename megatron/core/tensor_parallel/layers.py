@@ -137,15 +137,15 @@ class ColumnParallelLinear(GemmLayer):
             traits = self._bare_traits
         bias = None if self.skip_bias_add else self.bias
         if weight is not None:
-            x, traits = self._enter(x, self.group), self._bare_traits._replace(weight_has_other_uses=True)
-            output = parallel_linear(x, weight, bias, traits)
+            traits = self._bare_traits._replace(weight_has_other_uses=True)
+            output = parallel_linear(self._enter(x, self.group), weight, bias, traits)
         elif self.shared_weight is None:
             output = parallel_linear(x, self.weight, bias, traits, store)
         else:
             # gather the input and reduce its gradient once for both weights, without overlap
-            x = x if is_gathered else self._enter(x, self.group)
-            own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
-            shared = parallel_linear(x, self.shared_weight, self.shared_bias, self._bare_traits, store)
+            entered = x if is_gathered else self._enter(x, self.group)
+            own = parallel_linear(entered, self.weight, bias, self._bare_traits, store)
+            shared = parallel_linear(entered, self.shared_weight, self.shared_bias, self._bare_traits, store)
             output = torch.cat((own, shared), dim=-1)  # shared rows come last
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 

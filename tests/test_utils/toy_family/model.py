@@ -6,8 +6,9 @@ Legend: s sequence (this rank's positions), b batch, n vectors of numbers, f fea
 import torch
 
 from megatron.core.models.backends import get_backend
-from megatron.core.models.common.language_module import LanguageModule, Positions, Vocabulary
+from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.models.common.layer_specs import encoder_spec, layer_spec
+from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.operators import scatter_to_sequence
@@ -19,11 +20,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 class NumbersModel(LanguageModule):
     """Losses or logits of tokens, given numbers. ``configs``: the encoder's and the decoder's configuration."""
 
-    parallel_output = True
-
-    def __init__(self, configs, features, *, vocabulary, positions, branches, groups, **stage):
+    def __init__(self, configs, features, settings):
         numbers, config, backend = configs["numbers"], configs["decoder"], get_backend("local")
-        super().__init__(config, vocabulary, positions, groups=groups, **stage)
+        super().__init__(config, settings)
+        groups = self.groups
         with self.construction():
             if self.pre_process:
                 common = {"bias": False, "groups": groups}
@@ -37,8 +37,9 @@ class NumbersModel(LanguageModule):
                     numbers.hidden_size, config.hidden_size, config=numbers, init_method=weight_init(config), **common
                 )
             self.decoder = TransformerBlock(
-                config, layer_spec(backend), branches=branches, post_layer_norm=self.post_process, groups=groups
-            )
+                config, layer_spec(backend), branches=settings.branches, post_layer_norm=self.post_process,
+                groups=groups,
+            )  # fmt: skip
             if self.post_process:
                 self.output_layer = self.build_output_layer()
 
@@ -68,13 +69,4 @@ class NumbersModel(LanguageModule):
 
 def build(cfg, features, arguments):
     """Build a stage from the arguments common to all models (``LanguageModelTask.model_arguments``)."""
-    positions = Positions(
-        arguments["max_sequence_length"], arguments["position_embedding_type"], arguments["rotary_percent"],
-        arguments["rotary_base"],
-    )  # fmt: skip
-    vocabulary = Vocabulary.of_settings(cfg, arguments["vocab_size"])
-    stage = {name: arguments[name] for name in ("pre_process", "post_process", "seed", "vp_stage", "groups")}
-    return NumbersModel(
-        cfg.family.transformers(cfg), features, vocabulary=vocabulary, positions=positions,
-        branches=arguments["branches"], **stage,
-    )  # fmt: skip
+    return NumbersModel(cfg.family.transformers(cfg), features, LanguageModelSettings(**arguments))

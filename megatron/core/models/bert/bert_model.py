@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.bert.description import describe_bert
 from megatron.core.models.bert.heads import BertLMHead, Pooler
-from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
+from megatron.core.models.common.language_module import LanguageModule
+from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,55 +31,38 @@ class LabelsAt(NamedTuple):
 class BertModel(LanguageModule):
     """BERT model: returns logits, or per-token losses if labels are passed, and the logits of the binary head.
 
-    ``num_tokentypes=0`` builds no token-type embedding. The other arguments are as in :class:`GPTModel`.
+    ``num_tokentypes=0`` builds no token-type embedding. The arguments besides those of ``__init__`` are the fields of
+    :class:`LanguageModelSettings`.
     """
 
+    @takes_settings(
+        "config num_tokentypes transformer_layer_spec vocab_size max_sequence_length pre_process post_process "
+        "fp16_lm_cross_entropy parallel_output share_embeddings_and_output_weights position_embedding_type "
+        "rotary_percent seq_len_interpolation_factor add_binary_head vp_stage"
+    )
     def __init__(
         self,
         config: TransformerConfig,
         num_tokentypes: int,
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
-        vocab_size: int,
-        max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbeddingType = "learned_absolute",
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
+        settings: LanguageModelSettings,
         add_binary_head: bool = True,
-        vp_stage: int | None = None,
-        *,
-        rotary_base: float = 10000,
-        make_vocab_size_divisible_by: int = 128,
-        seed: int | None = None,
-        groups: ProcessGroups | None = None,
-        branches: range | None = None,
     ) -> None:
-        """Build this stage's embedding, encoder layers and heads. ``branches`` (None: by balance of the pipeline ranks)
-        is the range over all branches. ``fp16_lm_cross_entropy`` is ignored."""
-        super().__init__(
-            config,
-            Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
-            Positions(
-                max_sequence_length, position_embedding_type, rotary_percent, rotary_base, seq_len_interpolation_factor
-            ),
-            pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
-        )  # fmt: skip
-        self.add_binary_head, self.parallel_output = add_binary_head, parallel_output
+        """Build this stage's embedding, encoder layers and heads."""
+        super().__init__(config, settings)
+        self.add_binary_head = add_binary_head
+        branches, length = settings.branches, settings.max_sequence_length
         if branches is None:
             described = describe_bert(
-                config, self.vocabulary, seq_length=max_sequence_length, max_sequence_length=max_sequence_length,
-                spec=transformer_layer_spec,
-            )  # fmt: skip
+                config, settings.vocabulary, seq_length=length, max_sequence_length=length, spec=transformer_layer_spec
+            )
             branches = self.stage_branches(described)
         with self.construction(num_tokentypes=num_tokentypes):
             self.encoder = TransformerBlock(
-                config, transformer_layer_spec, branches=branches, post_layer_norm=post_process, groups=self.groups
-            )
-            if post_process:
+                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process,
+                groups=self.groups,
+            )  # fmt: skip
+            if self.post_process:
                 self._build_heads()
 
     def _build_heads(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,13 @@ from torch import Tensor
 from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.settings import LanguageModelSettings
 from megatron.core.pipeline_parallel.stages import layer_branch_costs, pipeline_stages
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
@@ -36,12 +35,9 @@ from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
 
-PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
-
 
 class LanguageModule(MegatronModule):
-    """Base class of GPT, BERT and T5 models. Subclasses set ``parallel_output``, and ``output_layer`` on stages that
-    have it.
+    """Base class of GPT, BERT and T5 models. Subclasses set ``output_layer`` on stages that have it.
 
     Initial weights are functions of ``seed`` (default ``config.seed``) and the parameter names. Without
     ``config.perform_initialization``, weights are zero and norms are the identity, to be loaded from a checkpoint. The
@@ -50,32 +46,21 @@ class LanguageModule(MegatronModule):
 
     embedding: LanguageModelEmbedding
     output_layer: VocabParallelOutput
-    parallel_output: bool
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        vocabulary: Vocabulary,
-        positions: Positions,
-        *,
-        pre_process: bool,
-        post_process: bool,
-        seed: int | None,
-        groups: ProcessGroups | None,
-        vp_stage: int | None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, settings: LanguageModelSettings) -> None:
         """Set stage, groups, seed, layout and rotary embeddings; build no layers, which subclasses do in
-        :meth:`construction`. None for ``groups`` and ``vp_stage`` means ``parallel_state``'s, for ``seed``
-        ``config.seed``. Raises UserError for an unknown position kind."""
+        :meth:`construction`. Raises UserError for an unknown position kind."""
         super().__init__(config)
-        self.seed = config.seed if seed is None else seed
-        self.groups = groups or parallel_state.get_process_groups()
-        self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
-        self.pre_process, self.post_process = pre_process, post_process
-        self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
-        self.share_embeddings_and_output_weights = vocabulary.shared
-        self.positions = positions
-        self.rotary_pos_emb, self.rotary_pos_emb_local = positions.rotary(config), positions.local_rotary(config)
+        self.settings = settings
+        self.seed = config.seed if settings.seed is None else settings.seed
+        self.groups = settings.groups or parallel_state.get_process_groups()
+        self.vp_stage = settings.vp_stage
+        if self.vp_stage is None:
+            self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank()
+        self.pre_process, self.post_process = settings.pre_process, settings.post_process
+        self.parallel_output, self.vocab_size = settings.parallel_output, settings.vocab_size
+        self.share_embeddings_and_output_weights = settings.share_embeddings_and_output_weights
+        self.rotary_pos_emb, self.rotary_pos_emb_local = settings.rotary(config), settings.local_rotary(config)
         self.dropout_stream = DropoutStream(self.seed)
         self.layout = TokenLayout.of(self.groups, config.sequence_parallel)
         """Tokens that this rank holds of every micro-batch."""
@@ -137,12 +122,14 @@ class LanguageModule(MegatronModule):
         (``embedding``; None: if :attr:`pre_process`). On exit, marks weights that two stages hold
         (:meth:`tie_over_stages`) and initializes all parameters unless ``config.perform_initialization`` is off.
         """
-        config, positions = self.config, self.positions
+        config, settings = self.config, self.settings
         with torch.device(_construction_device(config)):
             if self.pre_process if embedding is None else embedding:
                 self.embedding = LanguageModelEmbedding(
-                    config, self.vocab_size, positions.max_length, learned_positions=positions.are_learned,
-                    num_tokentypes=num_tokentypes, divisible_by=self.vocabulary.divisible_by, groups=self.groups,
+                    config, self.vocab_size, settings.max_sequence_length,
+                    learned_positions=settings.position_embedding_type == "learned_absolute",
+                    num_tokentypes=num_tokentypes, divisible_by=settings.make_vocab_size_divisible_by,
+                    groups=self.groups,
                 )  # fmt: skip
             yield
             self.tie_over_stages(whole_embedding=tie_embedding)
@@ -166,7 +153,7 @@ class LanguageModule(MegatronModule):
             init_method=embedding_init(config) if tied else weight_init(config),
             weight_is_shared=tied and self.has_embedding,
             tied_to="embedding.word_embeddings.weight" if tied else None,
-            divisible_by=self.vocabulary.divisible_by, groups=self.groups,
+            divisible_by=self.settings.make_vocab_size_divisible_by, groups=self.groups,
         )  # fmt: skip
         if bias:
             layer.add_bias(config, self.groups)
@@ -282,9 +269,9 @@ class LanguageModule(MegatronModule):
         return sample_index
 
 
-def program_groups(pg_collection: Any, groups: ProcessGroups | None) -> ProcessGroups | None:
-    """Return ``groups``, also if None, after checking them (None: ``parallel_state``'s) against a program's
-    ``pg_collection`` of torch groups. Groups that it lacks are not checked.
+def check_groups(pg_collection: Any, groups: ProcessGroups | None) -> None:
+    """Check ``groups`` (None: ``parallel_state``'s) against a program's ``pg_collection`` of torch groups. Groups that
+    it lacks are not checked.
 
     Raises:
         UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks.
@@ -294,7 +281,6 @@ def program_groups(pg_collection: Any, groups: ProcessGroups | None) -> ProcessG
         theirs = getattr(pg_collection, name, None)
         if theirs is not None and tuple(dist.get_process_group_ranks(theirs)) != getattr(ours, name).ranks:
             raise UserError(f"pg_collection.{name}: is not the group of the running program; leave pg_collection out")
-    return groups
 
 
 def _construction_device(config: TransformerConfig) -> torch.device:
@@ -302,49 +288,6 @@ def _construction_device(config: TransformerConfig) -> torch.device:
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Position embedding of sequences of at most ``max_length`` tokens."""
-
-    max_length: int
-    kind: str = "learned_absolute"
-    """A :data:`PositionEmbeddingType`."""
-    percent: float = 1.0
-    base: float = 10000
-    interpolation: float | None = None
-    llama3: Llama3Scaling | None = None
-
-    @property
-    def are_learned(self) -> bool:
-        """Whether each position has a learned vector."""
-        return self.kind == "learned_absolute"
-
-    def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of ``config`` at ``base``: with latent attention over its rope dims for every
-        kind, else over ``kv_channels`` for "rope" (with ``llama3`` scaling if set) and "yarn"; None for other kinds.
-        Raises UserError for an unknown kind."""
-        if self.kind not in ("learned_absolute", "rope", "yarn", "none"):
-            raise UserError(f"position_embedding_type {self.kind!r}: choose learned_absolute, rope, yarn or none")
-        if config.multi_latent_attention:
-            return latent_rotary(config, self.base, self.percent)
-        if self.kind not in ("rope", "yarn"):
-            return None
-        return RotaryEmbedding(
-            config.kv_channels, self.percent, rotary_base=self.base, interpolation=self.interpolation,
-            dtype=config.params_dtype,
-            scaling=yarn_scaling(config, self.max_length) if self.kind == "yarn" else self.llama3,
-        )  # fmt: skip
-
-    def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of sliding-window layers at base ``config.rotary_base_local``, unscaled; None if
-        that is unset, for kinds other than "rope" and "yarn", and for latent attention."""
-        if self.kind not in ("rope", "yarn") or config.rotary_base_local is None or config.multi_latent_attention:
-            return None
-        return RotaryEmbedding(
-            config.kv_channels, self.percent, rotary_base=config.rotary_base_local, dtype=config.params_dtype
-        )
 
 
 serve_other_names(__name__)

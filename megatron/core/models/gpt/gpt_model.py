@@ -12,17 +12,10 @@ from torch import Tensor
 
 from megatron import serve_other_names
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.rotary import Llama3Scaling
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.common.language_module import (
-    LanguageModule,
-    PositionEmbeddingType,
-    Positions,
-    Vocabulary,
-    program_groups,
-)
+from megatron.core.models.common.language_module import LanguageModule, check_groups
+from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
 from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.statistics import modules_with_statistics
@@ -34,80 +27,59 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 class GPTModel(LanguageModule):
     """Decoder-only model: returns logits, or per-token losses if labels are passed.
 
-    ``vocab_size`` is the unpadded size. The stored size is padded to a multiple of ``make_vocab_size_divisible_by``;
-    the padding takes part in no computation. Initial weights are functions of ``seed`` (default ``config.seed``) and
-    the parameter names. Without ``config.perform_initialization``, weights are zero and norms are the identity, to be
-    loaded from a checkpoint. A pipeline stage holds the branches that ``pipeline_parallel.stages`` assigns to this rank
-    and ``vp_stage`` (its chunk of an interleaved schedule). ``layer_range`` (global layer indices) or ``branches``
-    (counted from 0 over all layers) overrides that. The model is built on the CPU with
-    ``config.use_cpu_initialization`` or without a GPU, else on the current GPU. ``pg_collection`` must hold the groups
-    of the running program.
+    The arguments besides those of ``__init__`` are the fields of :class:`LanguageModelSettings`. Initial weights are
+    functions of ``seed`` and the parameter names. Without ``config.perform_initialization``, weights are zero and norms
+    are the identity, to be loaded from a checkpoint. ``layer_range`` (global layer indices) selects this stage's layers
+    in place of ``branches``. The model is built on the CPU with ``config.use_cpu_initialization`` or without a GPU,
+    else on the current GPU. ``pg_collection`` must hold the groups of the running program.
     """
 
+    @takes_settings(
+        "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process parallel_output "
+        "fp16_lm_cross_entropy share_embeddings_and_output_weights position_embedding_type rotary_percent rotary_base "
+        "rope_scaling rope_scaling_factor seq_len_interpolation_factor mtp_block_spec"
+    )
     def __init__(
         self,
         config: TransformerConfig,
         transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
-        vocab_size: int,
-        max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
-        parallel_output: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbeddingType = "learned_absolute",
-        rotary_percent: float = 1.0,
-        rotary_base: float = 10000,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        seq_len_interpolation_factor: float | None = None,
+        settings: LanguageModelSettings,
         mtp_block_spec: prediction.MultiTokenPredictionBlockSubmodules | None = None,
         *,
-        make_vocab_size_divisible_by: int = 128,
-        seed: int | None = None,
-        groups: ProcessGroups | None = None,
         layer_range: range | None = None,
-        branches: range | None = None,
-        vp_stage: int | None = None,
         pg_collection: Any = None,
         logit_dtype: torch.dtype | None = None,
     ) -> None:
         """Build this stage's embedding, decoder layers, output layer and prediction depths; the last stage with
-        ``mtp_block_spec`` also has an embedding. ``fp16_lm_cross_entropy`` is ignored. Raises UserError for an
-        unavailable ``logit_dtype`` or only one of ``mtp_block_spec`` and ``config.mtp_num_layers``, ValueError for both
-        ``layer_range`` and ``branches``."""
-        groups = program_groups(pg_collection, groups)
+        ``mtp_block_spec`` also has an embedding. Raises UserError for an unavailable ``logit_dtype`` or only one of
+        ``mtp_block_spec`` and ``config.mtp_num_layers``, ValueError for both ``layer_range`` and ``branches``."""
+        check_groups(pg_collection, settings.groups)
         if logit_dtype not in (None, torch.float32):
             raise UserError(f"logit_dtype {logit_dtype}: not available; remove it")
-        super().__init__(
-            config,
-            Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
-            Positions(
-                max_sequence_length, position_embedding_type, rotary_percent, rotary_base, seq_len_interpolation_factor,
-                Llama3Scaling(rope_scaling_factor) if rope_scaling else None,
-            ),
-            pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
-        )  # fmt: skip
+        super().__init__(config, settings)
         if (mtp_block_spec is None) is not (config.mtp_num_layers is None):
             raise UserError(
                 f"mtp_num_layers {config.mtp_num_layers} goes with mtp_block_spec=get_gpt_mtp_block_spec(config, spec),"
                 f" not with {mtp_block_spec!r:.40}: give both, or neither"
             )
+        branches, length = settings.branches, settings.max_sequence_length
         if layer_range is not None and branches is not None:
             raise ValueError("layer_range and branches both say what this stage holds: give one of them")
         if branches is None:
             described = describe_gpt(
-                config, vocab_size=vocab_size, seq_length=max_sequence_length, max_sequence_length=max_sequence_length,
+                config, vocab_size=self.vocab_size, seq_length=length, max_sequence_length=length,
                 spec=transformer_layer_spec,
             )  # fmt: skip
             branches = self.stage_branches(described, layer_range)
-        self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
+        self.max_sequence_length = length
         self.mtp, predicts_on = None, mtp_block_spec is not None
-        with self.construction(embedding=pre_process or (post_process and predicts_on), tie_embedding=predicts_on):
+        embeds = self.pre_process or (self.post_process and predicts_on)
+        with self.construction(embedding=embeds, tie_embedding=predicts_on):
             self.decoder = TransformerBlock(
-                config, transformer_layer_spec, branches=branches, post_layer_norm=post_process, groups=self.groups
-            )
-            if post_process:
+                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process,
+                groups=self.groups,
+            )  # fmt: skip
+            if self.post_process:
                 self.output_layer = self.build_output_layer()
                 if mtp_block_spec is not None:
                     self.mtp = prediction.MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)

@@ -10,7 +10,7 @@ of this rank (stored, padding included), n buckets, a heads (local).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
+from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.models.common.relative_positions import RelativePositionEmbedding, position_bias
+from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
 from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
@@ -60,65 +60,46 @@ class T5Model(LanguageModule):
 
     ``config`` is the decoder's, ``encoder_config`` the encoder's; they differ only in ``num_layers``. Pipeline stages
     are balanced for sequences of ``max_sequence_length``, unless ``branches`` (a range over the branches of both
-    stacks) sets this stage's layers. The other arguments are as in :class:`GPTModel`.
+    stacks) sets this stage's layers. The arguments besides those of ``__init__`` are the fields of
+    :class:`LanguageModelSettings`.
     """
 
+    @takes_settings(
+        "config encoder_config transformer_encoder_layer_spec transformer_decoder_layer_spec vocab_size "
+        "max_sequence_length pre_process post_process fp16_lm_cross_entropy parallel_output "
+        "share_embeddings_and_output_weights position_embedding_type rotary_percent seq_len_interpolation_factor "
+        "relative_attention_num_buckets relative_attention_max_distance vp_stage"
+    )
     def __init__(
         self,
         config: TransformerConfig,
         encoder_config: TransformerConfig,
         transformer_encoder_layer_spec: LayerSpec,
         transformer_decoder_layer_spec: LayerSpec,
-        vocab_size: int,
-        max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
-        fp16_lm_cross_entropy: bool = False,
-        parallel_output: bool = True,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbeddingType | Literal["relative"] = "learned_absolute",
-        rotary_percent: float = 1.0,
-        seq_len_interpolation_factor: float | None = None,
-        relative_attention_num_buckets: int = 32,
-        relative_attention_max_distance: int = 128,
-        vp_stage: int | None = None,
+        settings: LanguageModelSettings,
         *,
-        rotary_base: float = 10000,
-        make_vocab_size_divisible_by: int = 128,
-        seed: int | None = None,
-        groups: ProcessGroups | None = None,
-        branches: range | None = None,
         add_encoder: bool = True,
         add_decoder: bool = True,
     ) -> None:
         """Build this stage's embedding, relative-position tables (first stage only), layers of both stacks and
-        ``lm_head``. Each stack's final norm is on the stage with its last layer. ``fp16_lm_cross_entropy`` is ignored.
-        Raises UserError if ``add_encoder`` or ``add_decoder`` is False."""
+        ``lm_head``. Each stack's final norm is on the stage with its last layer. Raises UserError if ``add_encoder`` or
+        ``add_decoder`` is False."""
         if not (add_encoder and add_decoder):
             raise UserError("add_encoder and add_decoder: must be True; a pipeline stage has a range of both stacks")
-        relative = position_embedding_type == "relative"
-        super().__init__(
-            config,
-            Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
-            Positions(
-                max_sequence_length, "none" if relative else position_embedding_type, rotary_percent, rotary_base,
-                seq_len_interpolation_factor,
-            ),
-            pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
-        )  # fmt: skip
-        self.parallel_output, self.max_distance = parallel_output, relative_attention_max_distance
-        self.num_buckets = relative_attention_num_buckets if relative else 0
+        relative = settings.position_embedding_type == "relative"
+        super().__init__(config, replace(settings, position_embedding_type="none") if relative else settings)
+        self.max_distance = settings.relative_attention_max_distance
+        self.num_buckets = settings.relative_attention_num_buckets if relative else 0
         specs = transformer_encoder_layer_spec, transformer_decoder_layer_spec
-        encoder_depth, depth, length = encoder_config.num_layers, _depth(specs[1], config), max_sequence_length
+        encoder_depth, depth, length = encoder_config.num_layers, _depth(specs[1], config), settings.max_sequence_length
         described = describe_t5(
-            encoder_config, self.vocabulary, EncoderDecoder(length, length, depth), max_sequence_length=length,
+            encoder_config, settings.vocabulary, EncoderDecoder(length, length, depth), max_sequence_length=length,
             specs=specs,
         )  # fmt: skip
-        if branches is None:
-            branches = self.stage_branches(described)
+        branches = self.stage_branches(described) if settings.branches is None else settings.branches
         of_encoder = sum(map(len, described.costs.names[:encoder_depth]))
         with self.construction():
-            if pre_process and self.num_buckets:
+            if self.pre_process and self.num_buckets:
                 tables = (RelativePositionEmbedding(config, self.num_buckets, groups=self.groups) for _ in range(2))
                 self.encoder_relative_pos_emb, self.decoder_relative_pos_emb = tables
             self.encoder = TransformerBlock(
@@ -128,10 +109,10 @@ class T5Model(LanguageModule):
             self.decoder = TransformerBlock(
                 config, specs[1], num_layers=depth, first_number=encoder_depth + 1, groups=self.groups,
                 branches=range(branches.start - of_encoder, branches.stop - of_encoder),
-                post_layer_norm=post_process,
+                post_layer_norm=self.post_process,
             )  # fmt: skip
-            if post_process:
-                biased = share_embeddings_and_output_weights and not config.scale_decoder_outputs
+            if self.post_process:
+                biased = self.share_embeddings_and_output_weights and not config.scale_decoder_outputs
                 self.lm_head = T5LMHead(self.build_output_layer(bias=biased))
 
     @property
