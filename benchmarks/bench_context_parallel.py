@@ -34,8 +34,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
@@ -72,10 +73,10 @@ class Shape:
         return [torch.randn(self.length, 1, *size, generator=generator).to(device, self.dtype) for size in sizes]
 
 
-def step(core: torch.nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+def step(core: torch.nn.Module, inputs: list[Tensor], layout: TokenLayout = ONE_RANK) -> list[Tensor]:
     """Forward and backward; output and gradients."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    output = core(*leaves)
+    output = core(*leaves, AttentionContext(layout))
     output.backward(inputs[3])
     return [output.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
 
@@ -129,27 +130,27 @@ def local_copies() -> Iterator[None]:
 
 def largest_error(shape: Shape, form: str, groups: ProcessGroups, device: torch.device) -> float:
     """Largest relative difference (norms) of outputs and gradients from one rank's."""
-    size, rank = groups.cp.size, groups.cp.rank
+    size, layout = groups.cp.size, TokenLayout.of(groups)
     whole = shape.tensors(device)
     alone = step(CoreAttention(shape.config(1, "p2p"), 1, groups=SINGLE_PROCESS), whole)
-    local = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in whole]
-    found = step(CoreAttention(shape.config(size, form), 1, groups=groups), local)
-    expected = [zigzag.local_part(x, rank, size, dim=0) for x in alone]
+    local = [layout.local(x, 0).contiguous() for x in whole]
+    found = step(CoreAttention(shape.config(size, form), 1, groups=groups), local, layout)
+    expected = [layout.local(x, 0) for x in alone]
     pairs = zip(found, expected, strict=True)
     return max(((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs)
 
 
 def measure(shape: Shape, form: str, groups: ProcessGroups, repeats: int, device: torch.device) -> dict[str, float]:
     """One row of the table."""
-    size, rank = groups.cp.size, groups.cp.rank
+    size, layout = groups.cp.size, TokenLayout.of(groups)
     core = CoreAttention(shape.config(size, form), 1, groups=groups)
-    inputs = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in shape.tensors(device)]
+    inputs = [layout.local(x, 0).contiguous() for x in shape.tensors(device)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elapsed = seconds(lambda: step(core, inputs), repeats, device)
+    elapsed = seconds(lambda: step(core, inputs, layout), repeats, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     with local_copies() if size > 1 else nullcontext():
-        alone = seconds(lambda: step(core, inputs), repeats, device)
+        alone = seconds(lambda: step(core, inputs, layout), repeats, device)
     return {
         "ms": elapsed * 1e3,
         "tflops_per_gpu": shape.flops / size / elapsed / 1e12,

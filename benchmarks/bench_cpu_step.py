@@ -24,9 +24,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 LENGTH, BATCH, VOCAB = 256, 8, 8192
 VARIANTS = {

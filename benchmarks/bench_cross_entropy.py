@@ -34,7 +34,8 @@ from benchmarks.harness.timing import milliseconds
 from megatron.core.fusions import cross_entropy as fusion
 from megatron.core.fusions.cross_entropy import PLAIN, Softmax
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.tensor_parallel.linear import LinearTraits, accumulate_product, parallel_linear
+from megatron.core.tensor_parallel.gemms import accumulate_product
+from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 RESULTS = Path(__file__).parent / "results" / "cross_entropy.json"

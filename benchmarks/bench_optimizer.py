@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness.environment import environment
 from benchmarks.harness.timing import milliseconds
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
-from megatron.core.fusions.master_weights import OptimizerEntry, build_master
+from megatron.core.fusions.adam import AdamStep, adam_reference_, choose_adam
+from megatron.core.fusions.storage import OptimizerEntry, build_storage
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,12 +50,13 @@ class State:
         self.tensors = []
         for shape in shapes(parameters):
             weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            master = build_master(weight, torch.bfloat16, split=split)
+            master = build_storage(weight, torch.bfloat16, split=split)
             master.kept = torch.zeros(shape, device=device, dtype=master.kept_dtype)
             master.refresh()
             first = (1e-3 * torch.randn(shape, device=device)).to(moments)
             second = (1e-6 * torch.rand(shape, device=device)).to(moments)
-            self.tensors.append(OptimizerEntry(master, 1e-3 * torch.randn(shape, device=device), (first, second)))
+            gradient = 1e-3 * torch.randn(shape, device=device)
+            self.tensors.append(OptimizerEntry(master, gradient, (first, second), LR, DECAY))
         self.step = torch.ones((), device=device)
         self.skip = torch.zeros((), device=device)
 
@@ -66,16 +67,16 @@ class State:
     def least_bytes(self) -> float:
         """Per parameter: gradient read; master, weight and moments read and written (a copy's weight only written)."""
         each = self.tensors[0]
-        assert each.master.kept is not None
+        assert each.storage.kept is not None
         moments = sum(2 * moment.element_size() for moment in each.moments)
-        weight = 2 if each.master.is_live else 4
-        return each.gradient.element_size() + 2 * each.master.kept.element_size() + weight + moments
+        weight = 2 if each.storage.is_live else 4
+        return each.gradient.element_size() + 2 * each.storage.kept.element_size() + weight + moments
 
     def update(self, kernel: Any) -> None:
         """One step of ``kernel`` with a clipping factor."""
         factor = torch.full_like(self.step, 0.9)
         conditions = AdamStep(*BETAS, EPS, True, self.step, self.skip, factor)
-        kernel([AdamGroup(self.tensors, LR, DECAY)], conditions)
+        kernel(self.tensors, conditions)
 
     def foreach(self) -> None:
         """AdamW by torch's foreach operators, a pass over memory each."""
@@ -87,7 +88,7 @@ class State:
         denominators = torch._foreach_sqrt(seconds)
         torch._foreach_add_(denominators, EPS)
         torch._foreach_addcdiv_(masters, firsts, denominators, -LR)
-        torch._foreach_copy_([each.master.weight for each in self.tensors], masters)
+        torch._foreach_copy_([each.storage.weight for each in self.tensors], masters)
 
     def fused(self) -> None:
         """torch's fused AdamW, then the rounding."""
@@ -96,11 +97,11 @@ class State:
             masters, gradients, firsts, seconds, [], [self.step] * len(masters), lr=LR, beta1=BETAS[0],
             beta2=BETAS[1], weight_decay=DECAY, eps=EPS, amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch._foreach_copy_([each.master.weight for each in self.tensors], masters)
+        torch._foreach_copy_([each.storage.weight for each in self.tensors], masters)
 
     def _lists(self) -> tuple[list[Tensor], ...]:
         moments = list(zip(*(each.moments for each in self.tensors)))
-        masters = [each.master.read() for each in self.tensors]
+        masters = [each.storage.read() for each in self.tensors]
         return masters, [each.gradient for each in self.tensors], list(moments[0]), list(moments[1])
 
 
@@ -142,7 +143,7 @@ def measure(parameters: int, device: torch.device, repeats: int) -> dict[str, An
         ("ours, remainders, bf16 moments", True, half, None), ("plain, remainders", True, wide, adam_reference_),
     ):  # fmt: skip
         state = State(parameters, device, split=split, moments=moments)
-        chosen = kernel or choose_adam([each.master for each in state.tensors])
+        chosen = kernel or choose_adam([each.storage for each in state.tensors])
         run = getattr(state, chosen) if isinstance(chosen, str) else partial(state.update, chosen)
         add(name, milliseconds(run, device, repeats), state.least_bytes(), state.elements)
         if name == "ours, copies":

@@ -24,7 +24,6 @@ from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
 from benchmarks.harness.rows import ROWS, Row, flags_of, row_of  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
-from megatron.training.model_description import describe_run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = ("gpt3", "llama", "mixtral", "qwen3_moe", "deepseek_v3", "bert", "t5")
@@ -171,7 +170,7 @@ def limits() -> str:
         cfg = resolve(parse_args([*flags_of(name), "--train-iters", "1"]), row.gpus, gpus=True)
         work = roofline.limits(cfg, cfg.vocab_size, ceilings)
         total = sum(each.ms for each in work.values())
-        flops = describe_run(cfg, cfg.vocab_size).flops_per_sample * row.batch / row.gpus
+        flops = cfg.describe(cfg.vocab_size).flops_per_sample * row.batch / row.gpus
         share = {
             part: sum(each.ms for kind, each in work.items() if kind.startswith(part))
             for part in ("GEMM", "attention", COMMUNICATION)

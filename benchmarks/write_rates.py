@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # run as a program from anywhere
     sys.path.insert(0, str(ROOT))
 
+from megatron.core.models.registry import find_program, programs  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
-from megatron.training.model_description import PROGRAMS  # noqa: E402
 from megatron.training.report.rates import model_kind, used_axes  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "training.json"
@@ -31,11 +31,12 @@ HEADER = "# row\tkind\taxes\tmodel TFLOP/s per GPU\tdevice; written by benchmark
 def table() -> str:
     """Return the text of the table."""
     best: dict[tuple[str, str], tuple[float, str]] = {}
+    scripts = [program.script for _, program in programs().values()]
     for name, row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"].items():
         words = shlex.split(row["command"])
-        at = next(index for index, word in enumerate(words) if word in PROGRAMS)
+        at = next(index for index, word in enumerate(words) if word in scripts)
         gpus = row["environment"]["devices"]
-        cfg = resolve(parse_args(words[at + 1 :], model_family=PROGRAMS[words[at]]), gpus, gpus=True)
+        cfg = resolve(parse_args(words[at + 1 :], model_family=find_program(words[at])[0].name), gpus, gpus=True)
         key = model_kind(cfg), " ".join(f"{axis}{size}" for axis, size in used_axes(cfg).items())
         tflops = row["tflops_per_gpu"]
         found = tflops, "\t".join((name, *key, f"{tflops:.0f}", row["environment"]["device"]))

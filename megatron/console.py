@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import EXIT_BAD_INPUT, UserError
+from megatron.core.models.registry import programs
 from megatron.version import version_text
 
 TOOLS = {
@@ -32,20 +34,18 @@ TOOLS = {
 }
 """Subcommand -> (module below megatron.tools, description)."""
 
-MODELS = {"gpt": "GPT", "bert": "BERT", "t5": "T5", "moe": "GPT with mixture-of-experts layers"}
-
-PRETRAIN_USAGE = f"""usage: megatron pretrain {{{','.join(MODELS)}}} [--nproc N] [--flag value ...]
+PRETRAIN_USAGE = """usage: megatron pretrain {%s} [--nproc N] [--flag value ...]
 
 --nproc N starts N processes on this machine, usually one per GPU, as torchrun --nproc_per_node=N does. On several
 machines run on each of them: torchrun OPTIONS -m megatron pretrain gpt --flag value ...
-megatron pretrain gpt --help lists the flags.
+megatron pretrain gpt --help lists the flags. A model family outside of this package is named by its module.
 """
 
 
 def usage() -> str:
     """The text of ``megatron --help``."""
     lines = ["usage: megatron COMMAND ...", "", "pretraining (--nproc N starts N processes on this machine):"]
-    lines += [f"  {'pretrain ' + name:<18}{text}" for name, text in MODELS.items()]
+    lines += [f"  {'pretrain ' + name:<18}{program.about}" for name, (_, program) in programs().items()]
     lines += ["", "tools:", *(f"  {name:<18}{text}" for name, (_, text) in TOOLS.items())]
     lines += ["", "megatron COMMAND --help lists the flags of a command; megatron --version prints the version."]
     return "\n".join(lines) + "\n"
@@ -87,7 +87,7 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
         if isinstance(error, ConfigError):
             report(error)
         else:
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(f"error: {as_typed(str(error))}\n")
         return error.exit_code if isinstance(error, UserError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; run the same command again\n")
@@ -95,11 +95,11 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 def pretrain(arguments: Sequence[str]) -> int:
-    """Train the model family ``arguments[0]`` in this process; return the exit code. With --nproc, replace this process
-    by torchrun instead and never return. Help, an unknown family or a bad --nproc value prints a message."""
-    if not arguments or arguments[0] not in MODELS:
+    """Run the pretraining program ``arguments[0]`` in this process; return the exit code. With --nproc, replace this
+    process by torchrun instead and never return. Help, an unknown program or a bad --nproc value prints a message."""
+    if not arguments or (arguments[0] not in programs() and "." not in arguments[0]):
         asked = {"-h", "--help"} & set(arguments[:1])
-        (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE)
+        (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE % ",".join(programs()))
         return 0 if asked else EXIT_BAD_INPUT
     name, flags = arguments[0], list(arguments[1:])
     try:

@@ -28,7 +28,6 @@ from benchmarks.harness import kernel_classes as kinds
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import Op, Piece
 from megatron.core.description.parts import activation_bytes
-from megatron.training.model_description import describe_run
 from megatron.training.report.pipeline import count_microbatches, run_stages, simulated_timeline, stage_pieces
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
@@ -63,7 +62,7 @@ class Share:
 
     @classmethod
     def of(cls, cfg: Config, vocab_size: int) -> Share:
-        model = describe_run(cfg, vocab_size)
+        model = cfg.describe(vocab_size)
         own = run_stages(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
         return cls(cfg, tuple(piece for stage in own for piece in stage_pieces(model, stage)), count_microbatches(cfg))
 

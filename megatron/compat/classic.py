@@ -10,11 +10,13 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron.compat.num_microbatches_calculator import follow_batch_schedule, update_num_microbatches
 from megatron.compat.program import (
@@ -33,6 +35,9 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
+from megatron.core.pipeline_parallel.program_losses import MainLossInput, split_loss, takes_main_loss
+from megatron.core.pipeline_parallel.results import as_sum_and_count
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import exit_on_config_error, validate_args
@@ -40,7 +45,9 @@ from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples
+from megatron.training.data.loader import BatchReader
 from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.run import run
 from megatron.training.start.parallelize import build_model, parallelize
@@ -67,24 +74,36 @@ class BatchPositionHook(Hook):
         update_num_microbatches(state.consumed_train_samples)
 
 
+MAIN_LOSS = "main loss"
+"""Name of the loss that a script's ``loss_func`` returns first, next to the values that it logs."""
+
+
 class ClassicTask(Task):
-    """A task made of the functions that an entry script passes."""
+    """A task made of the functions that an entry script passes.
+
+    Only the script knows how many tokens its loss sums over, and only after the forward pass. Until then the tokens of
+    full sequences are the count; the gradients are corrected when the true count is known."""
+
+    losses = (MAIN_LOSS,)
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
         self.functions, self.data = functions, ScriptData()
         self._batch: Mapping[str, Any] = {}
+        self._num_values: int | None = None
+        """Number of values that ``loss_func`` returned for the first micro-batch of this run."""
         Current.program = Program.of(cfg, tokenizer, self.timers)
         follow_batch_schedule(cfg, cfg.data_parallel_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """The script's model. Before each forward pass it gets the facts about the micro-batch that our models take and
-        the script does not pass (:meth:`_add_known_facts`)."""
+        """Return the script's model (without a model provider, the model of the settings' family), with ``vp_stage`` if
+        its provider takes it. Registers a forward pre-hook that adds what our models take of a micro-batch and the
+        script does not pass (:meth:`_add_known_facts`)."""
         provider = self.functions.get("model_provider")
         if provider is None:
-            provider = task_class("gpt")(self.cfg, self.tokenizer).model_provider
+            provider = task_class(self.cfg.model_family)(self.cfg, self.tokenizer).model_provider
         stage = {"vp_stage": vp_stage} if vp_stage is not None and "vp_stage" in signature(provider).parameters else {}
         model = provider(pre_process=pre_process, post_process=post_process, **stage)
         model.register_forward_pre_hook(self._add_known_facts, with_kwargs=True)
@@ -97,12 +116,32 @@ class ClassicTask(Task):
         """The script's data sets; see :class:`ScriptData`."""
         return self.data.build(self.functions["datasets_provider"], num_samples)
 
+    def global_batch(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
+        """Return the training iterator, which the script reads itself, and the tokens of ``number`` micro-batches."""
+        tokens = number * self.cfg.micro_batch_size * self.cfg.seq_length
+        return reader.batches, torch.tensor([tokens], dtype=torch.float64)
+
+    def expected_counts(self, counts: Tensor) -> dict[str, Tensor]:
+        """Return nothing: the true counts are not known yet."""
+        return {}
+
+    def counted(self, sums: LossSums, counts: Tensor, model: Sequence[nn.Module]) -> Tensor:
+        """Scale the gradients from ``counts`` to the tokens that ``loss_func`` returned, in place. Returns these, and
+        the counts of the logged values."""
+        total = sums.pairs.pop(MAIN_LOSS)[1]
+        for chunk in model:
+            chunk.scale_gradients(counts[0] / total.clamp(min=1.0))  # type: ignore[operator]
+        return torch.stack([total, sums.count()])
+
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """Return the batches of the base class, broadcast to ranks whose data sets the script did not build."""
+        self._num_values = None
         return super().micro_batches(self.data.share(data_iterator, number), number, size)
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
-        """The script's forward step. Every rank draws its micro-batch, also where the script does not read it."""
+        """Run the script's forward step and return its (output, loss function). Every rank draws its micro-batch first,
+        also where the script does not read it, except with external data loaders; without an iterator the script gets
+        None."""
         self._batch = {}
         batches = None
         if data_iterator is not None:
@@ -111,23 +150,36 @@ class ClassicTask(Task):
                 self._note(first)
                 data_iterator = chain([first], data_iterator)
             batches = MicroBatches(data_iterator, self._note)
-        return self.functions["forward_step"](batches, model)
+        output, loss_func = self.functions["forward_step"](batches, model)
+        return output, partial(self._losses, loss_func)
+
+    def _losses(self, loss_func: Callable, output: Any) -> dict[str, Any]:
+        """Return the values that the script logs, and the main loss with its number of tokens (1 for a mean)."""
+        returned = loss_func(output)
+        loss, num_tokens, logged = split_loss(returned, self._num_values)
+        self._num_values = len(returned)
+        pairs: dict[str, Any] = {name: as_sum_and_count(value) for name, value in logged.items()}
+        if torch.is_grad_enabled():
+            self._main_loss.check(num_tokens if len(returned) == 3 else None)
+            pairs[MAIN_LOSS] = loss, num_tokens
+        return pairs
 
     def _note(self, batch: Any) -> None:
         self._batch = batch if isinstance(batch, Mapping) else {}
 
     def _add_known_facts(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of the model's forward pass with those that it takes and the script did not give.
+        """Return (args, kwargs) of the model's forward pass plus the arguments that it takes and the script did not
+        give.
 
         ``sample_index`` makes dropout masks functions of the data; ``loss_mask`` marks the tokens that auxiliary losses
-        count. On pipeline stages where the script reads nothing (its first argument is None), a mask that is None
-        counts as not given, and document boundaries are added.
-        """
+        count. On pipeline stages where the script reads nothing (its first argument is None), a keyword that is None is
+        taken as not given, and document boundaries are added. Tensors are this context-parallel rank's, on its
+        device."""
         forward = signature(model.forward)
         given: Mapping[str, Any] = forward.bind_partial(*args, **kwargs).arguments
         known: dict[str, Any] = {}
         names = ["sample_index"]
-        if hasattr(model, "check_loss"):  # other models may mean something else by a mask
+        if takes_main_loss(model):  # other models may mean something else by a mask
             names.append("loss_mask")
         if next(iter(given.values()), True) is None:
             given = {name: value for name, value in given.items() if value is not None or name not in kwargs}
@@ -137,7 +189,12 @@ class ClassicTask(Task):
         tensors = get_batch_on_this_cp_rank({name: self._batch[name] for name in names if name in self._batch})
         known |= to_device(tensors, initialize.training_device())
         missing = forward.parameters.keys() - given.keys()
-        return args, {**kwargs, **{name: value for name, value in known.items() if name in missing}}
+        kwargs = {**kwargs, **{name: value for name, value in known.items() if name in missing}}
+        return self._main_loss(model, args, kwargs) if takes_main_loss(model) else (args, kwargs)
+
+    @cached_property
+    def _main_loss(self) -> MainLossInput:
+        return MainLossInput(MainLoss(self.loss_weights[MAIN_LOSS]))
 
 
 _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store", "inprocess_call_wrapper"}
@@ -189,7 +246,8 @@ def pretrain_from_flags(
     hooks: Sequence[Hook] = (),
     **optional: Any,
 ) -> None:
-    """Parse ``sys.argv`` and train what the four functions describe; see :func:`pretrain`.
+    """Parse ``sys.argv`` and train what the four functions describe; see :func:`pretrain`. Wrong flags end the process
+    with one message.
 
     Args:
         train_valid_test_dataset_provider: ``[train, valid, test sample counts] -> (train, valid, test)``.
@@ -201,7 +259,8 @@ def pretrain_from_flags(
         args_defaults: defaults that this script changes.
         hooks: observers of the loop (``megatron.training.hooks.Hook``), on every rank.
         optional: ``get_embedding_ranks``, ``get_position_embedding_ranks``, ``store`` and ``inprocess_call_wrapper``
-            are accepted, as embeddings and restarts need no help; ``non_loss_data_func`` must be None.
+            are accepted, as embeddings and restarts need no help; other arguments of Megatron-LM must be None or False
+            (ValueError), unknown ones are a TypeError.
     """
     if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
         raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
@@ -216,7 +275,9 @@ _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communica
 
 
 def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
-    """Run the loop. ``options`` are the other arguments of :func:`pretrain`, of any release."""
+    """Run the loop; leave the process (``sys.exit``) with its exit code if that is not 0. Creates the process group of
+    a single process unless --dry-run. ``options`` are the other arguments of :func:`pretrain`, of any release:
+    TypeError for unknown ones, ValueError for values that are not available."""
     if strange := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
         raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
     for name in sorted(options.keys() - _NEEDS_NOTHING):
@@ -230,11 +291,12 @@ def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[
 
 
 def _functions(datasets_provider: Callable, forward_step: Callable) -> dict[str, Callable]:
-    return {"datasets_provider": datasets_provider, "forward_step": _two_arguments(forward_step)}
+    return {"datasets_provider": datasets_provider, "forward_step": _checked_forward_step(forward_step)}
 
 
-def _two_arguments(forward_step: Callable) -> Callable:
-    """Return ``forward_step`` as a function of (iterator, model), without its other, optional parameters."""
+def _checked_forward_step(forward_step: Callable) -> Callable:
+    """Return ``forward_step`` itself, which is called with (iterator, model): further parameters must have defaults.
+    Raises ValueError if more than two are required."""
     required = [
         each for each in signature(forward_step).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
@@ -249,7 +311,9 @@ def initialize_megatron(
     args_defaults: dict[str, Any] | None = None,
     **unused: Any,
 ) -> None:
-    """Parses ``sys.argv`` and initializes this process, for programs with their own training loop."""
+    """Parse ``sys.argv`` and initialize this process (logging, process groups, seeds, tokenizer, micro-batch schedule),
+    for programs with their own training loop. Raises errors of wrong flags; ``unused`` arguments are ignored.
+    Collective."""
     cfg = validate_args(
         parse_script_args(args_defaults, extra_args_provider),
         launched_world_size() or 1,

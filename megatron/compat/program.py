@@ -14,15 +14,16 @@ from typing import Any
 from megatron.core.config import absent
 from megatron.core.config.cli import normalize
 from megatron.core.config.errors import UserError
+from megatron.core.models.registry import families
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import exit_on_config_error, parse_args, validate_args
+from megatron.training.arguments import exit_on_config_error, flag_specs, parse_args, validate_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
 from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.pretrain_config import PretrainConfig, optional_groups
 
 RETIRED_ARGS: dict[str, Any] = {
     "use_mcore_models": True,
@@ -84,7 +85,9 @@ def get_timers() -> Timers:
 
 
 def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
-    """A resolved configuration under the names that entry scripts read."""
+    """Return a resolved configuration as a new namespace under the names that entry scripts read: its fields, the
+    script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's, if there is
+    one."""
     values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
     values |= cfg.extra | _derived(cfg)
     if tokenizer is not None:
@@ -95,7 +98,8 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
 
 
 def _derived(cfg: PretrainConfig) -> dict[str, Any]:
-    """Names that follow from other settings or from the process."""
+    """Return names that follow from other settings or from the process (ranks, dtype, experts, virtual stages) and
+    counters of 0, which later assignments cannot change."""
     chunks = virtual_pipeline_size(cfg)
     return {
         "rank": launched_rank(),
@@ -112,9 +116,13 @@ def _derived(cfg: PretrainConfig) -> dict[str, Any]:
 def parse_script_args(
     args_defaults: dict[str, Any] | None, extra_args_provider: Callable[[ArgumentParser], Any] | None
 ) -> PretrainConfig:
-    """The settings of an entry script's command line, not yet resolved. Flags of a decoder stand for a T5 model."""
+    """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
+    the first one that has all groups of the given flags, or else the default one."""
     given = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
-    family = "t5" if given & {"--decoder-num-layers", "--decoder-seq-length"} else "gpt"
+    specs = [spec for spec in flag_specs() if not given.isdisjoint(map(normalize, spec.names))]
+    used = {spec.group for spec in specs if spec.field not in getattr(spec.group, "HARMLESS", ())}
+    optional = used & {*optional_groups(PretrainConfig)}
+    family = next((name for name, each in families().items() if optional <= {*each.groups}), None)
     return parse_args(
         args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
     )  # fmt: skip
@@ -125,10 +133,9 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: dict[str, Any] | None = None,
 ) -> Namespace:
-    """Parse ``sys.argv`` and return every setting; :func:`get_args` returns the same object until training starts.
-
-    Wrong flags end the process with one message. ``ignore_unknown_args`` must be False.
-    """
+    """Parse ``sys.argv`` and return every setting; :func:`get_args` returns the same object until training starts. Also
+    applies the settings of a checkpoint or Hugging Face folder if flags ask for them. Wrong flags end the process with
+    one message. ``ignore_unknown_args`` must be False (UserError)."""
     if ignore_unknown_args:
         raise UserError("parse_and_validate_args: ignore_unknown_args is not available; use extra_args_provider")
     with exit_on_config_error():
@@ -141,10 +148,12 @@ def parse_and_validate_args(
 
 
 def current_settings(args: Namespace) -> PretrainConfig:
-    """Return the settings that :func:`parse_and_validate_args` read, updated by the script's later changes to ``args``.
+    """Return the settings that :func:`parse_and_validate_args` read, not resolved, updated by the script's later
+    changes to ``args``: changed fields are taken as given by the user, other names as the script's own flags.
 
     Raises:
         UserError: a changed name that follows from other settings.
+        RuntimeError: :func:`parse_and_validate_args` was not called.
     """
     if Current.parsed is None:
         raise RuntimeError("call parse_and_validate_args() first")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models import t5
+from megatron.core.models.t5 import t5_model
 
 
-class T5Model(t5.T5Model):
+class T5Model(t5_model.T5Model):
     """Our model; without ``encoder_config``, which releases before 0.9 did not pass, encoder and decoder share one."""
 
     def __init__(

@@ -13,23 +13,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import read_text
 
-if TYPE_CHECKING:
-    from megatron.core.inference.sampling import Sampling
-    from megatron.training.trained_model import TrainedModel
-
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of this tool."""
+    """Return the flags of this tool (``--help`` lists them; only --load is required). Exits with code 2 for unknown,
+    abbreviated or malformed flags. Ranges are left to `check_ranges`, prompts to `load_prompts`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
+    parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
     parser.add_argument("--prompt", action="append", default=[],
                         help="text to continue (GPT; default: a new document), or to fill (T5)")  # fmt: skip
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with more prompts, one per line")
@@ -61,7 +59,7 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raise ``UserError`` with all flags whose values are out of range."""
+    """Raise ``UserError`` that lists all sampling flags and --ckpt-step whose values are out of range, one per line."""
     from megatron.core.inference.sampling import sampling_problems
 
     problems = sampling_problems(vars(args))
@@ -72,52 +70,27 @@ def check_ranges(args: argparse.Namespace) -> None:
         raise UserError("\n".join(lines))
 
 
-def continued(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
-    """Return ``prompt`` followed by the continuation of a GPT; an empty prompt starts with the eod token."""
-    from megatron.core.inference.sampling import generate
-
-    tokenizer = trained.tokenizer
-    tokens = generate(
-        trained.model, tokenizer.tokenize(prompt) or [tokenizer.eod], max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.seq_length, stop_token=tokenizer.eod, sampling=sampling,
-    )  # fmt: skip
-    return prompt + tokenizer.detokenize(list(tokens))
-
-
-def filled(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
-    """Return ``prompt``, an arrow, and the output of a T5: each sentinel followed by its predicted span."""
-    from megatron.core.inference.sampling import generate_seq2seq
-
-    tokenizer = trained.tokenizer
-    tokens = generate_seq2seq(
-        trained.model, tokenizer.tokenize(prompt), start=_start(trained.tokenizer),
-        max_new_tokens=max_new_tokens, max_sequence_length=trained.cfg.max_position_embeddings,
-        stop_token=tokenizer.eos, sampling=sampling,
-    )  # fmt: skip
-    return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
-
-
-def _start(tokenizer: Any) -> int:
-    """Return the first decoder token, the same as in the data set: bos, or pad for a tokenizer without bos."""
-    return tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
-
-
 def texts(args: argparse.Namespace) -> Iterator[str]:
-    """Load the model and yield the generated text of each prompt.
+    """Check flags and prompts, load the model, and yield the generated text of each prompt; nothing runs before the
+    first is requested. Each prompt uses the same seed.
 
     Raises:
-        UserError: a flag is out of range, or the checkpoint cannot be used.
+        UserError: a flag is out of range, the prompt file is unreadable, or the checkpoint cannot be used.
     """
     from megatron.core.inference.sampling import Sampling
+    from megatron.core.models.registry import get_family
     from megatron.training.trained_model import load_trained_model
 
     check_ranges(args)
     prompts = load_prompts(args)
+    if args.family:
+        get_family(args.family)
     trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py")
-    write = filled if trained.cfg.model_family == "t5" else continued
+    generate = trained.cfg.family.generate
+    assert generate is not None, "only families with generate name this tool"
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     for prompt in prompts:
-        yield write(trained, prompt, args.max_new_tokens, sampling)
+        yield generate(trained, prompt, args.max_new_tokens, sampling)
 
 
 def main(argv: Sequence[str]) -> int:

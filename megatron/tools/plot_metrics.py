@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
 
@@ -88,7 +89,8 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
     """
     file = metrics_path(path)
     run = Run(label)
-    tokens, x_of_iteration = 0.0, {}
+    tokens = 0.0
+    x_of_iteration: dict[int, float] = {}
     for record in read_metrics(file):
         if record.get("kind") == "train":
             samples, num_tokens = record.get("consumed_samples"), record.get("num_tokens", 0)
@@ -132,7 +134,8 @@ def is_number(value: Any) -> bool:
 
 
 def run_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes that distinguish the runs; the full paths if two are equal."""
+    """Return the shortest path suffixes of equal depth that distinguish the runs (folders, also for a .jsonl file in
+    them); the paths as they are if two runs are equal."""
     parts = [(path.parent if path.suffix == ".jsonl" else path).resolve().parts for path in paths]
     depth = max(map(len, parts))
     for length in range(1, depth + 1):
@@ -344,9 +347,10 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of this tool."""
+    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags, without --output
+    and --text, unless --labels has one name per run, or for a negative half-life."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory with metrics.jsonl, or the file")
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is the format")
@@ -374,7 +378,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plot the runs of the command line; return the exit code."""
+    """Print the chart of the first metric (--keys: each) with --text, and draw all to --output, for the runs of the
+    command line; return 0. Raises UserError for runs without records, unknown keys, or without matplotlib."""
     options = parse_arguments(arguments)
     labels = options.labels or run_labels(options.runs)
     runs = [load(path, label, options.x) for path, label in zip(options.runs, labels)]

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 
+from megatron.core.config.commands import as_typed
 from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.lines import read_rows
 from megatron.core.tokenizers.training import train_byte_level_bpe, train_wordpiece
@@ -20,7 +21,8 @@ MAX_LINE_BYTES = 64 << 20
 
 
 def read_texts(inputs: list[str], keys: list[str], max_bytes: int | None, separator: str) -> Iterator[str]:
-    """Yield the usable texts in input order until ``max_bytes`` of UTF-8 are reached; skip unusable lines."""
+    """Yield the usable texts of ``keys`` in input order, up to and including the text that reaches ``max_bytes`` of
+    UTF-8 (None: all); skip unusable lines. ``separator`` is the --text-documents of plain text."""
     files, seen = find_inputs(inputs, keys, separator), 0
     for index, file in enumerate(files):
         for part in split_file(index, file, part_bytes(files), MAX_LINE_BYTES):
@@ -33,9 +35,10 @@ def read_texts(inputs: list[str], keys: list[str], max_bytes: int | None, separa
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the tokenizer of the command line ``argv`` and write its files; return the exit code."""
+    """Train the tokenizer of the command line ``argv`` and write its files to the folder --output, created if missing;
+    print the size, with a note if the text gives fewer tokens. Return 0. Raises UserError."""
     parser = argparse.ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines, parquet or .txt: files, globs, folders")
     parser.add_argument("--text-documents", "--text_documents", choices=["blank-line", "line"], default="blank-line",

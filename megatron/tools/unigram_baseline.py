@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset
+from megatron.core.models.registry import find_program
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.validation import eval_samples
 from megatron.training.data.datasets import samples_per_split
-from megatron.training.model_description import PROGRAMS
 from megatron.training.observe.metrics import read_metrics
 
 MOST_SAMPLES = 20_000  # maximum number of training samples whose masked tokens are counted
@@ -41,7 +42,8 @@ def token_counts(train: Any, vocab_size: int) -> np.ndarray:
 
 
 def unigram_loss(counts: np.ndarray, valid: Any, num_samples: int) -> float:
-    """Return the mean negative log-likelihood, in nats per unmasked token, of the first ``num_samples`` samples."""
+    """Return the mean negative log-likelihood, in nats per unmasked token, of the first ``num_samples`` samples (or
+    all, if fewer) under the frequencies ``counts``."""
     negative_log = -np.log(counts / counts.sum())
     total = tokens = 0.0
     for index in range(min(num_samples, len(valid))):
@@ -59,18 +61,21 @@ def order_loss(train: Any, valid: Any, num_samples: int) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the baseline for the flags ``argv``; return the exit code.
+    """Print the unigram loss on the evaluation samples of the run's flags ``argv``, for BERT's pairs also the loss of
+    the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model.
 
     Raises:
-        UserError: --metrics contains no validation loss.
+        UserError: wrong flags, or --metrics contains no validation loss.
     """
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="program of these flags")
+    own = argparse.ArgumentParser(
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags")
     own.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
     options, flags = own.parse_known_args(argv)
-    family = PROGRAMS[options.program]
-    defaults = {"tokenizer_type": "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"}
-    cfg = validate_args(parse_args(flags, args_defaults=defaults, model_family=family), world_size=1)
+    family, _ = find_program(options.program)
+    defaults = {"tokenizer_type": family.tokenizer_type}
+    cfg = validate_args(parse_args(flags, args_defaults=defaults, model_family=family.name), world_size=1)
     from megatron.training.tasks.language_model import task_class
 
     tokenizer = build_tokenizer(cfg)

@@ -28,10 +28,12 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
 from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.models.registry import find_program
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from megatron.training.config.checkpointing import CheckpointConfig
@@ -41,7 +43,6 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import ProfilingConfig
 from megatron.training.config.validation import ValidationConfig
-from megatron.training.model_description import PROGRAMS
 from megatron.training.report.pipeline import run_stages
 
 LEFT_OUT = (
@@ -60,16 +61,15 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
         ConfigError: ``cfg`` is invalid on ``world_size`` ranks.
     """
     resolved = validate_args(dataclasses.replace(cfg, needs_data=False), world_size)
-    defaults = PretrainConfig()
-    kept = ("seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    defaults = type(cfg)()
     values: dict[str, Any] = {
         field.name: getattr(defaults, field.name)
         for group in LEFT_OUT
         for field in dataclasses.fields(group)
-        if field.name not in kept
+        if field.name != "seq_length"
     }
     values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved)
-    values |= _small_decoder(resolved, values) if resolved.model_family == "t5" else _small_stages(resolved)
+    values |= _small_stages(resolved) if resolved.family.shrink is None else resolved.family.shrink(resolved, values)
     values |= {
         "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
         "train_samples": None, "lr": 1e-2,
@@ -83,7 +83,8 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return sizes with fewer heads (same ratio to query groups), head dim 8, a short sequence, few layers."""
+    """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
+    sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
     tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
     heads, groups = _small_heads(cfg.num_attention_heads, cfg.num_query_groups or cfg.num_attention_heads, tp * cp)
     channels = 8
@@ -99,13 +100,6 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
         "yarn_original_max_position_embeddings": cfg.yarn_original_max_position_embeddings and length,
         "recompute_num_layers": cfg.recompute_num_layers and min(cfg.recompute_num_layers, 2),
     }  # fmt: skip
-
-
-def _small_decoder(cfg: PretrainConfig, small: dict[str, Any]) -> dict[str, Any]:
-    """Return the T5 decoder's layers, in the same ratio to the ``small`` encoder, and its shorter sequence length."""
-    ranks = 2 * cfg.context_parallel_size * cfg.tensor_model_parallel_size
-    layers = round(cfg.decoder_num_layers / cfg.num_layers * small["num_layers"])
-    return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
 
 
 def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
@@ -185,7 +179,8 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size."""
+    """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size (at
+    least 2, or one interleaved group); no batch-size schedule, 100 iterations."""
     per_rank = max(1, cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size))
     enough = max(2, 2 * cfg.pipeline_model_parallel_size)
     group = cfg.microbatch_group_size_per_virtual_pipeline_stage or 1
@@ -201,7 +196,7 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
     """Return ``cfg`` without parallelism, with the global batch as one micro-batch.
 
     The micro-batch size is kept for MoE balancing methods that are computed per micro-batch."""
-    defaults = PretrainConfig()
+    defaults = type(cfg)()
     layout = [
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
         "tp_comm_overlap", "use_distributed_optimizer", "num_distributed_optimizer_instances", "overlap_grad_reduce",
@@ -223,9 +218,9 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
 
 
 def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
-    """Train in one process; save the trace as the reference, or this rank's comparison with an existing reference.
-
-    ``place`` holds the rendezvous variables and ``FOLDER``, which receives ``reference.pt`` or ``<rank>.pt``."""
+    """Train in one process; save the trace as ``reference.pt`` if that file does not exist yet, else this rank's
+    comparison with it as ``<rank>.pt``, both in ``place["FOLDER"]``. ``place`` also holds the rendezvous variables,
+    which are set in this process with its ranks; GPUs are hidden."""
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
     import torch
 
@@ -252,7 +247,8 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
 
 
 def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> None:
-    """Run :func:`run_rank` in ``world_size`` processes and wait; raises the first failure with its traceback."""
+    """Run :func:`run_rank` in ``world_size`` new processes of this machine, with rendezvous on a free port, and wait;
+    raise the first failure with its traceback, after which the others are ended."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:
@@ -265,7 +261,8 @@ def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> Non
 
 
 def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
-    """Train ``cfg`` on one rank and on ``world_size`` ranks; return the verdict of the comparison."""
+    """Train ``cfg`` on one rank, then on ``world_size`` ranks, in new processes on the CPU and a temporary folder;
+    return the verdict of the comparison in fp64 tolerance. Raises the first failure of a process."""
     import torch
 
     from megatron.core.sharding.rectangles import Rectangle
@@ -287,7 +284,8 @@ def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
 
 
 def table(verdict: Any) -> str:
-    """Format a table of loss, gradient norm and the largest gradient and weight errors per step."""
+    """Return a table as text with one row per step: loss (the first one) and gradient norm, each next to the
+    reference's, and the largest gradient and weight errors with their names."""
     lines = [f"{'step':>4} {'loss':>12} {'one rank':>12} {'norm':>12} {'one rank':>12}  worst gradient / worst weight"]
     for row in verdict.rows:
         loss, expected = (next(iter(row[key].values()), math.nan) for key in ("losses", "reference losses"))
@@ -299,13 +297,18 @@ def table(verdict: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify the layout of the flags ``argv`` and print the verdict; return the exit code (1: different)."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks (default:
+    the fewest that fit) for --steps steps, and print tables and verdict. Return the exit code: 0 equal, 1 different.
+    Raises UserError for flags that are invalid there."""
+    own = argparse.ArgumentParser(
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     own.add_argument("--world-size", type=int, help="ranks; default: the smallest number that the layout needs")
-    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="program of these flags")
+    own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
     own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")
     options, flags = own.parse_known_args(argv)
-    cfg = parse_args(flags, needs_data=False, model_family=PROGRAMS[options.program])
+    family, _ = find_program(options.program)
+    cfg = parse_args(flags, needs_data=False, model_family=family.name)
     world_size = options.world_size or smallest_world_size(cfg)
     small = shrink(cfg, world_size)
     resolved = validate_args(small, world_size)
@@ -318,12 +321,11 @@ def main(argv: Sequence[str]) -> int:
         f"{counted(world_size, 'rank')} = tensor {tp} x context {cp} x pipeline {pp} x data"
         f" {resolved.data_parallel_size}, float64"
     )
-    further = f" and {resolved.decoder_num_layers} of a decoder" if resolved.model_family == "t5" else ""
-    shorter = f" and {resolved.decoder_seq_length}" if resolved.model_family == "t5" else ""
+    lengths = " and ".join(str(getattr(resolved, field)) for field in family.lengths)
     print(
-        f"a model of {resolved.num_layers} layers{further}, width {resolved.hidden_size},"
+        f"a model of {len(resolved.describe(VOCAB_SIZE).layers)} layers, width {resolved.hidden_size},"
         f" {resolved.num_attention_heads} heads, {resolved.num_query_groups} key-value groups,"
-        f" sequences of {resolved.seq_length}{shorter}, batches of"
+        f" sequences of {lengths}, batches of"
         f" {resolved.global_batch_size} in micro-batches of {resolved.micro_batch_size}"
     )
     if resolved.num_moe_experts is not None:

@@ -21,12 +21,11 @@ from typing import Any
 from megatron import serve_other_names
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
-from megatron.core.config.moe import MoEConfig
 from megatron.core.config.notices import notice
-from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, group_values
+from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
-from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.training.config.pretrain_config import PretrainConfig, config_class
 from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.exits.endings import notify_launcher
 from megatron.training.notices import notices
@@ -48,9 +47,9 @@ SECONDS_TO_SPEAK = 0.5
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 
 
-def flag_specs() -> tuple[FlagSpec, ...]:
-    """Return every flag, in the order of ``--help``."""
-    return cli.group_flags(*GROUPS)
+def flag_specs(model_family: str | None = None) -> tuple[FlagSpec, ...]:
+    """Return every flag of a model family's programs (None: the default family's), in the order of ``--help``."""
+    return cli.flags_of(config_class(model_family or default_family()))
 
 
 def parse_args(
@@ -59,7 +58,7 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
     needs_data: bool = True,
-    model_family: str = "gpt",
+    model_family: str | None = None,
 ) -> PretrainConfig:
     """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
     --yaml-cfg, which takes precedence over ``args_defaults``. Rank 0 logs renamed and ineffective flags as warnings.
@@ -70,14 +69,15 @@ def parse_args(
         extra_args_provider: adds a script's custom flags to an ``argparse.ArgumentParser``; their values become
             attributes of the result and are stored in its ``extra``.
         needs_data: False for scripts with custom data sets and tokenizers.
-        model_family: selects description and rules (``model_description.py``).
+        model_family: name of the model family; None: the default one.
 
     Raises:
         ConfigError: lists every mistake of the command line, and problems of the settings that could be read.
         SystemExit: 0 after ``--help`` or ``--version``.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    specs = flag_specs()
+    family = model_family or default_family()
+    specs = flag_specs(family)
     if "--version" in argv:
         sys.stdout.write(f"{version_text()}\n")
         raise SystemExit(0)
@@ -108,10 +108,9 @@ def parse_args(
     extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
     for name in fieldless:
         del merged[name]
-    cfg = PretrainConfig(
-        **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data,
-        model_family=model_family,
-    )  # fmt: skip
+    cfg = config_class(family)(
+        **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data, model_family=family
+    )
     if problems or unavailable:
         raise ConfigError(problems + _problems_after_misread(cfg, problems) + unavailable)
     if is_first_rank():
@@ -157,20 +156,6 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def core_transformer_config_from_args(
-    args: Any, config_class: type[TransformerConfig] | None = None
-) -> TransformerConfig:
-    """Return the library's configuration of the model that ``args`` describes.
-
-    Args:
-        args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
-    """
-    settings = group_values(ModelSettings, args)
-    if args.num_moe_experts is None:  # expert settings have no effect then; a notice reports it
-        settings |= group_values(MoEConfig, MoEConfig())
-    return (config_class or TransformerConfig)(**settings)
-
-
 def log_arguments(cfg: PretrainConfig) -> None:
     """Log the settings that were passed or differ from defaults; at level DEBUG all settings."""
     everything = logger.isEnabledFor(logging.DEBUG)
@@ -185,7 +170,7 @@ def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     values["explicit"] = " ".join(sorted(values["explicit"])) or None
     if not everything:
-        defaults = PretrainConfig()
+        defaults = type(cfg)(model_family=cfg.model_family)
         shown = {*cfg.explicit, "extra", "world_size", "data_parallel_size"}
         internal = {"explicit", "needs_data", "resolved"}
         changed = {name for name, value in values.items() if value != getattr(defaults, name)}

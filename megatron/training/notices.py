@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.cli import flags_of
 from megatron.core.config.tokenizer import TOKENIZER_FILES
+from megatron.core.models.registry import scripts_with
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import needs_built_in_layers, overlaps_without_halves
 
@@ -53,18 +55,12 @@ def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
         )
 
 
-OF_OTHER_MODELS = {
-    "bert_binary_head": ("--bert-no-binary-head", ("bert",)),
-    "mask_prob": ("--mask-prob", ("bert", "t5")),
-    "short_seq_prob": ("--short-seq-prob", ("bert", "t5")),
-}
-"""Fields that only some programs read, with their flag and model families."""
-
-
 def _other_model_flags(given: PretrainConfig) -> Iterator[str]:
-    for field, (flag, families) in OF_OTHER_MODELS.items():
-        if field in given.explicit and given.model_family not in families:
-            yield f"{flag}: no effect here, only in {' and '.join(f'pretrain_{each}.py' for each in families)}"
+    for group in given.foreign_groups:
+        flags = {spec.field: spec.names[0] for spec in flags_of(group)}
+        for field in group.HARMLESS:
+            if field in given.explicit:
+                yield f"{flags[field]}: no effect here, only in {scripts_with(group)}"
 
 
 def _strictly(given: PretrainConfig) -> Iterator[str]:
@@ -106,7 +102,7 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
         yield f"{unread}: no effect with --tokenizer-type {resolved.tokenizer_type}, which reads {read or 'no file'}"
     relative = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("relative_att")]
     if relative and resolved.position_embedding_type != "relative":
-        yield f"{', '.join(relative)}: no effect without --position-embedding-type relative (pretrain_t5.py)"
+        yield f"{', '.join(relative)}: no effect without --position-embedding-type relative"
     if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
         yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
     if resolved.moe_upcycling_granularity != 1 and not resolved.moe_use_upcycling:

@@ -16,13 +16,12 @@ from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, checkpoint_directory, read_tracker
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.core.models.bert_description import SETTINGS_OF_HEADS as BERT_SETTINGS
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
-from megatron.core.models.t5_description import OWN_SETTINGS as T5_SETTINGS
+from megatron.core.models.family import ModelFamily
+from megatron.core.models.registry import default_family, families, known_family
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import PROGRAMS, describe_run
 
 SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
@@ -34,7 +33,7 @@ MAIN_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 ARCHITECTURE = tuple(
     dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
-                   *BERT_SETTINGS, *T5_SETTINGS))
+                   *(name for family in families().values() for name in family.weight_settings)))
 )  # fmt: skip
 """Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
 checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
@@ -55,13 +54,23 @@ def weight_settings(model: ModelDescription) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
 
 
+def stored_family(stored: Mapping[str, Any], where: str | os.PathLike) -> ModelFamily:
+    """Return the model family of stored settings, the default one if they name none; raise CheckpointError for an
+    unknown family. Imports no module that a file names."""
+    name = stored.get("model_family", default_family())
+    if (family := known_family(name)) is None:
+        raise CheckpointError(f"{where} holds a model of the unknown family {name!r:.80}; import its module first")
+    return family
+
+
 def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
     """Raise ``CheckpointError`` if the stored settings belong to another model family; the message names the programs
-    that train it. Settings without ``model_family`` count as GPT. Compares nothing else."""
-    family = stored.get("model_family", "gpt")
+    that train it. Settings without ``model_family`` belong to the default family. Compares nothing else."""
+    family = stored.get("model_family", default_family())
     if family != model_family:
-        programs = [program for program, trained in PROGRAMS.items() if trained == family]
-        known = f" (trained by {' and '.join(programs)})" if programs else ""
+        found = known_family(family)
+        scripts = [] if found is None else [program.script for program in found.programs]
+        known = f" (trained by {' and '.join(scripts)})" if scripts else ""
         said = f"{where} holds a model of the family {family!r}{known}"
         raise CheckpointError(f"{said}, this run trains {model_family!r}")
 
@@ -85,7 +94,7 @@ def check_architecture(
         architecture: settings that define the meaning of weights.
         weights_only: whether only weights are loaded: only other sizes are rejected then.
     """
-    refuse_other_family(stored, current.get("model_family", "gpt"), where)
+    refuse_other_family(stored, current.get("model_family", default_family()), where)
     differing = {name for name in stored.keys() & current.keys() if stored[name] != current[name]}
     refused = [name for name in architecture if name in differing and (name in SIZES or not weights_only)]
     if refused:
@@ -141,7 +150,7 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
         directory, weights_only = _named_checkpoint(cfg.pretrained_checkpoint, None), True
     try:
         objects = {} if directory is None else read_manifest(directory)["objects"]
-        architecture = weight_settings(describe_run(cfg, 0)) if consistent and objects else MAIN_SIZES
+        architecture = weight_settings(cfg.describe(0)) if consistent and objects else MAIN_SIZES
     except UserError:  # reported by the load, or by the rules about --spec
         return
     stored = objects.get("args")

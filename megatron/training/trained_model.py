@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.family import ModelFamily
 from megatron.core.tokenizers import build_tokenizer
 from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, validate_args
@@ -20,10 +21,8 @@ from megatron.training.checkpoint.other_formats import apply_hf_settings, load_h
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import training_device
+from megatron.training.stored_settings import stored_family
 from megatron.training.tasks.language_model import task_class
-
-TOOLS = {"gpt": "tools/generate.py", "t5": "tools/generate.py", "bert": "tools/fill_mask.py"}
-"""Inference tool of each model family."""
 
 ASKED = ("--skip-train", "--micro-batch-size", "1", "--eval-iters", "0")
 """Flags of a run that does not train."""
@@ -50,7 +49,7 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
     Args:
         folder: value for --load.
         step: iteration to load; None: the latest.
-        tool: path of the calling program, a value of :data:`TOOLS`.
+        tool: path of the calling program, ``ModelFamily.tool`` of the families that it serves.
 
     Raises:
         UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
@@ -61,7 +60,7 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
     family = _checked_family(stored, folder, tool)
     argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune", *ASKED]
     argv += [] if step is None else ["--ckpt-step", str(step)]
-    parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family))
+    parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family.name))
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
     cfg = validate_args(replace(parsed, **balancing), 1, announce=False)
     built = _build(cfg)
@@ -74,23 +73,22 @@ def _load_hugging_face(folder: str, tool: str) -> TrainedModel:
     config.json. Sequence lengths are the model's maximum positions. Raises UserError for a family of another tool, or
     without a tokenizer."""
     family = _checked_family(load_hf_settings(folder), folder, tool)
-    cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED], needs_data=False, model_family=family))
+    cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED], needs_data=False, model_family=family.name))
     if cfg.tokenizer_type is None:
         raise UserError(f"--load {folder}: contains no tokenizer; add its tokenizer.json or vocab.txt")
     longest = cfg.max_position_embeddings or cfg.seq_length
     lengths: dict[str, Any] = {"seq_length": longest, "max_position_embeddings": longest}
-    if family == "t5":
-        lengths["decoder_seq_length"] = cfg.decoder_seq_length or longest
+    lengths |= {field: getattr(cfg, field) or longest for field in family.lengths[1:]}
     built = _build(validate_args(replace(cfg, **lengths), 1, announce=False))
     load_hf_weights(folder, [built.model], None, SINGLE_PROCESS)
     return built
 
 
-def _checked_family(settings: Mapping[str, Any], folder: str, tool: str) -> str:
-    """Return the model family of ``settings``; raise UserError if another tool serves it."""
-    family = settings.get("model_family", "gpt")
-    if TOOLS.get(family) != tool:
-        raise UserError(f"--load {folder} contains a {family!r} model; use {TOOLS.get(family)}")
+def _checked_family(settings: Mapping[str, Any], folder: str, tool: str) -> ModelFamily:
+    """Return the model family of ``settings``; raise UserError if it is unknown or another tool serves it."""
+    family = stored_family(settings, f"--load {folder}")
+    if family.tool != tool:
+        raise UserError(f"--load {folder} contains a {family.name!r} model; use {family.tool or 'another program'}")
     return family
 
 

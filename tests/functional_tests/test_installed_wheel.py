@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.console import MODELS, TOOLS
+from megatron.console import TOOLS
+from megatron.core.models.registry import programs
 from megatron.version import __version__
 from tests.test_utils.warm_python import WarmPython
 
@@ -100,7 +101,7 @@ def test_console_command_and_module_are_the_same_program(shell):
     assert shell("python -c 'import megatron; print(megatron.__file__)'").startswith(str(shell.site))
     assert shell("megatron --help") == shell("python -m megatron --help")
     listed = shell("megatron --help")
-    assert all(f"  {name} " in listed for name in [*TOOLS, *(f"pretrain {model}" for model in MODELS)])
+    assert all(f"  {name} " in listed for name in [*TOOLS, *(f"pretrain {model}" for model in programs())])
     assert shell("megatron --version") == f"megatron-pretraining {__version__}\n"
     assert "megatron nothing: unknown command" in shell("megatron nothing", code=2)
     assert "usage: megatron COMMAND" in shell("megatron", code=2)
@@ -111,7 +112,7 @@ def test_every_subcommand_prints_its_help(shell):
     program = f"""
 import contextlib, io, sys
 from megatron.console import main
-for words in {[[name] for name in TOOLS] + [["pretrain", model] for model in MODELS]}:
+for words in {[[name] for name in TOOLS] + [["pretrain", model] for model in programs()]}:
     sys.argv, out = ["megatron", *words, "--help"], io.StringIO()
     with contextlib.redirect_stdout(out):
         try:

@@ -17,7 +17,6 @@ import itertools
 import pytest
 
 from megatron.core.distributed.replicas import tensor_hash
-from megatron.training.model_description import describe_run
 from tests.test_utils.declared_table import DECLARED_ROWS, missing_axes
 from tests.test_utils.layout_suite import EXTENDED, EXTENDED_THROUGH_COPY_ENGINES
 from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, row
@@ -160,7 +159,7 @@ def test_sequence_parallelism_changes_no_bit_of_split_parameters(matrix, model, 
     one = Layout(MODELS[model], f"--micro-batch-size 8 --tensor-model-parallel-size {tp}", tp, "fp32", 1)
     split = dataclasses.replace(one, layout=f"{one.layout} --sequence-parallel")
     cfg = configure(one.argv, tp, "fp32")
-    params = describe_run(cfg, VOCAB_SIZE).params()
+    params = cfg.describe(VOCAB_SIZE).params()
     tensor_parallel = {param.name for param in params if "tp" in param.mesh and param.tied_to is None}
     plain, sequence = (matrix.pool.run(first_step, tp, each) for each in (one, split))
     for (losses, gradients), (other_losses, other_gradients) in zip(plain, sequence):

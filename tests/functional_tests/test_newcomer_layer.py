@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.context_parallel_support import supports_context_parallel
+from megatron.core.transformer.context_parallel_support import layout_problem
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.checkpoint.settings import check_args
-from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.pipeline import run_stages
 from megatron.training.stored_settings import ARCHITECTURE, weight_settings
-from tests.test_utils.gated_recurrence import GatedRecurrence
+from tests.test_utils.gated_recurrence import ContiguousRecurrence, GatedRecurrence, LocalRecurrence, scan
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
-from tests.test_utils.layout_table import CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB
+from tests.test_utils.layout_table import CP2, CP4, CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB
 from tests.test_utils.layouts import VOCAB_SIZE, Layout, configure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,11 @@ LAYOUTS = {
     "tp2-sp-pp2-dp2": Layout(
         MODERN, f"{PP2} --tensor-model-parallel-size 2 {SP} {GATHER} --micro-batch-size 1", 8,
     ),
+    "cp2": Layout(MIXED, CP2, 2),
+    "cp4-packed": Layout(PACKED, CP4, 4),
+    "cp2-tp2-sp": Layout(MODERN, f"{CP2} {TP2} {SP}", 4),
+    "cp2-exchanged-packed": Layout(PACKED.replace("mixed_layers", "exchanged_layers"), CP2, 2),
+    "cp4-exchanged": Layout(MIXED.replace("mixed_layers", "exchanged_layers"), CP4, 4),
     "recompute": Layout(
         MIXED, "--micro-batch-size 4 --recompute-granularity selective --recompute-modules core_attn layernorm", 1,
     ),
@@ -93,7 +98,7 @@ def test_parameters_and_flops_are_those_of_the_built_model():
 
     cfg = settings(f"{MIXED} --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
                    "--attention-backend unfused")  # fmt: skip
-    model, described = built_model(cfg), describe_run(cfg, VOCAB_SIZE)
+    model, described = built_model(cfg), cfg.describe(VOCAB_SIZE)
     assert {name: spec.shape for name, _, spec in named_specs(model)} == {
         each.name: each.shape for each in described.params()
     }
@@ -108,7 +113,7 @@ def test_parameters_and_flops_are_those_of_the_built_model():
 def test_the_dry_run_knows_its_parameters_memory_and_stages():
     cfg = settings(f"{MIXED} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etta|aftL", 2)
     report = dry_run_report(dataclasses.replace(cfg, vocab_size=VOCAB_SIZE))
-    assert f"{describe_run(cfg, VOCAB_SIZE).num_parameters:,}, of which" in report
+    assert f"{cfg.describe(VOCAB_SIZE).num_parameters:,}, of which" in report
     assert "pipeline rank 1            attention and feed-forward of layer 3 + layer 4 + loss" in report
 
 
@@ -134,12 +139,12 @@ def test_what_specifies_no_layers_is_refused_in_one_line():
     for name in ("torch.nn Linear", "os path", "platform python_version"):
         cfg = settings(f"--num-layers 4 --spec {name}")
         with pytest.raises(UserError, match=f"--spec {name}: .* specifies no layers"):
-            describe_run(cfg, VOCAB_SIZE)
+            cfg.describe(VOCAB_SIZE)
 
 
 def test_stages_are_balanced_by_what_its_branches_cost():
     """The recurrence, at this width a third of a decoder layer on top, makes the third layer the longest."""
-    described = describe_run(settings(MIXED), VOCAB_SIZE)
+    described = settings(MIXED).describe(VOCAB_SIZE)
     layers = described.costs.layers
     assert [len(own) for own in layers] == [2, 2, 3, 2]
     assert sum(layers[2]) == pytest.approx(sum(layers[0]) + layers[1][0])
@@ -220,14 +225,14 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_any_layout(gloo_pool, dataset,
 
 def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
     """The description names them, a script's own flags among them, in place of a list in the library."""
-    described = describe_run(settings(MIXED), VOCAB_SIZE)
+    described = settings(MIXED).describe(VOCAB_SIZE)
     assert {"gate_width", "ffn_hidden_size", "rotary_base"} <= set(described.settings)
     stored, current = ({"extra": {"gate_width": width}, "explicit": []} for width in (2, 3))
     check_args({"args": stored}, dict(stored), "here", architecture=described.settings)
     with pytest.raises(CheckpointError, match="another architecture: gate_width is 3, the checkpoint has 2"):
         check_args({"args": stored}, current, "here", architecture=described.settings)
     assert weight_settings(described) == described.settings
-    unknown = describe_run(settings("--num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"), 9)
+    unknown = settings("--num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers").describe(9)
     assert {*ARCHITECTURE} <= {*weight_settings(unknown)}
 
 
@@ -287,46 +292,51 @@ def test_the_library_does_not_name_it():
 # ---- context parallelism
 
 
-class Declared(GatedRecurrence):
-    supports_context_parallel = True
-
-
-class DeclaredAgain(Declared):
+class Redefined(GatedRecurrence):
     def forward(self, x, ctx):
         return super().forward(x, ctx)
 
 
-class Renamed(Declared):
+class Renamed(GatedRecurrence):
     """Does not override ``forward``, so that the declaration still covers it."""
 
 
 @pytest.mark.parametrize(
-    "kind, supported",
+    "kind, orders",
     [
-        (GatedRecurrence, False), (Declared, True), (DeclaredAgain, False), (Renamed, True), (SelfAttention, True),
-        (MLP, True), (MoELayer, True), (TransformerLayer, True), (torch.nn.Identity, False),
+        (LocalRecurrence, ()), (GatedRecurrence, ("zigzag", "contiguous")), (Redefined, ()),
+        (Renamed, ("zigzag", "contiguous")), (ContiguousRecurrence, ("contiguous",)),
+        (SelfAttention, ("zigzag", "contiguous")), (MLP, ("zigzag", "contiguous")),
+        (MoELayer, ("zigzag", "contiguous")), (TransformerLayer, ("zigzag", "contiguous")), (torch.nn.Identity, ()),
     ],
 )  # fmt: skip
-def test_context_parallel_support_is_declared_for_the_forward_that_runs(kind, supported):
-    assert supports_context_parallel(kind) == supported
+def test_token_layouts_are_declared_for_the_forward_that_runs(kind, orders):
+    assert tuple(order for order in ("zigzag", "contiguous") if layout_problem(kind, order) is None) == orders
 
 
-def test_dry_run_rejects_an_undeclared_mixer_under_context_parallelism():
-    flags = f"{MIXED} --context-parallel-size 2 --attention-dropout 0"
-    with pytest.raises(ConfigError, match=r"--context-parallel-size 2.*GatedRecurrence.*supports_context_parallel"):
+REJECTED = {
+    "local_layers": r"LocalRecurrence, which sees only this rank's part of a sequence.*mixes_tokens",
+    "contiguous_layers": r"ContiguousRecurrence, which takes contiguous layouts, not zigzag",
+}
+
+
+@pytest.mark.parametrize("layers", REJECTED)
+def test_dry_run_rejects_a_mixer_that_does_not_declare_the_layout(layers):
+    flags = f"{MIXED.replace('mixed_layers', layers)} --context-parallel-size 2"
+    with pytest.raises(ConfigError, match=f"--context-parallel-size 2.*{REJECTED[layers]}"):
         settings(flags, 2)
 
 
 def _reason(rank, world_size, argv):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from tests.test_utils.gated_recurrence import mixed_layers
+    from tests.test_utils.gated_recurrence import local_layers
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     config = core_transformer_config_from_args(configure(argv, world_size, "fp32"))
     config = dataclasses.replace(config, context_parallel_size=2)
     try:
-        GPTModel(config, mixed_layers(config), VOCAB_SIZE, 64)
+        GPTModel(config, local_layers(config), VOCAB_SIZE, 64)
     except UserError as error:
         return str(error)
     finally:
@@ -335,6 +345,35 @@ def _reason(rank, world_size, argv):
 
 
 def test_a_model_rejects_an_undeclared_mixer_under_context_parallelism(gloo_pool):
-    argv = Layout(f"{MIXED} --attention-dropout 0", "--micro-batch-size 2", 2).argv
-    for reason in gloo_pool.run(_reason, 2, argv):
-        assert reason is not None and "GatedRecurrence" in reason and "context_parallel_size 2" in reason
+    for reason in gloo_pool.run(_reason, 2, Layout(MIXED, "--micro-batch-size 2", 2).argv):
+        assert reason is not None and "LocalRecurrence" in reason and "context_parallel_size 2" in reason
+
+
+def scanned(rank, size, order):
+    """Return the relative difference of this rank's states and gradients to its part of one rank's."""
+    from megatron.core import parallel_state
+
+    groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
+    layout = TokenLayout.of(groups, order=order)
+    shape, generator = (16, 2, 8), torch.Generator().manual_seed(1)
+    keep, new, grad = (torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    results = []
+    for here in (TokenLayout(), layout):
+        leaves = [here.local(x, 0).clone().requires_grad_() for x in (keep, new)]
+        states = scan(*leaves, here)
+        states.backward(here.local(grad, 0))
+        results.append([states.detach(), *(x.grad for x in leaves)])
+    return max(
+        ((layout.local(one, 0) - found).norm() / one.norm()).item() for one, found in zip(*results, strict=True)
+    )
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_states_pass_between_ranks_in_either_order(gloo_pool, size, order):
+    assert max(gloo_pool.run(scanned, size, order)) < 1e-14
+
+
+def test_states_that_do_not_pass_between_ranks_are_found(matrix):
+    one = dataclasses.replace(LAYOUTS["cp2"], steps=1)
+    assert not matrix.verdict(one, "states_begin_at_zero_on_every_rank").equal

@@ -38,6 +38,8 @@ OTHER_SAYS = {
 }
 MENDED_BY_THE_USER = {
     Fault("finds bad data", 1, "torchrun"): "error on rank 1: --data-path x: document 7 is damaged; make it again",
+    Fault("runs out of memory", 1, "torchrun"): "error on rank 1: out of memory for 2.00 GiB in iteration 2\n",
+    Fault("runs out of memory in evaluation", 1, "ranks"): "error on rank 1: out of memory for 2.00 GiB in",
     Fault("computes NaN", 1, "ranks"): "error on rank 1: rank 1, iteration 2 (samples from 8 on): lm loss is nan",
     Fault("hangs in a background save", 1, "ranks", collective_minutes=0.15): (
         "error on rank 1: the background save of iteration 5: no progress for"),

@@ -104,10 +104,9 @@ def axes_of(cfg, world_size: int) -> set[str]:
 
 def parts_of(row: Layout, cfg, vocab_size: int) -> set[str]:
     """The parameters of a row's model, as ``family: name (how it is split)`` without layer numbers, and its losses."""
-    from megatron.training.model_description import describe_run
 
     found = set()
-    for param in describe_run(cfg, vocab_size).params():
+    for param in cfg.describe(vocab_size).params():
         name = re.sub(r"\.\d+\.", ".*.", param.name)
         found.add(f"{row.family}: {name} (split over {', '.join(param.mesh) or 'nothing'})")
     if cfg.mtp_num_layers:

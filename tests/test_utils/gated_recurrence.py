@@ -3,22 +3,27 @@
     h_t = f_t * h_(t-1) + (1 - f_t) * v_t,   y_t = W_out (h_t * silu(g_t)),   f_t = sigmoid(a_t + decay)
 
 a, v and g are products of x_t with one matrix. States are reset at every document. Channels are sharded over the
-tensor-parallel ranks; each rank sees all positions.
+tensor-parallel ranks. Context-parallel ranks hold chunks of the sequence and exchange one state per chunk
+(:func:`scan`), or, as ``ExchangedRecurrence``, tokens for channels.
 
-Legend: s sequence, b batch, h hidden, w channels of this rank.
+Legend: s sequence (local), b batch, h hidden, w channels of this rank, c chunks.
 """
 
+import operator
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import nn
 
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.description.model import Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.sharding.placement import Shard, Zeros, parameter
 from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -33,6 +38,8 @@ class Slots:
 
 class GatedRecurrence(nn.Module):
     """[s, b, h] -> [s, b, h]."""
+
+    mixes_tokens, layouts = True, frozenset({"zigzag", "contiguous"})
 
     def __init__(self, config, submodules, *, groups):
         super().__init__()
@@ -50,12 +57,12 @@ class GatedRecurrence(nn.Module):
         forget_sbw, value_sbw, gate_sbw = self.linear_in(x)[0].chunk(3, dim=-1)
         keep_sbw = torch.sigmoid(forget_sbw + self.decay)
         new_sbw = (1 - keep_sbw) * value_sbw
-        keep_sbw = keep_sbw * follows(keep_sbw, ctx.packed_seq_params)
-        state, states = torch.zeros_like(new_sbw[0]), []
-        for keep_bw, new_bw in zip(keep_sbw, new_sbw):
-            state = keep_bw * state + new_bw
-            states.append(state)
-        return self.linear_out(torch.stack(states) * nn.functional.silu(gate_sbw))[0]
+        keep_sbw = keep_sbw * follows(keep_sbw, ctx.layout)
+        states_sbw = self.states(keep_sbw, new_sbw, ctx.layout)
+        return self.linear_out(states_sbw * nn.functional.silu(gate_sbw))[0]
+
+    def states(self, keep_sbw, new_sbw, layout):
+        return scan(keep_sbw, new_sbw, layout)
 
     @staticmethod
     def describe(config, place):
@@ -71,26 +78,83 @@ class GatedRecurrence(nn.Module):
         return Piece("recurrence", params, ops, settings=("gate_width",))  # a flag that a script may add
 
 
-def follows(like_sbw, packed):
+def follows(like_sbw, layout):
     """1 where a token follows another of its document, else 0: [s, b, 1]."""
-    length, batch = like_sbw.shape[:2]
+    length, batch = layout.full_length(len(like_sbw)), like_sbw.shape[1]
     mask = like_sbw.new_ones(batch * length)
-    if packed is not None:
-        mask[packed.cu_seqlens_q[:-1].long()] = 0
-    return mask.view(batch, length, 1).transpose(0, 1)
+    if layout.documents is not None:
+        mask[layout.documents.cu_seqlens_q[:-1].long()] = 0
+    return layout.local(mask.view(batch, length, 1).transpose(0, 1), 0)
 
 
-def mixed_layers(config):
+def run(keep_sbw, new_sbw, state):
+    """All states of consecutive tokens, from the ``state`` before them."""
+    states = []
+    for keep_bw, new_bw in zip(keep_sbw, new_sbw):
+        state = keep_bw * state + new_bw
+        states.append(state)
+    return torch.stack(states)
+
+
+def scan(keep_sbw, new_sbw, layout):
+    """All states of this rank's tokens. A chunk maps the state h before it to decay * h + last; ranks all-gather these
+    pairs, of which each derives the states before its own chunks."""
+    chunks = [*zip(keep_sbw.chunk(layout.num_chunks), new_sbw.chunk(layout.num_chunks))]
+    zero = torch.zeros_like(new_sbw[0])
+    decays_cbw = torch.stack([reduce(operator.mul, keep.unbind()) for keep, _ in chunks])
+    last_cbw = torch.stack([run(*chunk, zero)[-1] for chunk in chunks])
+    decays_cbw, last_cbw = layout.full(decays_cbw, 0), layout.full(last_cbw, 0)
+    starts = [zero]
+    for decay, last in zip(decays_cbw[:-1], last_cbw[:-1]):
+        starts.append(decay * starts[-1] + last)
+    starts_cbw = layout.local(torch.stack(starts), 0)
+    return torch.cat([run(*chunk, start) for chunk, start in zip(chunks, starts_cbw)])
+
+
+class ExchangedRecurrence(GatedRecurrence):
+    """Under context parallelism each rank runs full sequences, in natural order, of some channels."""
+
+    def states(self, keep_sbw, new_sbw, layout):
+        keep, new = (x[..., 0] for x in layout.heads(keep_sbw[..., None], new_sbw[..., None]))
+        return layout.tokens(run(keep, new, torch.zeros_like(new[0]))[..., None])[..., 0]
+
+
+class LocalRecurrence(GatedRecurrence):
+    """A recurrence that knows nothing of other ranks, and declares nothing for its ``forward``."""
+
+    def forward(self, x, ctx):
+        return super().forward(x, ForwardContext(TokenLayout()))
+
+
+class ContiguousRecurrence(GatedRecurrence):
+    """A recurrence for one chunk per rank."""
+
+    mixes_tokens, layouts = True, frozenset({"contiguous"})
+
+
+def mixed_layers(config, kind=GatedRecurrence):
     """Cycle of three layer types: attention, the recurrence, the recurrence then attention; each followed by an MLP."""
     backend = get_backend("local")
     slots = Slots(backend.column_parallel_linear, backend.row_parallel_linear)
     kinds = []
     for index in range(config.num_layers):
         attention, mlp = layer_spec(backend).submodules.branches
-        recurrence = BranchSpec("recurrence", ModuleSpec(GatedRecurrence, submodules=slots), backend.norm)
+        recurrence = BranchSpec("recurrence", ModuleSpec(kind, submodules=slots), backend.norm)
         branches = [(attention, mlp), (recurrence, mlp), (recurrence, attention, mlp)][index % 3]
         kinds.append(ModuleSpec(TransformerLayer, submodules=branches))
     return TransformerBlockSubmodules(kinds, backend.norm)
+
+
+def exchanged_layers(config):
+    return mixed_layers(config, ExchangedRecurrence)
+
+
+def local_layers(config):
+    return mixed_layers(config, LocalRecurrence)
+
+
+def contiguous_layers(config):
+    return mixed_layers(config, ContiguousRecurrence)
 
 
 class Undescribed(GatedRecurrence):

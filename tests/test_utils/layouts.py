@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import pkgutil
 import tempfile
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class Layout:
     steps: int = STEPS
     family: str = "gpt"
     """Model family whose program parses the flags."""
+    wrap: str = ""
+    """``module:function`` that returns a subclass of the task class; default: the task class itself."""
 
     @property
     def argv(self):
@@ -73,7 +76,10 @@ def running(row, world_size):
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     cfg = configure(row.argv, world_size, row.precision, row.family)
-    make_task = with_synthetic_data(task_class(row.family), VOCAB_SIZE)
+    kind = task_class(row.family)
+    if row.wrap:
+        kind = pkgutil.resolve_name(row.wrap)(kind)
+    make_task = with_synthetic_data(kind, VOCAB_SIZE)
     yield trace(cfg, make_task, initialize_megatron(cfg), row.steps)
 
 

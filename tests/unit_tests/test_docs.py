@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.console import MODELS, TOOLS
+from megatron.console import TOOLS
 from megatron.core.config import absent
 from megatron.core.config.cli import group_flags, normalize
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+from megatron.core.models.registry import programs
 from megatron.training.arguments import flag_specs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,4 +147,4 @@ def test_every_command_is_documented_with_its_script():
     for name, (module, description) in TOOLS.items():
         script = f"tools/{module.replace('.', '/')}.py"
         assert f"| `megatron {name}` | `python {script}` | {description} |" in text and (ROOT / script).is_file()
-    assert all(f"| `megatron pretrain {name}` | `pretrain_{name}.py` |" in text for name in MODELS)
+    assert all(f"| `megatron pretrain {name}` | `pretrain_{name}.py` |" in text for name in programs())

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.console import MODELS, TOOLS, main, run_tool
+from megatron.console import TOOLS, main, run_tool
+from megatron.core.models.registry import programs
 from megatron.training.checks.self_checks import ReplicasDiffer
 from megatron.training.observe.metrics import NonFiniteError
 from tests.test_utils.gpt_runs import train_with_errors
@@ -42,7 +43,7 @@ def test_tools_end_with_2_after_an_unknown_flag(name, capsys):
     assert code == 2 and capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", programs())
 def test_pretraining_ends_with_2_after_a_wrong_flag(model, capsys):
     with pytest.raises(SystemExit) as end:
         main(["pretrain", model, "--num-layers", "-1"])

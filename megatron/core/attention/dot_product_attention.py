@@ -3,8 +3,8 @@
     out = softmax(softcap(scale Q K^T) + bias(distance), over the visible keys and the sink) V
 
 Soft cap, bias and sink are optional. The module combines a kernel, selected once at construction (``choose.py``), with
-a context-parallel strategy (``context_parallel/forms.py``). Without context parallelism it calls the kernel on full
-sequences.
+a context-parallel form (``context_parallel/forms.py``), looked up at every call by the ranks of the token layout. One
+rank calls the kernel on full sequences.
 
 Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, e head dim of
 values.
@@ -18,18 +18,21 @@ from typing import Literal
 from torch import Tensor, nn
 
 from megatron.core.attention.choose import UNEQUAL_HEADS, build_kernel, build_request
-from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, layer_layout
+from megatron.core.attention.context import AttentionContext
+from megatron.core.attention.context_parallel import forms
+from megatron.core.attention.context_parallel.forms import Attention, EqualHeads, FullSequence
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
-from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.sink import add_sink
+from megatron.core.attention.sink import add_sink, has_sink
 from megatron.core.attention.tiles import Visibility
+from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.random.dropout import DropoutCoordinates
+
+_NO_CONTEXT = AttentionContext()
 
 
 class CoreAttention(nn.Module):
@@ -37,8 +40,8 @@ class CoreAttention(nn.Module):
 
     Args:
         layer_number: from 1; selects window, communication type and dropout masks.
-        attention_type: ``cross``: keys belong to another sequence than queries, without causality or window.
-            ``relative``: ``forward`` adds its ``position_bias`` to scores.
+        attention_type: ``cross``: keys belong to another sequence than queries, without causality or window, and are
+            seen as ``ctx.encoder_documents`` says. ``relative``: ``ctx.position_bias`` is added to scores.
         softmax_scale: None: ``config.softmax_scale``, or 1 / sqrt(d).
         k_channels: d; None: ``config.kv_channels``.
         v_channels: e; None: d.
@@ -46,7 +49,7 @@ class CoreAttention(nn.Module):
     Raises UserError if the backend requested by flag does not support this layer, or ``groups`` has another
     context-parallel size than ``config``."""
 
-    supports_context_parallel = True
+    mixes_tokens, layouts = True, ANY_ORDER
 
     def __init__(
         self,
@@ -60,74 +63,87 @@ class CoreAttention(nn.Module):
         k_channels: int | None = None,
         v_channels: int | None = None,
     ) -> None:
+        """Check the context-parallel size and the heads of an all-to-all (UserError), select and build the kernel, and
+        register the sink as ``softmax_offset``. Communication forms are built at the first call. Arguments are
+        described at the class."""
         super().__init__()
-        if config.context_parallel_size != groups.cp.size:
+        self._static, self._sink = TokenLayout.of(groups), has_sink(config)
+        if config.context_parallel_size != (ranks := self._static.group.size):
             raise UserError(
-                f"context_parallel_size {config.context_parallel_size}: the process groups have {groups.cp.size} "
+                f"context_parallel_size {config.context_parallel_size}: the process groups have {ranks} "
                 "ranks; pass the same size to initialize_model_parallel(context_parallel_size=...)"
             )
-        self.shared = groups.cp.size > 1
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
-        is_cross, biased = attention_type == "cross", attention_type == "relative"
-        self.visibility = Visibility(False) if is_cross else Visibility(causal, window)
-        site = "cross attention" if is_cross else "attention"
+        self.is_cross, biased = attention_type == "cross", attention_type == "relative"
+        self.visibility = Visibility(False) if self.is_cross else Visibility(causal, window)
+        site = "cross attention" if self.is_cross else "attention"
         self.rate, self.site = config.attention_dropout, ("layer", layer_number, site)
-        layout = layer_layout(config, layer_number, groups)
+        self.kind = forms.layer_comm_type(config.cp_comm_type, layer_number)
+        forms.check_form(config, self.kind, self._static, groups.tp.size)
+        self._heads = groups.tp.rank, config.num_attention_heads // groups.tp.size
         keys = k_channels or config.kv_channels
         values = v_channels or keys
+        self._channels = keys, values
         scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
-        request = build_request(config, self.visibility.window, layout.needs, max(keys, values), biased=biased)
-        self.choice, kernel = build_kernel(request, config, layer_number, scale)
+        needs = forms.kernel_needs(self.kind, self._static, self._sink)
+        request = build_request(config, self.visibility.window, needs, max(keys, values), biased=biased)
+        self.choice, self.kernel = build_kernel(request, config, layer_number, scale)
         """Selected kernel and reason."""
-        self.form, self.first_head = layout.form(kernel), layout.first_head
-        self._filled = ""
-        if keys != values and (self.choice.kernel not in UNEQUAL_HEADS or not isinstance(self.form, FullSequence)):
-            both = self.choice.kernel == "cudnn" and isinstance(self.form, FullSequence)
-            self.form = EqualHeads(self.form, both)
-            self._filled = "" if both else f", heads of {keys} and {values} channels filled up"
+        self._forms: dict[tuple, Attention] = {}
         add_sink(self, config, groups)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        dropout: DropoutCoordinates | None = None,
-        position_bias: Tensor | None = None,
-    ) -> Tensor:
-        """Attend and return [s, b, a * e] in the queries' dtype. Collective over the context-parallel group, also in
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext = _NO_CONTEXT) -> Tensor:
+        """Attend and return [s, b, a * e] in the queries' dtype. Collective over the ranks of ``ctx.layout``, also in
         backward. With context parallelism, reads document bounds on the host; the first read waits for the GPU.
+        Cross-attention reads ``ctx.encoder_documents`` and ignores mask and bias.
 
-        Args:
-            attention_mask: bool, True where hidden, broadcastable to [b, a, s, t]; applied in addition to causality and
-                window. Some kernels and context parallelism reject it (UserError).
-            packed_seq_params: document bounds in full sequences, also with context parallelism.
-            dropout: coordinates of the tokens; required in training with dropout (else ValueError).
-            position_bias: [a, n], added to scores by head and distance (``position_bias.py``)."""
-        documents = packed_seq_params
+        A dense ``ctx.attention_mask`` applies in addition to causality and window; some kernels and context parallelism
+        reject it (UserError). Raises ValueError in training with dropout without ``ctx.dropout``, and without
+        ``ctx.layout`` under context parallelism."""
+        documents = ctx.encoder_documents if self.is_cross else ctx.layout.documents
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
-        mask = Mask(self.visibility, documents, attention_mask, self._weight_dropout(dropout), position_bias)
-        return self.form(query, key, value, mask, self.softmax_offset).flatten(2)
+        hidden, bias = (None, None) if self.is_cross else (ctx.attention_mask, ctx.position_bias)
+        mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias)
+        return self.form(ctx.layout)(query, key, value, mask, self.softmax_offset).flatten(2)
+
+    def form(self, layout: TokenLayout) -> Attention:
+        """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;
+        built once per (group, order, levels) and cached. Raises ValueError for the default layout if the program has
+        several context-parallel ranks."""
+        ranks = layout.group, layout.order, layout.levels
+        form = self._forms.get(ranks)
+        if form is None:
+            if layout.is_default and self._static.group.size > 1:
+                raise ValueError(f"attention over {self._static.group.size} context-parallel ranks needs ctx.layout")
+            form = forms.build_form(self.kind, layout, self.kernel, self._sink)
+            if self._channels[0] != self._channels[1]:
+                whole = isinstance(form, FullSequence)
+                if not whole or self.choice.kernel not in UNEQUAL_HEADS:
+                    form = EqualHeads(form, only_documents=whole and self.choice.kernel == "cudnn")
+            self._forms[ranks] = form
+        return form
 
     @property
     def description(self) -> str:
-        """Text for the log: context-parallel strategy if there is one, kernel, reason, and whether heads are padded or
-        a sink is added by the log-sum-exp."""
-        form = self.form.inner if isinstance(self.form, EqualHeads) else self.form
-        words = f"{self.choice}{self._filled}"
+        """Text for the log: context-parallel form of the program's groups if there is one, kernel, reason, and whether
+        heads are padded or a sink is added by the log-sum-exp."""
+        form, words = self.form(self._static), str(self.choice)
+        if isinstance(form, EqualHeads):
+            keys, values = self._channels
+            words += "" if form.only_documents else f", heads of {keys} and {values} channels filled up"
+            form = form.inner
         if isinstance(form, FullSequence):
             return words
-        if not self.shared:
+        if self._static.group.size == 1:
             return f"{words}, then the sink by the log-sum-exp"
         return f"{type(form).__name__} over context-parallel ranks, {words}"
 
-    def _weight_dropout(self, at: DropoutCoordinates | None) -> WeightDropout | None:
-        """Return the dropout of attention weights at the tokens ``at``; None in eval mode or with rate 0. Raises
-        ValueError if it is needed and ``at`` is None."""
+    def _weight_dropout(self, ctx: AttentionContext) -> WeightDropout | None:
+        """Return the dropout of attention weights at the tokens of ``ctx.dropout``; None in eval mode or with rate 0.
+        Raises ValueError if it is needed and that is None."""
+        at = ctx.dropout
         if not self.rate or not self.training:
             return None
         if at is None:
@@ -135,4 +151,6 @@ class CoreAttention(nn.Module):
                 f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
                 "set attention_dropout to 0 or call eval()"
             )
-        return WeightDropout(at.stream, self.rate, self.site, self.first_head, at.sample_b)
+        tp_rank, heads = self._heads
+        first_head = tp_rank * heads + forms.first_head(self.kind, ctx.layout, heads)
+        return WeightDropout(at.stream, self.rate, self.site, first_head, at.sample_b)

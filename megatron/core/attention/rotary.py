@@ -16,10 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 
 
 class RotaryTables(NamedTuple):
@@ -40,7 +39,8 @@ class Llama3Scaling:
     original_max_position_embeddings: int = 8192
 
     def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
-        """Return the scaled copy of ``frequencies`` [r / 2] in radians per position; ``base`` and ``width`` are not
+        """Return a scaled copy of ``frequencies`` [r / 2] in radians per position: divided by ``factor`` for long
+        wavelengths, unchanged for short ones, linear in original / wavelength between. ``base`` and ``width`` are not
         used."""
         wavelengths = 2 * math.pi / frequencies
         low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
@@ -112,6 +112,8 @@ class RotaryEmbedding(nn.Module):
         scaling: Scaling | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Set the settings; tables are computed at the first call. Raises UserError unless int(``kv_channels`` *
+        ``rotary_percent``) is even and at least 2."""
         super().__init__()
         self.width = int(kv_channels * rotary_percent)
         if self.width < 2 or self.width % 2:
@@ -122,7 +124,7 @@ class RotaryEmbedding(nn.Module):
         self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: RotaryTables | None = None
-        self._share = (1, 0)
+        self._share = (1, 0, ONE_RANK.order)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """Return the scaled frequency of each pair in radians per position, float64 [r / 2], not yet divided by
@@ -142,18 +144,18 @@ class RotaryEmbedding(nn.Module):
         )
 
     def forward(
-        self, length: int, device: torch.device | str | None = None, context: Group = SINGLE_PROCESS.cp
+        self, length: int, device: torch.device | str | None = None, layout: TokenLayout = ONE_RANK
     ) -> RotaryTables:
-        """Return the tables of positions 0 to ``length`` - 1, or, with a context-parallel group ``context``, of this
-        rank's ``length`` zig-zag tokens. Computes and caches new tables if the device or the rank in ``context`` has
-        changed, or for a greater length (with context parallelism: any other length). Results are views of cached
-        tables: do not write to them."""
-        device, share = torch.device(device or "cpu"), (context.size, context.rank)
+        """Return the tables of the positions of this rank's ``length`` tokens in ``layout``; on one rank 0 to
+        ``length`` - 1. Computes and caches new tables if the device or this rank's tokens have changed, or for a
+        greater length (with context parallelism: any other length). Results are views of cached tables: do not write to
+        them."""
+        device, ranks = torch.device(device or "cpu"), layout.group.size
+        share = (ranks, layout.group.rank, layout.order)
         cached = self._tables
         stale = cached is None or cached.cos.device != device or self._share != share
-        if cached is None or stale or len(cached.cos) < length or context.size > 1 and len(cached.cos) != length:
-            positions = zigzag.positions(length * context.size, context.rank, context.size, device)
-            cached, self._share = self.tables(positions), share
+        if cached is None or stale or len(cached.cos) < length or ranks > 1 and len(cached.cos) != length:
+            cached, self._share = self.tables(layout.positions(length, device)), share
             self._tables = cached
         return RotaryTables(cached.cos[:length], cached.sin[:length])
 
@@ -184,7 +186,8 @@ LATENT_CONTEXT = 4096
 
 def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
     """Build the rotary embedding of multi-latent attention for ``qk_pos_emb_head_dim`` channels: plain with rope_type
-    "rope", else with YaRN scaling. As in Megatron-LM, YaRN ignores ``percent``."""
+    "rope", else with YaRN scaling, whose original context is 4096 tokens unless configured. As in Megatron-LM, YaRN
+    ignores ``percent``."""
     channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
     if config.rope_type == "rope":
         return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)

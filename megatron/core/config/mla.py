@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import Dim
 
 
 @dataclass(kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(OptionalGroup):
     """Multi-latent attention"""
 
     multi_latent_attention: bool = False

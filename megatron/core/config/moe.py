@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megatron.core.config.attention import parse_layer_pattern
 from megatron.core.config.cli import flag
+from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import Dim, NonNegativeFloat, NumRanks, PositiveFloat, Probability
 
 TokenDispatcher = Literal["allgather", "alltoall", "flex"]
@@ -15,7 +16,7 @@ Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "qu
 
 
 @dataclass(kw_only=True)
-class MoEConfig:
+class MoEConfig(OptionalGroup):
     """Mixture of experts"""
 
     num_moe_experts: Dim | None = flag("--num-experts")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import NonNegativeFloat, Range
 
 
 @dataclass(kw_only=True)
-class MTPConfig:
+class MTPConfig(OptionalGroup):
     """Multi-token prediction"""
 
     mtp_num_layers: Annotated[int, Range(1, 64)] | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import AnyFloat, Dim, Layers, NonNegativeFloat, PositiveFloat, Probability, Range
 
 
@@ -57,21 +58,8 @@ class NetworkSizeConfig:
     apply_embedding_scaling: bool = False
     """Multiply embeddings by the square root of the hidden size, rounded to the weights' format (Gemma)."""
 
-    embedding_multiplier: PositiveFloat = 1.0
-    """Factor of the embeddings (Granite)."""
-
-    residual_multiplier: PositiveFloat = 1.0
-    """Factor of each branch's output before it joins the residual stream (Granite)."""
-
-    logits_scaling: PositiveFloat = 1.0
-    """Divisor of the output layer's logits (Granite)."""
-
     embed_layernorm: bool = False
     """Normalize the embedding; the first branch of the first layer then has no norm of its input (ModernBERT)."""
-
-    scale_decoder_outputs: bool = False
-    """Divide the decoder's output by the square root of the hidden size before a tied output layer without bias (T5
-    1.0)."""
 
     final_logit_softcapping: PositiveFloat | None = None
     """Soft cap of the output layer's logits: cap * tanh(logits / cap) (Gemma 2)."""
@@ -136,6 +124,15 @@ class NetworkSizeConfig:
     def gated_linear_unit(self) -> bool:
         """Whether the feed-forward network multiplies two halves of its first GEMM's output."""
         return self.swiglu or self.quick_geglu or self.geglu
+
+
+@dataclass(kw_only=True)
+class ScaledOutputConfig(OptionalGroup):
+    """Scaled decoder output"""
+
+    scale_decoder_outputs: bool = False
+    """Divide the decoder's output by the square root of the hidden size before a tied output layer without bias (T5
+    1.0)."""
 
 
 @dataclass(kw_only=True)

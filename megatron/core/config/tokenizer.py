@@ -23,6 +23,9 @@ TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
 }
 """Flags that tokenizers need; the others: ``tokenizer_model``."""
 
+WITHOUT_SENTINELS = ("TikTokenizer", "NullTokenizer", "ByteLevelTokenizer")
+"""Types to which no sentinels can be added."""
+
 _HUGGING_FACE = (
     "autotokenizer", "auto", "hf", "hftokenizer", "huggingface", "transformers", "tokenizers", "pretrainedtokenizer",
     "pretrainedtokenizerfast", "gpt2tokenizer", "gpt2tokenizerfast", "llamatokenizer", "llamatokenizerfast",

@@ -13,7 +13,8 @@ from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
 from megatron.core.config.moe import MoEConfig, TokenDispatcher
 from megatron.core.config.mtp import MTPConfig
-from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
+from megatron.core.config.network import InitializationConfig, NetworkSizeConfig, ScaledOutputConfig
+from megatron.core.config.optional import MultiplierConfig
 from megatron.core.config.pipeline import PipelineConfig
 
 
@@ -42,6 +43,8 @@ _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", (
 @dataclass(kw_only=True)
 class ModelSettings(
     NetworkSizeConfig,
+    MultiplierConfig,
+    ScaledOutputConfig,
     AttentionConfig,
     LatentAttentionConfig,
     MoEConfig,
@@ -61,7 +64,9 @@ def group_values(group: type, source: Any) -> dict[str, Any]:
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, Any]:
-    """Return sizes derived from others, for sizes that are None and can be derived."""
+    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std and (with experts)
+    expert FFN size, each only if it is None in ``settings``, derived from the others; None if these are missing too.
+    Changes nothing."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,
@@ -93,7 +98,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
     @classmethod
     def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of Megatron-LM's constructor under the names that they have here.
+        """Return the arguments ``given`` of Megatron-LM's constructor under the names that they have here, a new dict:
+        older names (which win), single values for lists, fused activations, activation functions. Drops settings of the
+        training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay unchecked.
 
         Raises:
             ConfigError: an activation that this library does not have.
@@ -125,6 +132,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         return settings
 
     def __post_init__(self) -> None:
+        """Raise ConfigError with all impossible sizes; then fill in, in place, derived sizes that are None, the number
+        of virtual stages, and ``pipeline_dtype`` fp32 for an fp32 residual stream."""
         if problems := list(self._impossible_sizes()):
             raise ConfigError(problems)
         for name, value in following_sizes(self).items():
@@ -160,8 +169,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
                 yield Problem(name, "must be at least 0 and less than 1", getattr(self, name))
 
     def _impossible_heads(self) -> Iterator[Problem]:
-        """Yield problems of the attention heads: they must divide ``hidden_size`` (without ``kv_channels``), be a
-        multiple of the query groups and of the tensor-parallel size; norms across heads need RMSNorm."""
+        """Yield problems of the attention heads: they must divide ``hidden_size`` (without ``kv_channels`` or latent
+        attention), be a multiple of the query groups and of the tensor-parallel size; norms across heads need
+        RMSNorm."""
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads is None or hidden is None:
             return
@@ -211,6 +221,22 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("moe_layer_freq", reason, pattern, "give a 0 or 1 for every layer")
         if self.moe_token_dispatcher_type not in (kinds := get_args(TokenDispatcher)):
             yield Problem("moe_token_dispatcher_type", f"is none of {', '.join(kinds)}", self.moe_token_dispatcher_type)
+
+
+def config_from_settings(
+    settings: Any, config_class: type[TransformerConfig] | None = None, **changes: Any
+) -> TransformerConfig:
+    """Return the configuration of the transformer that ``settings`` describe, with other values for ``changes``.
+
+    Args:
+        settings: resolved settings of a run, or an object with their fields. Expert settings of a model without experts
+            are ignored (a notice reports it).
+        config_class: class to build; None: :class:`TransformerConfig`.
+    """
+    values = group_values(ModelSettings, settings)
+    if settings.num_moe_experts is None:
+        values |= group_values(MoEConfig, MoEConfig())
+    return (config_class or TransformerConfig)(**{**values, **changes})
 
 
 @dataclass(kw_only=True)

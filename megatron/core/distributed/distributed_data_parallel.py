@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import reductions
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_dtype
+from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_kind
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.buffer_layout import chosen_bucket_size
 from megatron.core.sharding.parameter_shard import ParameterShard
@@ -57,9 +57,9 @@ class DistributedDataParallel(DataParallel):
         for parameter in trained:
             by_ranks.setdefault(data_parallel_groups(spec_or_replicated(parameter), self.groups), []).append(parameter)
         self.grad_buffers = [
-            ParamAndGradBuffer(alike, dtype, self._layout(ranks, own, disable_bucketing))
+            ParamAndGradBuffer(alike, kind, self._layout(ranks, own, disable_bucketing))
             for ranks, own in by_ranks.items()
-            for (_, dtype), alike in group_by_dtype(own, ddp_config.grad_reduce_in_fp32).items()
+            for kind, alike in group_by_kind(own, ddp_config.grad_reduce_in_fp32).items()
         ]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
@@ -140,7 +140,8 @@ class DistributedDataParallel(DataParallel):
         """Map parameters to this rank's shards with a distributed optimizer; None without (every rank updates all)."""
         if not self.ddp_config.use_distributed_optimizer:
             return None
-        return {shard.parameter: shard for buffer in self.grad_buffers for shard in buffer.shards()}
+        buckets = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
+        return {shard.parameter: shard for bucket in buckets for shard in bucket.shards}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

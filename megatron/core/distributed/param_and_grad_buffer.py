@@ -7,7 +7,9 @@ a view into it. ``parameter.grad_ready`` is a 0-d leaf tensor: operators that ac
 
 With sharded optimizer state (ZeRO-1, Rajbhandari et al. 2020) each rank owns one contiguous range of every bucket.
 Gradients are reduced into this range only. The weights live in a second flat tensor with the same layout, so that one
-all-gather per bucket distributes the updated weights.
+all-gather per bucket distributes the updated weights, or the payloads of their declared storage
+(``fusions/storage.py``). Parameters whose update rule owns matrices have separate buffers, whose shards consist of full
+parameters.
 
 The bucket layout depends only on the parameters, the bucket size and the number of shards. The order of summation, and
 so the result, is therefore the same with and without overlap.
@@ -16,17 +18,20 @@ so the result, is therefore the same with and without overlap.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.reductions import Reduction, all_reduce, local_shard
+from megatron.core.fusions.storage import HALF, Storage
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group
-from megatron.core.sharding.buffer_layout import bucket_alignment, cut_buffer
+from megatron.core.sharding.buffer_layout import CutRule, cut_buffer
 from megatron.core.sharding.parameter_shard import ParameterShard
+from megatron.core.sharding.placement import spec_or_replicated
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,20 @@ class BufferLayout:
     alone: Callable[[nn.Parameter], bool] = lambda parameter: False
     """Predicate for parameters that get a separate bucket, so that ranks with different other parameters shard them
     equally (tied embeddings)."""
+    storage: type[Storage] | None = None
+    """Declared storage of the weights; None: all-gathers send the weights."""
 
-    @property
-    def bucket_alignment(self) -> int:
-        """Divisor of all bucket sizes, in elements."""
-        return bucket_alignment(self.group.size if self.sharded else 1, self.pad_for_bus)
+
+class BufferKind(NamedTuple):
+    """Properties that all parameters of a buffer share."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    """Dtype of accumulation and reduction."""
+    storage: type[Storage] | None
+    """Declared storage; None: the optimizer chooses it, and all-gathers send the weights."""
+    owns_matrices: bool
+    """Whether shards consist of full parameters."""
 
 
 class Bucket:
@@ -62,7 +76,7 @@ class Bucket:
         grads: flat view of the gradients.
         weights: flat view of the weights with the same layout if the optimizer state is sharded; else None.
         parameters: parameters of this bucket.
-        layout: reduction groups and collective.
+        layout: reduction groups and collective, storage.
     """
 
     def __init__(
@@ -70,6 +84,12 @@ class Bucket:
     ) -> None:
         self.grads, self.weights, self.layout = grads, weights, layout
         self.parameters = list(parameters)
+        self.shards: list[ParameterShard] = []
+        """This rank's shards, set by the buffer."""
+        self.storage, storage = None, layout.storage
+        if storage is not None and storage.payload_bytes is not None and weights is not None and layout.group.size > 1:
+            self.storage, blocks = storage, weights.numel() // storage.block
+            self.payloads = torch.zeros((blocks, storage.payload_bytes), dtype=torch.uint8, device=weights.device)
         self.pending = len(self.parameters)
         """Number of gradients of the last micro-batch that are not ready."""
         self.is_last = any(getattr(each, "has_several_gradients", False) for each in self.parameters)
@@ -112,20 +132,37 @@ class Bucket:
             self._sum = None
 
     def start_gather(self) -> None:
-        """Start the all-gather of the updated weight shards over ``layout.group``, in place, after waiting for an
-        all-gather in flight. No-op without a weight buffer or for one rank."""
+        """Start the in-place all-gather of the updated weight shards over ``layout.group``, or with a declared storage
+        of their payloads, after waiting for an all-gather in flight. Does not wait; :meth:`finish_gather` does. Only
+        waits without a weight buffer or for one rank."""
         # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
-        if self.weights is not None and group.size > 1:
-            # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
-            self._gather = all_gather(self.weights, local_shard(self.weights, group), group=group.handle, async_op=True)
+        if self.weights is None or group.size == 1:
+            return
+        sent = self.weights if self.storage is None else self._own_payloads(self.storage).view(-1)
+        # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
+        self._gather = all_gather(sent, local_shard(sent, group), group=group.handle, async_op=True)
+
+    def _own_payloads(self, kind: type[Storage]) -> Tensor:
+        """Write the payloads of this rank's shards to their blocks of ``payloads`` and return all of it, uint8 [blocks,
+        bytes]; blocks of other ranks keep old values. Asserts that the optimizer has built the storages."""
+        origin = self.weights.storage_offset() if self.weights is not None else 0
+        for shard in self.shards:
+            assert shard.storage is not None, "payloads are gathered after the optimizer has built the storages"
+            payload = shard.storage.payload()
+            first = (int(shard.values.storage_offset()) - int(origin)) // kind.block
+            self.payloads[first : first + len(payload)].copy_(payload)
+        return self.payloads
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather; all weights of the bucket are then up to date (on CUDA: in stream order)."""
+        """Wait for the all-gather in flight, if any (on CUDA: in stream order); with a declared storage then write the
+        weights from the gathered payloads. Afterwards all weights of the bucket are up to date."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
+            if self.storage is not None and self.weights is not None:
+                self.storage.install(self.payloads, self.weights)
 
 
 class ParamAndGradBuffer:
@@ -134,21 +171,23 @@ class ParamAndGradBuffer:
     optimizer state it also moves ``parameter.data`` into the flat weight buffer.
 
     Args:
-        parameters: parameters of one dtype and one reduction group, in creation order.
-        grad_dtype: dtype of accumulation and reduction.
+        parameters: parameters of one kind and one reduction group, in creation order.
+        kind: dtypes, storage and cuts.
         layout: bucket sizes, groups and collective.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], grad_dtype: torch.dtype, layout: BufferLayout) -> None:
-        self.layout = layout
+    def __init__(self, parameters: Sequence[nn.Parameter], kind: BufferKind, layout: BufferLayout) -> None:
+        self.layout = layout = replace(layout, storage=kind.storage)
         self.parameters = list(reversed(parameters))
+        block = 1 if kind.storage is None else kind.storage.block
+        rule = CutRule(layout.group.size if layout.sharded else 1, layout.pad_for_bus, block, kind.owns_matrices)
         cut = cut_buffer(
             [parameter.numel() for parameter in self.parameters], [layout.alone(each) for each in self.parameters],
-            layout.bucket_size, layout.bucket_alignment,
+            layout.bucket_size, rule,
         )  # fmt: skip
         like = self.parameters[0]
         self.starts = dict(zip(self.parameters, cut.starts))
-        self.grad_data = torch.zeros(cut.total, dtype=grad_dtype, device=like.device)
+        self.grad_data = torch.zeros(cut.total, dtype=kind.grad_dtype, device=like.device)
         self.param_data = torch.zeros(cut.total, dtype=like.dtype, device=like.device) if layout.sharded else None
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -161,6 +200,8 @@ class ParamAndGradBuffer:
             self.bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
         for parameter, start in self.starts.items():
             self._adopt(parameter, slice(start, start + parameter.numel()))
+        for bucket in self.buckets if layout.sharded else ():
+            bucket.shards = list(self._shards(bucket))
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -182,18 +223,16 @@ class ParamAndGradBuffer:
             # the model computes with the memory that the all-gather writes: no copy of gathered weights
             parameter.data = view
 
-    def shards(self) -> Iterable[ParameterShard]:
-        """Yield this rank's non-empty shard of each parameter, in memory order; its weights and gradient are views of
-        the buffers. Padding belongs to no shard. Requires a sharded layout (assert)."""
-        assert self.param_data is not None
-        for bucket in self.buckets:
-            offset, length = int(bucket.grads.storage_offset()), bucket.owned.numel()
-            low = offset + self.layout.group.rank * length
-            for parameter in bucket.parameters:
-                begin = self.starts[parameter]
-                start, stop = max(low - begin, 0), min(low + length - begin, parameter.numel())
-                if start < stop:
-                    yield self._shard(parameter, start, stop)
+    def _shards(self, bucket: Bucket) -> Iterable[ParameterShard]:
+        """Yield this rank's non-empty shard of each parameter of ``bucket``, in memory order; its weights and gradient
+        are views of the buffers. Padding belongs to no shard."""
+        offset, length = int(bucket.grads.storage_offset()), bucket.owned.numel()
+        low = offset + self.layout.group.rank * length
+        for parameter in bucket.parameters:
+            begin = self.starts[parameter]
+            start, stop = max(low - begin, 0), min(low + length - begin, parameter.numel())
+            if start < stop:
+                yield self._shard(parameter, start, stop)
 
     def _shard(self, parameter: nn.Parameter, start: int, stop: int) -> ParameterShard:
         """Return the shard of elements ``start`` to ``stop`` of ``parameter``, with views of weight and gradient
@@ -210,10 +249,10 @@ class ParamAndGradBuffer:
             bucket.reset()
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        """Count a gradient of the last micro-batch, then start the reduction of every bucket that is complete, in
-        bucket order: a later bucket waits for all earlier ones. Does nothing for buckets that are reduced after
-        backward. Raises RuntimeError if the bucket is already complete or started, i.e. an earlier micro-batch ran
-        outside ``no_sync``."""
+        """Count the gradient of ``parameter`` in the last micro-batch as ready, then start the reduction of every
+        complete bucket, in bucket order up to the first incomplete one. Does nothing if its bucket is reduced after
+        backward (``is_last``). Raises RuntimeError if its bucket is already complete or started, i.e. an earlier
+        micro-batch ran outside ``no_sync``."""
         # Start buckets in a fixed order even if gradients become ready in another one: ranks may run backward in
         # different orders (unused branches, experts without tokens), and collectives in different orders deadlock.
         arrived = self.bucket_of[parameter]
@@ -253,17 +292,14 @@ class ParamAndGradBuffer:
             self.grad_data.mul_(factor)
 
 
-def gradient_dtype(parameter: nn.Parameter, reduce_in_fp32: bool) -> torch.dtype:
-    """Return fp32 for bf16 and fp16 parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
-    half = parameter.dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if half and reduce_in_fp32 else parameter.dtype
-
-
-def group_by_dtype(
-    parameters: Iterable[nn.Parameter], reduce_in_fp32: bool
-) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
-    """Group parameters by (parameter dtype, gradient dtype); each list keeps the creation order."""
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+def group_by_kind(parameters: Iterable[nn.Parameter], reduce_in_fp32: bool) -> dict[BufferKind, list[nn.Parameter]]:
+    """Group parameters by the properties that a buffer shares: dtype, gradient dtype, declared storage, and whether the
+    update rule owns matrices. Each list keeps the given order. The gradient dtype is fp32 for bf16 and fp16 parameters
+    if ``reduce_in_fp32``, else the dtype of the parameter."""
+    kinds: dict[BufferKind, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((parameter.dtype, gradient_dtype(parameter, reduce_in_fp32)), []).append(parameter)
+        spec, dtype = spec_or_replicated(parameter), parameter.dtype
+        grad_dtype = torch.float32 if dtype in HALF and reduce_in_fp32 else dtype
+        kind = BufferKind(dtype, grad_dtype, spec.storage, spec.owns_matrices)
+        kinds.setdefault(kind, []).append(parameter)
     return kinds

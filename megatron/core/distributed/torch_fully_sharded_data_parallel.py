@@ -22,23 +22,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.fusions.storage import HALF
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import flat_range
 from megatron.core.sharding.parameter_shard import ParameterShard
-from megatron.core.sharding.placement import spec_or_replicated
-
-_HALF = (torch.bfloat16, torch.float16)
+from megatron.core.sharding.placement import data_parallel_groups, spec_or_replicated
 
 
 class TorchFullyShardedDataParallel(DataParallel):
     """``module`` sharded over the data- and context-parallel ranks (at least two). The constructor changes ``module``
     in place: half-precision parameters are cast to fp32 and become ``DTensor`` shards; ``parameter.compute_dtype``
     keeps the dtype that the model computes in. Raises UserError for a single data-parallel rank, parameters of several
-    dtypes, a module that holds both dense and expert parameters directly, or one optimizer instance per data-parallel
-    rank.
+    dtypes, a declared storage, a module that holds both dense and expert parameters directly, or one optimizer instance
+    per data-parallel rank.
 
     Args:
         ddp_config: configuration; only ``grad_reduce_in_fp32`` is read.
@@ -58,11 +57,17 @@ class TorchFullyShardedDataParallel(DataParallel):
         self.ddp_config = ddp_config
         self.shards_optimizer = True
         specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
+        declared = [name for name, spec in specs.items() if spec is not None and spec.storage is not None]
+        if declared:
+            raise UserError(
+                f"fully sharded data parallelism: declared storages ({listed(declared, most=4)}) are not supported; "
+                "use --use-distributed-optimizer"
+            )
         compute_dtype = _the_dtype(module)
         policy = _precision(compute_dtype, ddp_config)
         with torch.no_grad():
             for parameter in module.parameters():
-                if parameter.dtype in _HALF:
+                if parameter.dtype in HALF:
                     parameter.data = parameter.data.float()
         device = next(module.parameters()).device
         mesh = _mesh(groups.dense, device)
@@ -92,19 +97,22 @@ class TorchFullyShardedDataParallel(DataParallel):
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
         """Map every trained parameter to this rank's shard, a flat range of full rows. Its weights are the local memory
         (fp32 for half-precision models); its gradient function returns the current ``main_grad``. A parameter with
-        fewer rows than ranks has no shard on the last ranks and is omitted there."""
+        fewer rows than ranks has no shard on the last ranks and is omitted there, except with an update rule that owns
+        matrices: all ranks then take part in its collectives."""
         shards = {}
         for parameter in self._trained:
             local, start, stop = flat_range(parameter)
-            if start < stop:
+            spec = spec_or_replicated(parameter)
+            if start < stop or spec.owns_matrices:
                 dtype = parameter.compute_dtype  # type: ignore[attr-defined]
-                shards[parameter] = ParameterShard(parameter, start, stop, local, _main_grad_getter(parameter), dtype)
+                gradient, rows_over = _main_grad_getter(parameter), data_parallel_groups(spec, self.groups).shard
+                shards[parameter] = ParameterShard(parameter, start, stop, local, gradient, dtype, rows_over)
         return shards
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable the all-reduce over optimizer instances (HSDP) in backward. The reduce-scatter within an instance
-        still runs for every micro-batch."""
+        """Disable the all-reduce over optimizer instances (HSDP) in backward; no effect with one instance. The
+        reduce-scatter within an instance still runs for every micro-batch. Enabled again on exit."""
         self._set_all_reduce(False)
         try:
             yield
@@ -159,7 +167,7 @@ def _the_dtype(module: nn.Module) -> torch.dtype:
 def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the policy: compute in a half-precision ``dtype``, with gradients reduced in it or, with
     ``grad_reduce_in_fp32``, in fp32; other dtypes keep theirs. Inputs are not cast."""
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)

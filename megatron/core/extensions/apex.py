@@ -15,7 +15,7 @@ Legend: t tokens, o output features, i input features.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from megatron.core.extensions.installed import is_installed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron.core.fusions.adam import AdamGroup, AdamStep
+    from megatron.core.fusions.adam import AdamStep
     from megatron.core.fusions.residual_norm import NormTraits
+    from megatron.core.fusions.storage import OptimizerEntry
 
 FLAG = "--apex-parts"
 INSTALL = (
@@ -49,7 +50,8 @@ def what_is_missing(part: str) -> str | None:
 
 
 def _load(part: str, module: str, *names: str) -> list[Any]:
-    """Import ``module`` for ``part`` and return its members ``names``. Raises UserError with the install command."""
+    """Import ``module`` for ``part`` and return its members ``names``. Raises UserError, with the install command, if
+    apex or the part's extension is not installed, the import fails, or a member is missing."""
     reason = what_is_missing(part)
     if reason is None:
         try:
@@ -66,8 +68,6 @@ class ApexWeightGradient:
     [o, i])``, or ``wgrad_gemm_accum_fp16`` for a 16-bit ``main_grad``. They ignore strides: tensors must be
     contiguous."""
 
-    description = f"weight gradients: apex ({FLAG} wgrad)"
-
     def __init__(self) -> None:
         self._wide, self._narrow = _load("wgrad", EXTENSIONS["wgrad"], "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
 
@@ -83,8 +83,6 @@ class ApexNormalize:
     ``fused_layer_norm_affine(input, weight, bias, normalized_shape, eps)`` and ``fused_rms_norm_affine(input, weight,
     normalized_shape, eps)``, with input and weights of one dtype. The branch is added in a separate operation."""
 
-    description = f"norms: apex ({FLAG} norm)"
-
     def __init__(self) -> None:
         _load("norm", EXTENSIONS["norm"])  # check now: apex imports it only at first use
         self._layer_norm, self._rms_norm = _load(
@@ -94,8 +92,9 @@ class ApexNormalize:
     def __call__(
         self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + branch, its norm): ``branch`` None means x itself. RMSNorm without a bias, else LayerNorm; the
-        offset is added to the weight first. The norm has the weight's dtype."""
+        """Return (s, y): s = x + branch (``x`` itself without a branch) and its norm y in the weight's dtype. RMSNorm
+        if ``bias`` is None, else LayerNorm (``traits.centred`` is not read); ``traits.offset`` is added to the weight
+        first."""
         stream = x if branch is None else x + branch
         whole = (weight + traits.offset if traits.offset else weight).to(stream.dtype)
         if bias is None:
@@ -113,23 +112,21 @@ class ApexAdam:
     its flag.) Gradients are multiplied by ``factor`` before, because with decay added to them (mode 0) both roundings
     could become one. Low-precision state is widened and written back one tensor at a time."""
 
-    description = f"adam: apex ({FLAG} adam)"
-
     def __init__(self) -> None:
-        from megatron.core.fusions.master_weights import as_fp32_lists
-
         (self._update,) = _load("adam", EXTENSIONS["adam"], "multi_tensor_adam_capturable")
         (self._apply,) = _load("adam", "apex.multi_tensor_apply", "multi_tensor_applier")
-        self._opened: Callable[..., Any] = as_fp32_lists
 
-    def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
-        """Update all groups in place by apex's capturable Adam: fp32 masters and moments. Learning rate, step count and
-        the skip flag stay on the device; nothing waits."""
+    def __call__(self, entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
+        """Update masters, model weights and moments of all entries in place by apex's capturable Adam (AdamW if
+        ``step.decoupled``). Gradients are multiplied by ``step.factor``, in place if they have the masters' dtype, even
+        if ``step.skip`` is 1, which changes no weights or moments. No host sync."""
+        from megatron.core.fusions.storage import as_fp32_lists, by_rates
+
         skip, count, one = step.skip.int(), step.step.int(), step.step.new_ones(1)
-        for group in groups:
-            rate = step.step.new_full((1,), group.lr)
-            for masters, gradients, moments in self._opened(group.tensors, step.factor):
+        for (lr, weight_decay), group in by_rates(entries).items():
+            rate = step.step.new_full((1,), lr)
+            for masters, gradients, moments in as_fp32_lists(group, step.factor):
                 self._apply(
                     self._update, skip, [gradients, masters, *moments], rate, step.beta1, step.beta2, step.eps, count,
-                    int(step.decoupled), 1, group.weight_decay, one,
+                    int(step.decoupled), 1, weight_decay, one,
                 )  # fmt: skip

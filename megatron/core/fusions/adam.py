@@ -22,20 +22,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.installed_triton import tl, triton
-from megatron.core.fusions.master_weights import Copy, Master, OptimizerEntry, Remainder, as_fp32_lists
-
-
-class AdamGroup(NamedTuple):
-    """Tensors with a common learning rate and weight decay."""
-
-    tensors: Sequence[OptimizerEntry]
-    """Tensors to update; ``moments`` are (first, second)."""
-    lr: float
-    weight_decay: float
+from megatron.core.fusions.storage import Copy, FSDPStorage, OptimizerEntry, Remainder, Storage, as_fp32_lists, by_rates
 
 
 class AdamStep(NamedTuple):
-    """Settings of one step, common to all groups. Tensors are 0-d, on the parameters' device."""
+    """Settings of one step, common to all entries. Tensors are 0-d, on the parameters' device."""
 
     beta1: float
     beta2: float
@@ -49,23 +40,25 @@ class AdamStep(NamedTuple):
     """Multiplier of gradients; None for 1."""
 
 
-AdamUpdate = Callable[[Sequence[AdamGroup], AdamStep], None]
+AdamUpdate = Callable[[Sequence[OptimizerEntry], AdamStep], None]
 
 
-def adam_reference_(groups: Sequence[AdamGroup], step: AdamStep) -> None:
+def adam_reference_(entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
     """Update masters, model weights and both moments in place with torch's fused operator (AdamW or Adam with L2
     decay). Low-precision state is widened to copies and written back. Gradients are multiplied by ``step.factor``, in
     place if they have the masters' dtype. ``step.skip`` 1 changes no weights or moments, but still scales gradients."""
     update: Any = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
-    for group in groups:
-        for masters, gradients, (exp_avgs, exp_avg_sqs) in as_fp32_lists(group.tensors, step.factor):
+    for (lr, weight_decay), group in by_rates(entries).items():
+        for masters, gradients, (exp_avgs, exp_avg_sqs) in as_fp32_lists(group, step.factor):
             update(
-                masters, gradients, exp_avgs, exp_avg_sqs, [], [step.step] * len(masters), lr=group.lr,
-                beta1=step.beta1, beta2=step.beta2, weight_decay=group.weight_decay, eps=step.eps, amsgrad=False,
+                masters, gradients, exp_avgs, exp_avg_sqs, [], [step.step] * len(masters), lr=lr,
+                beta1=step.beta1, beta2=step.beta2, weight_decay=weight_decay, eps=step.eps, amsgrad=False,
                 maximize=False, grad_scale=None, found_inf=step.skip,
             )  # fmt: skip
 
 
+_KERNEL_STORAGES = (Storage, FSDPStorage, Copy, Remainder)
+"""Kinds that the kernel reads and writes; exact types, because a subclass may write its weight differently."""
 _FIELDS = 6  # gradient, weight, kept, first moment, second moment: addresses; number of elements
 _BLOCK, _NUM_WARPS = 4096, 8
 
@@ -78,8 +71,10 @@ if triton is not None:
         SECOND: tl.constexpr, DECOUPLED: tl.constexpr, AVOID_HALVES: tl.constexpr, ALIGNMENT: tl.constexpr,
         FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Update BLOCK elements of one tensor in place. KEPT_BITS: extra master storage, 0, 16 (remainder) or 32 (fp32
-        copy). ALIGNMENT divides all addresses (bytes) and sizes (elements), for wide accesses."""
+        """Update moments, master and model weight of BLOCK elements of one tensor in place, the block and tensor that
+        ``chunks`` names for this program. ``scalars``: skip (1: writes nothing), gradient factor, 1 - b1^t, sqrt(1 -
+        b2^t). KEPT_BITS: extra master storage, 0, 16 (remainder) or 32 (fp32 copy). ALIGNMENT divides all addresses
+        (bytes) and sizes (elements), for wide accesses."""
         chunk = chunks + tl.program_id(0).to(tl.int64) * 2
         row = table + tl.load(chunk).to(tl.int64) * FIELDS
         at = tl.load(chunk + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -166,16 +161,18 @@ class TritonAdam:
         self._tables: dict[int, tuple[list[tuple[int, ...]], list[_Table]]] = {}
 
     @torch.no_grad()
-    def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
-        """Update masters, model weights and moments of all ``groups`` in place, one launch per group and format; does
-        not write gradients. ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per index of the
-        group."""
+    def __call__(self, entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
+        """Update masters, model weights and moments of all ``entries`` in place, one launch per (learning rate, weight
+        decay) and format; entries of declared storages by :func:`adam_reference_`, which may scale their gradients.
+        ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per index of the group."""
         scalars = _device_scalars(step)
-        for index, group in enumerate(groups):
-            for table in self._current(index, group.tensors):
+        adam_reference_([each for each in entries if type(each.storage) not in _KERNEL_STORAGES], step)
+        own = [each for each in entries if type(each.storage) in _KERNEL_STORAGES]
+        for index, ((lr, weight_decay), group) in enumerate(by_rates(own).items()):
+            for table in self._current(index, group):
                 kind = table.format
                 _adam_kernel[(table.chunks.shape[0],)](
-                    table.rows, table.chunks, scalars, float(group.lr), float(group.weight_decay), step.beta1,
+                    table.rows, table.chunks, scalars, float(lr), float(weight_decay), step.beta1,
                     1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, GRADIENT=_TRITON_TYPES[kind.gradient],
                     WEIGHT=_TRITON_TYPES[kind.weight], KEPT_BITS=kind.kept_bits, FIRST=_TRITON_TYPES[kind.first],
                     SECOND=_TRITON_TYPES[kind.second], DECOUPLED=step.decoupled,
@@ -197,10 +194,10 @@ class TritonAdam:
 def _row(each: OptimizerEntry) -> tuple[int, ...]:
     """Return the addresses of gradient, weight, extra master storage (0 if none), first and second moment, and the
     number of elements: one row of a table."""
-    kept = each.master.kept
+    kept = each.storage.kept
     first, second = each.moments
     return (
-        each.gradient.data_ptr(), each.master.weight.data_ptr(), 0 if kept is None else kept.data_ptr(),
+        each.gradient.data_ptr(), each.storage.weight.data_ptr(), 0 if kept is None else kept.data_ptr(),
         first.data_ptr(), second.data_ptr(), each.gradient.numel(),
     )  # fmt: skip
 
@@ -224,13 +221,13 @@ def _tables(tensors: Sequence[OptimizerEntry], rows: Sequence[tuple[int, ...]]) 
 def _format(each: OptimizerEntry, row: tuple[int, ...]) -> _Format:
     """Return the dtypes, bits of extra master storage, tie handling and alignment of one tensor, which select the
     kernel. ``row`` is its address row. Asserts that all tensors are contiguous."""
-    kept = each.master.kept
+    kept = each.storage.kept
     first, second = each.moments
-    parts = (each.gradient, each.master.weight, kept, first, second)
+    parts = (each.gradient, each.storage.weight, kept, first, second)
     assert all(part is None or part.is_contiguous() for part in parts), "the kernel runs over flat memory"
     kept_bits = 0 if kept is None else 8 * kept.element_size()
     alignment = 1 if any(number % 16 for number in row) else 16
-    weight, avoids = each.master.weight.dtype, each.master.nudges_ties
+    weight, avoids = each.storage.weight.dtype, each.storage.nudges_ties
     return _Format(each.gradient.dtype, weight, kept_bits, avoids, first.dtype, second.dtype, alignment)
 
 
@@ -247,12 +244,14 @@ def _device_scalars(step: AdamStep) -> Tensor:
     return torch.stack([step.skip.to(torch.float64), factor, *corrections]).to(torch.float32)
 
 
-def choose_adam(masters: Sequence[Master]) -> AdamUpdate:
-    """Return the update for ``masters``: the Triton kernel if it is installed and all weights are contiguous, on a GPU,
-    and either fp32 or half precision with an fp32 copy or remainder; else torch's fused operator."""
-    fits = triton is not None and all(
+def choose_adam(storages: Sequence[Storage]) -> AdamUpdate:
+    """Return the update for ``storages``: the Triton kernel if it is installed and all weights in built-in storages are
+    contiguous, on a GPU, and either fp32 or half precision with an fp32 copy or remainder; else torch's fused
+    operator."""
+    own = [each for each in storages if type(each) in _KERNEL_STORAGES]
+    fits = triton is not None and bool(own) and all(
         each.weight.is_cuda and each.weight.is_contiguous()
         and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))
-        for each in masters
+        for each in own
     )  # fmt: skip
     return TritonAdam() if fits else adam_reference_

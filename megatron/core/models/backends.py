@@ -25,14 +25,13 @@ from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.extensions.apex import ApexNormalize, ApexWeightGradient
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.moved_parameters import MovableParameters, move_parameters
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelOutput
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.norm import StreamNorm, build_norm
+from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.recompute import recomputed_modules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -95,6 +94,9 @@ class EngineNamedLayer(TransformerLayer):
         self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
         groups: ProcessGroups, branches: range | None = None,
     ) -> None:  # fmt: skip
+        """Build the layer and register the norms before SelfAttention's ``linear_qkv`` and MLP's ``linear_fc1``, and
+        MLASelfAttention's latent norms, as ``layer_norm_weight`` and ``layer_norm_bias`` of the following linear.
+        Subclasses of these mixers, other mixers and weightless norms keep their names; computation does not change."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         for branch in self.branches:
             kind = type(branch.mixer)
@@ -115,6 +117,9 @@ class TransformerEngineLayer(EngineNamedLayer):
         self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
         groups: ProcessGroups, branches: range | None = None,
     ) -> None:  # fmt: skip
+        """Build the layer; then each branch's first column-parallel linear adopts the branch's norm. None does with
+        ``layernorm`` in --recompute-modules, or tensor parallelism; a branch whose normalized stream is its residual,
+        or with other module classes, stays as it is."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         if "layernorm" in recomputed_modules(config):
             return
@@ -166,14 +171,12 @@ def get_backend(name: str) -> Backend:
 
 
 def kernel_summary(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
-    """Yield log lines about the implementations that the built ``model_chunks`` use: layer backend, attention kernel
-    per layer, and Apex kernels. Inspects the modules, not the settings.
-    """
+    """Yield log lines about the implementations that the built ``model_chunks`` use: one of layer backends, then one
+    per attention kernel, with its layer numbers if there are several. Inspects the modules of each
+    :class:`TransformerLayer`, not the settings; nothing without such layers."""
     kinds: set[str] = set()
     attention: dict[str, list[int]] = {}
-    others: dict[str, None] = {}
     for chunk in model_chunks:
-        others |= dict.fromkeys(line for module in chunk.modules() for line in _parts_summary(module))
         for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
             kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
             for branch in layer.branches:
@@ -184,25 +187,10 @@ def kernel_summary(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     for line, layers in attention.items():
         where = "" if len(attention) == 1 else f" in layer{'s' if len(layers) > 1 else ''} {listed(layers, most=8)}"
         yield f"attention: {line}{where}"
-    yield from others
 
 
 def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
-
-
-def _parts_summary(module: nn.Module) -> Iterator[str]:
-    """Yield the description of the Apex kernel that ``module`` itself calls; nothing for other modules. Children are
-    not visited.
-    """
-    if isinstance(module, StreamNorm):
-        kernel: object = module.normalize
-    elif isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelOutput):
-        kernel = module.traits.accumulate
-    else:
-        return
-    if isinstance(kernel, ApexNormalize | ApexWeightGradient):
-        yield kernel.description
 
 
 def _attention_summary(core: nn.Module) -> str:

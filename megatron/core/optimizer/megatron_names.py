@@ -63,7 +63,7 @@ class InnerOptimizer:
     def state(self) -> dict[nn.Parameter, ParameterState]:
         """State by model parameter, for parameters with a shard on this rank."""
         owner = self._optimizer
-        return {owner.model_params[name]: ParameterState(owner, name) for name in owner.masters}
+        return {owner.model_params[name]: ParameterState(owner, name) for name in owner.storage}
 
 
 class MegatronNames:
@@ -85,7 +85,7 @@ class MegatronNames:
     def shard_fp32_from_float16_groups(self: Any) -> list[list[Tensor]]:
         """Live fp32 copies of half-precision weights, by parameter group; empty lists if 16-bit remainders are stored.
         A change reaches the model weights only with the next update."""
-        masters = ([self.masters[name] for name in group["names"]] for group in self.param_groups)
+        masters = ([self.storage[name] for name in group["names"]] for group in self.param_groups)
         return [[each.kept for each in own if each.kept_dtype == torch.float32] for own in masters]
 
     def get_parameters(self: Any) -> list[nn.Parameter]:
@@ -98,15 +98,16 @@ class MegatronNames:
         return self.grad_scaler is not None and not bool(self._norm(self._gradients()).isfinite())
 
     def get_grad_norm(self: Any) -> float:
-        """Return the global L2 norm of the gradients before clipping, divided by the loss scale but without the
-        ``gradient_factor`` of ``update``. Collective; waits for the device."""
+        """Return the global L2 norm of the gradients before clipping, divided by the loss scale. Collective; waits for
+        the device."""
         return float(self._norm(self._gradients())) / self.get_loss_scale()
 
     def sharded_state_dict(
         self: Any, model_sharded_state_dict: Any = None, is_loading: bool = False, *unused: Any, **ignored: Any
     ) -> dict[str, Any]:
-        """Return moments, main parameters, step and loss scale for ``dist_checkpointing.save`` and ``load``. ``load``
-        fills these tensors; pass its result to ``load_state_dict``. Keeps a reference to the state until the next call.
+        """Return moments and main parameters (as ``ShardedTensor``), step and loss scale in one flat dictionary with
+        keys ``optimizer.…``, for ``dist_checkpointing.save`` and ``load``. ``load`` fills these tensors; then pass its
+        result to ``load_state_dict``, which sets weights and step. Keeps a reference to the state until the next call.
         The arguments are ignored."""
         self._lent_state = state = self.state_dict()
         scalars = {f"{_PREFIX}{name}": state[name] for name in ("step", "grad_scaler")}

@@ -5,10 +5,10 @@ An optimizer is a list of parts. Each part has one update rule, one set of data-
 for example AdamW next to another rule, or dense parameters next to experts. The gradient norm, clipping and skipping
 apply to all parts together.
 
-The update works on *master weights* (``fusions/master_weights``). If the model's weights are fp32 or fp64, these are
-the masters. For a half-precision model a master is an fp32 copy, or the model weight plus a 16-bit remainder. If the
-optimizer state is sharded (distributed optimizer, FSDP), masters exist only for this rank's shards
-(``ParameterShard``); the update is otherwise the same.
+The update works on *master weights*, the exact values of a ``Storage`` (``fusions/storage``). If the model's weights
+are fp32 or fp64, these are the masters. For a half-precision model a master is an fp32 copy, or the model weight plus a
+16-bit remainder; a parameter may declare another storage. If the optimizer state is sharded (distributed optimizer,
+FSDP), masters exist only for this rank's shards (``ParameterShard``); the update is otherwise the same.
 
 A step needs no host sync: the device decides from the finiteness of the gradient norm whether to apply the update, and
 :meth:`MegatronOptimizer.update` returns device tensors.
@@ -25,22 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from megatron import serve_other_names
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.fusions.master_weights import Master, OptimizerEntry, build_master
+from megatron.core.fusions.storage import Storage, build_storage
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.megatron_names import MegatronNames
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, UpdateRule, build_update_rule
+from megatron.core.optimizer.update_rules import Conditions, Entry, RuleFactory, UpdateRule, find_rule
 from megatron.core.sharding.flat_pieces import flat_pieces
 from megatron.core.sharding.parameter_shard import ParameterShard, full_shard
 from megatron.core.sharding.placement import counts_on_this_rank, data_parallel_groups, spec_or_replicated
 from megatron.core.sharding.sharded_tensor import ShardedTensor, flat_range_tensors
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
-HALF = (torch.bfloat16, torch.float16)
 _SCALARS = ("step", "grad_scaler")
 _ALIGNMENT = 64  # elements: every tensor in a flat buffer starts on a 128-byte boundary in 16 bits
 
@@ -51,7 +50,7 @@ class Update(NamedTuple):
     found_nonfinite: Tensor
     """bool: whether the step was skipped, for a NaN or infinity in the gradients or by the caller's ``skip_update``."""
     grad_norm: Tensor
-    """fp64: L2 norm of the gradients after unscaling (loss scale, ``gradient_factor``) and before clipping."""
+    """fp64: L2 norm of the gradients after unscaling (loss scale) and before clipping."""
     num_zeros: Tensor | None
     """int64: zero gradient elements; None without ``log_num_zeros_in_grad``."""
 
@@ -90,8 +89,8 @@ class MegatronOptimizer(MegatronNames):
         self.model_params: dict[str, nn.Parameter] = {}
         self.shards: dict[str, ParameterShard] = {}
         """This rank's shard of each parameter, by name; parameters without a local shard are absent."""
-        self.masters: dict[str, Master] = {}
-        """Master weights of the shards, by name."""
+        self.storage: dict[str, Storage] = {}
+        """Storage of the shards, by name; it reads and writes the master weights."""
         parallel = self._parallel_chunks()
         self.shards_optimizer = any(chunk.shards_optimizer for chunk in parallel)
         """Whether optimizer state is sharded over data-parallel ranks."""
@@ -104,13 +103,14 @@ class MegatronOptimizer(MegatronNames):
             raise UserError("the model has no parameter to train")
         self.parts = self._build_parts()
         self._counted = {
-            ranks: [name for name in self.masters if self._is_counted(name, ranks)] for ranks in groups.data_parallel
+            ranks: [name for name in self.storage if self._is_counted(name, ranks)] for ranks in groups.data_parallel
         }
         """Names that this rank contributes to sums over the model, by data-parallel groups of the parameter."""
         self._allocate()
         # fp32, as torch's fused kernels require; exact up to 2^24 updates
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._start_payload_sync()
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
         """Register the parameters of ``group`` in ``model_params``, and a shard and master of each that this rank
@@ -124,25 +124,44 @@ class MegatronOptimizer(MegatronNames):
             shard = full_shard(parameter) if shards is None else shards.get(parameter)
             if shard is not None:
                 self.shards[name] = shard
-                split = self.config.store_param_remainders
-                self.masters[name] = build_master(shard.values, shard.compute_dtype, split=split)
+                split, declared = self.config.store_param_remainders, spec_or_replicated(parameter).storage
+                shard.storage = build_storage(shard.values, shard.compute_dtype, split=split, declared=declared)
+                self.storage[name] = shard.storage
                 names.append(name)
         return {"names": names, "params": [self.model_params[name] for name in names]}
 
     def _build_parts(self) -> list[OptimizerPart]:
         """Return one part, with a new update rule, for each pair of update rule and data-parallel groups (dense or
         expert) that occurs in ``param_groups``. Raises UserError for an unknown rule or moment dtype."""
-        by_kind: dict[tuple[str, DataParallelGroups], list[dict[str, Any]]] = {}
+        by_kind: dict[tuple[RuleFactory, DataParallelGroups], list[dict[str, Any]]] = {}
         for group in self.param_groups:
-            kind, is_expert = group.get("optimizer", self.config.optimizer), group.get("is_expert_parallel", False)
+            kind, is_expert = find_rule(group.get("optimizer", self.config.optimizer)), group.get("is_expert_parallel")
             by_kind.setdefault((kind, self.groups.expert if is_expert else self.groups.dense), []).append(group)
         return [
-            OptimizerPart(build_update_rule(kind, self.config, self._group_masters(own)), ranks, own)
+            OptimizerPart(self._build_rule(kind, [name for group in own for name in group["names"]]), ranks, own)
             for (kind, ranks), own in by_kind.items()
         ]
 
-    def _group_masters(self, param_groups: Sequence[dict[str, Any]]) -> list[Master]:
-        return [self.masters[name] for group in param_groups for name in group["names"]]
+    def _build_rule(self, kind: RuleFactory, names: Sequence[str]) -> UpdateRule:
+        """Build the update rule ``kind`` for the parameters ``names``, from the configuration and their storages.
+        Raises UserError if the rule owns matrices and the shard of a parameter is a part, unless the parameter declares
+        such a rule (FSDP then gathers rows)."""
+        rule = kind(self.config, [self.storage[name] for name in names])
+        declared = [name for name in names if spec_or_replicated(self.model_params[name]).owns_matrices]
+        cut = [name for name in names if not self.shards[name].is_full and name not in declared]
+        if rule.owns == "matrices" and cut:
+            raise UserError(
+                f"{type(rule).__name__}: updates full matrices, but shards cut {listed(cut, most=4)}; declare it "
+                "before the model is wrapped: declare(parameter, update_rule=...)"
+            )
+        return rule
+
+    def _start_payload_sync(self) -> None:
+        """All-gather the weights if a parameter declares a storage, which may round them. Collective then."""
+        # all parameters, not only those with a shard here: every data-parallel rank must take part
+        if any(spec_or_replicated(parameter).storage is not None for parameter in self.model_params.values()):
+            for chunk in self._parallel_chunks():
+                chunk.start_param_sync()
 
     def _is_counted(self, name: str, ranks: DataParallelGroups) -> bool:
         spec = getattr(self.model_params[name], "spec", None)
@@ -153,15 +172,15 @@ class MegatronOptimizer(MegatronNames):
         """Allocate masters' extra storage and all moments (``self.moments``) in flat buffers, one per kind and dtype:
         moments are zero, fp32 copies are copied from the weights. Moments of fp64 masters are fp64. Done before the
         first step, so that memory use and state names do not change during training."""
-        masters = self.masters
-        kept = {name: master.kept_dtype for name, master in masters.items() if master.kept_dtype is not None}
+        storages = self.storage
+        kept = {name: each.kept_dtype for name, each in storages.items() if each.kept_dtype is not None}
         for name, memory in self._flat(kept).items():
-            masters[name].kept = memory
-            masters[name].refresh()
+            storages[name].kept = memory
+            storages[name].refresh()
         self.moments: dict[str, dict[str, Tensor]] = {}
         """Moments by kind ("exp_avg"), then by parameter name."""
         for part in self.parts:
-            own = {name: masters[name].dtype for group in part.param_groups for name in group["names"]}
+            own = {name: storages[name].dtype for group in part.param_groups for name in group["names"]}
             for kind, dtype in part.rule.moment_dtypes.items():
                 wanted = {name: dtype if master == torch.float32 else master for name, master in own.items()}
                 self.moments.setdefault(kind, {}).update(self._flat(wanted))
@@ -171,7 +190,7 @@ class MegatronOptimizer(MegatronNames):
         one new flat buffer per dtype, each aligned to 64 elements."""
         views: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(dtypes.values()):
-            weights = {name: self.masters[name].weight for name in dtypes if dtypes[name] == dtype}
+            weights = {name: self.storage[name].weight for name in dtypes if dtypes[name] == dtype}
             sizes = [-(-weight.numel() // _ALIGNMENT) * _ALIGNMENT for weight in weights.values()]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
             for (name, weight), place in zip(weights.items(), flat.split(sizes)):
@@ -182,6 +201,11 @@ class MegatronOptimizer(MegatronNames):
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(iter(self.model_params.values())).device
+
+    @property
+    def saves_masters(self) -> bool:
+        """Whether a checkpoint holds master weights of this rank's shards next to the weights."""
+        return any(storage.saves_master for storage in self.storage.values())
 
     @property
     def step_count(self) -> int:
@@ -213,18 +237,18 @@ class MegatronOptimizer(MegatronNames):
             else:
                 parameter.grad.zero_()
 
-    def step(self, gradient_factor: Tensor | None = None) -> tuple[bool, float | None, int | None]:
+    def step(self) -> tuple[bool, float | None, int | None]:
         """Run one step; return (whether weights changed, gradient norm before clipping, number of zero gradients). The
         last is None without ``log_num_zeros_in_grad``. A NaN or infinite gradient on any rank skips the step on all
         ranks: the loss scale backs off, ``found_nonfinite`` is set, and the result is (False, None, None). Collective.
         Waits for the device; :meth:`update` does not."""
-        update = self.update(gradient_factor=gradient_factor)
+        update = self.update()
         if bool(update.found_nonfinite):
             return False, None, None
         return True, float(update.grad_norm), None if update.num_zeros is None else int(update.num_zeros)
 
     @torch.no_grad()
-    def update(self, skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
+    def update(self, skip_update: Tensor | None = None) -> Update:
         """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Waits (in stream
         order) for weight all-gathers, computes norm and overflow, updates weights and state unless skipped, then starts
         the all-gather of updated weights if the state is sharded. Collective. May scale gradients in place, also if
@@ -232,14 +256,11 @@ class MegatronOptimizer(MegatronNames):
 
         Args:
             skip_update: bool device tensor; True skips the step like a NaN in the gradients.
-            gradient_factor: scalar device tensor that multiplies the gradients, fused into the update.
         """
         for chunk in self._parallel_chunks():
             chunk.finish_param_sync()  # the last step's all-gather may still write the weights that are updated here
         grads = self._gradients()
-        unscale: Tensor | float | None = gradient_factor
-        if self.grad_scaler is not None:
-            unscale = (1.0 if unscale is None else unscale) / self.grad_scaler.scale
+        unscale = None if self.grad_scaler is None else 1.0 / self.grad_scaler.scale
         norm = self._norm(grads)
         if unscale is not None:
             norm = norm * unscale  # scale the norm only; the update scales the gradients, which saves a pass over them
@@ -252,7 +273,7 @@ class MegatronOptimizer(MegatronNames):
         skip = found.to(torch.float32)
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
         for part in self.parts:
-            part.rule.update(self._update_groups(part, grads), conditions)
+            part.rule.update(self._entries(part, grads), conditions)
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.update(bool(found))
@@ -270,19 +291,18 @@ class MegatronOptimizer(MegatronNames):
             return clip if unscale is None else clip * unscale
         return None if unscale is None else torch.ones_like(norm) * unscale
 
-    def _update_groups(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[UpdateGroup]:
-        """Return per parameter group (master, gradient, moments) of all names with a gradient, with the group's ``lr``
-        and ``weight_decay`` as they are (the scheduler has applied the multipliers). Groups may be empty. Changes
-        nothing."""
-        kinds = [self.moments[kind] for kind in part.rule.moment_dtypes]
-
-        def updated(name: str) -> OptimizerEntry:
-            return OptimizerEntry(self.masters[name], grads[name], tuple(kind[name] for kind in kinds))
-
-        return [
-            UpdateGroup([updated(name) for name in group["names"] if name in grads], group["lr"], group["weight_decay"])
-            for group in part.param_groups
-        ]
+    def _entries(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[Entry]:
+        """Return the entries of all names of ``part`` with a gradient, in the order of the parameter groups, with the
+        groups' ``lr`` and ``weight_decay`` as they are (the scheduler has applied the multipliers). Changes nothing."""
+        entries = []
+        for group in part.param_groups:
+            lr, decay = group["lr"], group["weight_decay"]
+            for name in group["names"]:
+                if name in grads:
+                    moments = tuple(self.moments[kind][name] for kind in part.rule.moment_dtypes)
+                    storage, shard = self.storage[name], self.shards[name]
+                    entries.append(Entry(storage, grads[name], moments, lr, decay, name, shard, self.groups))
+        return entries
 
     def _parallel_chunks(self) -> list[DataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
@@ -295,8 +315,8 @@ class MegatronOptimizer(MegatronNames):
 
     def gradient_shards(self) -> Iterator[ShardedTensor]:
         """Yield the gradients of this rank's shards as rectangles under global names; live views. Between
-        ``finalize_model_grads`` and ``step`` they are the gradients of the global batch, times the loss scale and
-        without the ``gradient_factor`` of ``update``. ``step`` may unscale and clip them in place. Replicated elements
+        ``finalize_model_grads`` and ``step`` they are the gradients of the global batch, times the loss scale.
+        ``step`` may unscale and clip them in place. Replicated elements
         (replicas over tensor-parallel ranks, or over data-parallel ranks without sharding) are yielded by every rank
         that holds them."""
         yield from self._sharded("", self._gradients()).values()
@@ -330,28 +350,26 @@ class MegatronOptimizer(MegatronNames):
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:
         """Return the global L2 norm of the master weights, a 0-d fp64 device tensor. Collective; no host sync."""
-        return l2_norm(self._shares(lambda name: [self.masters[name].read()]), self.device)
+        return l2_norm(self._shares(lambda name: [self.storage[name].read()]), self.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Copy the model's weights to the masters (a remainder becomes zero), after a checkpoint without optimizer
-        state was loaded. Keeps moments and step. No collective."""
-        for master in self.masters.values():
-            master.refresh()
+        state was loaded. Keeps moments and step. Collective if a parameter declares a storage, else not."""
+        for storage in self.storage.values():
+            storage.refresh()
+        self._start_payload_sync()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards by kind and parameter name.
         ``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``. The
         tensors are live, except masters with 16-bit remainders, which are new fp32 tensors. SGD has ``momentum_buffer``
-        instead of the two moments. ``main_param`` contains only parameters with a half-precision compute dtype. Waits
-        for the device (``step``)."""
-        mains = {name: master.read() for name, master in self.masters.items() if self._has_main_param(name)}
+        instead of the two moments. ``main_param`` contains only parameters whose weight is less exact than the master.
+        Waits for the device (``step``)."""
+        mains = {name: storage.read() for name, storage in self.storage.items() if storage.saves_master}
         scaler = self.grad_scaler.state_dict() if self.grad_scaler else {}
         return {**self.moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
-
-    def _has_main_param(self, name: str) -> bool:
-        return self.shards[name].compute_dtype in HALF
 
     def replicas(self) -> Iterator[ShardedTensor]:
         """Yield moments and main parameters of this rank's shards as rectangles named ``exp_avg:`` + global name, for
@@ -388,18 +406,18 @@ class MegatronOptimizer(MegatronNames):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors, and
-        sets step and loss scale. Also writes the model's weights from ``main_param`` and starts their all-gather if the
-        state is sharded. Waits for the device. Raises UserError for missing or unknown names (all are listed); nothing
-        has changed then."""
+        sets step and loss scale. Also writes the model weights that ``main_param`` has (not fp32 models) and starts the
+        all-gather if the state is sharded. Waits for the device. Raises UserError for missing or unknown names (all are
+        listed); nothing has changed then. Does not check shapes first."""
         state_dict = self.plain_state(state_dict)
         check_names(self.state_dict(), state_dict)
         for kind, tensors in self.moments.items():
             for name, tensor in tensors.items():
                 if tensor is not state_dict[kind][name]:
                     tensor.copy_(state_dict[kind][name])
-        for name, master in self.masters.items():
-            if self._has_main_param(name):
-                master.write(state_dict["main_param"][name])
+        for name, storage in self.storage.items():
+            if storage.saves_master:
+                storage.write(state_dict["main_param"][name])
         self._steps.fill_(float(state_dict["step"]))
         if self.grad_scaler and state_dict["grad_scaler"]:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])

@@ -16,13 +16,15 @@ from megatron.core.optimizer.param_keys import (
     ParamWithNamePredicate,
     find_overrides,
 )
+from megatron.core.optimizer.update_rules import RuleFactory
+from megatron.core.sharding.placement import spec_or_replicated
 
 logger = logging.getLogger(__name__)
 
 NamedParameter = tuple[str, nn.Parameter]
 ParameterRule = Callable[[str, nn.Parameter], bool]
-RuleChoice = Callable[[str, nn.Parameter], str]
-"""(name, parameter) -> name of an update rule (key of ``update_rules.RULES``)."""
+RuleChoice = Callable[[str, nn.Parameter], str | RuleFactory]
+"""(name, parameter) -> update rule: key of ``update_rules.RULES``, or a class."""
 
 _INPUT_AND_OUTPUT = ("word_embeddings.weight", "output_layer.weight")
 _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
@@ -61,10 +63,11 @@ def parameter_groups(
     Args:
         config: learning rates, decoupled learning rates, default update rule.
         named: (global name, parameter) pairs; their order is kept within a group.
-        no_weight_decay: predicate for parameters without weight decay; default: biases and 1-d parameters.
+        no_weight_decay: predicate for parameters without weight decay; default: biases and 1-d parameters, except q/k
+            norms with ``apply_wd_to_qk_layernorm``.
         scale_lr: predicate for parameters whose learning rate is multiplied by ``lr_mult``.
         lr_mult: learning rate factor.
-        update_rule: update rule per parameter; default: ``config.optimizer``.
+        update_rule: update rule per parameter; default: as declared in its spec, else ``config.optimizer``.
         overrides: group settings per parameter. They replace the default rules of weight decay and decoupled learning
             rates, which ``get_standard_config_overrides`` returns as overrides; ``no_weight_decay`` is then ignored.
     """
@@ -78,20 +81,20 @@ def parameter_groups(
         decoupled = overrides is None and config.decoupled_lr is not None and is_embedding_or_output(name)
         wd = 0.0 if overrides is None and rule(name, parameter) else 1.0
         mult = lr_mult if scale_lr is not None and scale_lr(name, parameter) else 1.0
-        kind = config.optimizer if update_rule is None else update_rule(name, parameter)
-        spec = getattr(parameter, "spec", None)
+        spec = spec_or_replicated(parameter)
+        kind = (spec.update_rule or config.optimizer) if update_rule is None else update_rule(name, parameter)
         values = {} if overrides is None else find_overrides(overrides, parameter, name)
         further = tuple(sorted(values.items()))
-        key = (wd, mult, decoupled, spec is not None and spec.is_expert, kind)
+        key = (wd, mult, decoupled, spec.is_expert, kind)
         group = groups.setdefault((*key, further), {**_empty_group(config, *key), **values})
         group["params"].append(parameter)
         group["names"].append(name)
     # sort by settings, so that the order of groups does not depend on which parameter comes first
-    return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], *key[1:-1], repr(key[-1])))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (-key[0], *key[1:-2], repr(key[-2:])))]
 
 
 def _empty_group(
-    config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: str
+    config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: object
 ) -> dict[str, Any]:  # fmt: skip
     """Return a parameter group with these settings and empty ``params`` and ``names``. ``max_lr`` and ``min_lr`` are
     None, or with ``decoupled`` the decoupled rates (minimum: ``config.min_lr`` if unset). It has no ``lr``."""

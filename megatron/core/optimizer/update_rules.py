@@ -1,36 +1,59 @@
 """Update rules: AdamW (or Adam with L2 decay) and SGD with momentum.
 
-A rule declares its state tensors per parameter with their dtypes, and updates lists of tensors in place. Learning rate
+A rule declares its state tensors per parameter with their dtypes, and what it owns: elements, which optimizer shards
+may cut anywhere, or matrices. It updates the storages and moments of a list of :class:`Entry` in place. Learning rate
 and weight decay are Python floats. All other inputs, including the skip flag, are device tensors: no host sync.
+
+A rule that owns matrices is declared in the parameters' specs (``placement.declare(parameter, update_rule=Rule)``),
+because shards are cut before the optimizer is built. :meth:`Entry.full` gathers a matrix that tensor parallelism or
+FSDP splits; ZeRO-1 shards consist of full parameters.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.core.extensions.apex import ApexAdam
-from megatron.core.fusions.adam import AdamGroup, AdamStep, AdamUpdate, choose_adam
-from megatron.core.fusions.master_weights import Master, OptimizerEntry, as_fp32_lists
+from megatron.core.fusions.adam import AdamStep, AdamUpdate, choose_adam
+from megatron.core.fusions.storage import OptimizerEntry, Storage, as_fp32_lists, by_rates
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-
-logger = logging.getLogger(__name__)
+from megatron.core.sharding.full_tensor import gather_full, take_shard
+from megatron.core.sharding.parameter_shard import ParameterShard
+from megatron.core.sharding.placement import ParameterSpec, spec_or_replicated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Supported dtypes of moments. Formats with 5 exponent bits (fp16) or fewer would need a scale per tensor."""
 
 
-class UpdateGroup(NamedTuple):
-    """Tensors with the same learning rate and weight decay."""
+@dataclass(slots=True)
+class Entry(OptimizerEntry):
+    """One parameter shard with its state, gradient, learning rate and weight decay."""
 
-    tensors: Sequence[OptimizerEntry]
-    lr: float
-    weight_decay: float
+    name: str
+    """Parameter name in the module."""
+    shard: ParameterShard
+    groups: ProcessGroups
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """Declaration of the parameter."""
+        return spec_or_replicated(self.shard.parameter)
+
+    def full(self, local: Tensor) -> Tensor:
+        """All-gather ``local``, shaped as the shard (gradient, moment, master), to the global tensor in its logical
+        shape. Collective over the axes that split the parameter, and over FSDP ranks."""
+        return gather_full(local, self.shard, self.groups)
+
+    def local(self, full: Tensor) -> Tensor:
+        """Return this rank's elements of a global tensor, shaped as the shard."""
+        return take_shard(full, self.shard, self.groups)
 
 
 class Conditions(NamedTuple):
@@ -47,66 +70,74 @@ class Conditions(NamedTuple):
 class UpdateRule(Protocol):
     """Interface of an update rule."""
 
+    owns: ClassVar[Literal["elements", "matrices"]]
+    """Whether the rule updates elements independently, or needs full matrices."""
     moment_dtypes: dict[str, torch.dtype]
     """State tensors per parameter: name -> dtype (fp64 parameters use fp64 instead)."""
 
-    def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
+    def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and moments in place. May also scale the gradients in place, even if
-        ``conditions.skip`` is 1."""
+        ``conditions.skip`` is 1. Ranks that share a parameter pass their entries in the same order, so that a rule may
+        run collectives per entry."""
+
+
+RuleFactory = Callable[[OptimizerConfig, Sequence[Storage]], UpdateRule]
+"""Class of an update rule: (configuration, storages that it will update) -> rule."""
 
 
 class Adam:
-    """Adam with bias correction; ``masters`` determines the kernel, or Apex's is used (``config.apex_parts``)."""
+    """Adam with bias correction. The ``storages`` that it will update determine the kernel (Triton or torch), unless
+    Apex's is used ("adam" in ``config.apex_parts``). Raises UserError for a moment dtype other than fp32 and bf16, or
+    if Apex is required and missing."""
 
-    def __init__(self, config: OptimizerConfig, masters: Sequence[Master]) -> None:
+    owns: ClassVar[Literal["elements", "matrices"]] = "elements"
+
+    def __init__(self, config: OptimizerConfig, storages: Sequence[Storage]) -> None:
         self.moment_dtypes = {
             "exp_avg": moment_dtype("--exp-avg-dtype", config.exp_avg_dtype),
             "exp_avg_sq": moment_dtype("--exp-avg-sq-dtype", config.exp_avg_sq_dtype),
         }
         self.config = config
-        self._update: AdamUpdate
-        if "adam" in config.apex_parts:
-            self._update = ApexAdam()
-            logger.info("%s", ApexAdam.description)
-        else:
-            self._update = choose_adam(masters)
+        self._update: AdamUpdate = ApexAdam() if "adam" in config.apex_parts else choose_adam(storages)
 
-    def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
-        """Update masters, model weights and both moments of all ``groups`` in place, with betas, epsilon and kind of
+    def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
+        """Update masters, model weights and both moments of all ``entries`` in place, with betas, epsilon and kind of
         decay from the configuration. ``conditions.skip`` 1 changes none of them. May scale gradients in place (the
         Triton kernel does not). No host sync."""
         config = self.config
         step = AdamStep(
             config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay, *conditions
         )
-        self._update([AdamGroup(*group) for group in groups], step)
+        self._update(entries, step)
 
 
 class SGD:
     """SGD with momentum: ``b <- momentum b + g + wd p; p <- p - lr b``, with torch's fused kernel. Without momentum it
     keeps no state."""
 
-    def __init__(self, config: OptimizerConfig, masters: Sequence[Master]) -> None:
+    owns: ClassVar[Literal["elements", "matrices"]] = "elements"
+
+    def __init__(self, config: OptimizerConfig, storages: Sequence[Storage]) -> None:
         self.momentum = config.sgd_momentum
         self.moment_dtypes = {"momentum_buffer": torch.float32} if self.momentum else {}
 
-    def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
-        """Update masters, model weights and momentum buffers of all ``groups`` in place, after multiplying the
-        gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 skips the
-        update. No host sync."""
+    def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
+        """Update masters, model weights and momentum buffers of all ``entries`` in place, after multiplying the
+        gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 changes no
+        weights or momentum, but still scales gradients. No host sync."""
         # is_first_step=False: buffers start at zero, which without dampening gives torch's first step
-        for group in groups:
-            for masters, gradients, moments in as_fp32_lists(group.tensors, conditions.factor):
+        for (lr, weight_decay), group in by_rates(entries).items():
+            for masters, gradients, moments in as_fp32_lists(group, conditions.factor):
                 torch._fused_sgd_(
-                    masters, gradients, moments[0] if moments else [], weight_decay=group.weight_decay,
-                    momentum=self.momentum, lr=group.lr, dampening=0.0, nesterov=False, maximize=False,
+                    masters, gradients, moments[0] if moments else [], weight_decay=weight_decay,
+                    momentum=self.momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
                     is_first_step=False, grad_scale=None, found_inf=conditions.skip,
                 )  # fmt: skip
 
 
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a moment given by name or as a torch dtype. Raises UserError if it is not in
-    ``DTYPES``; the message names ``flag``."""
+    """Return the torch dtype of a moment given as "fp32", "bf16" or one of these torch dtypes. Raises UserError for any
+    other, such as fp16; the message names ``flag``."""
     if isinstance(name, torch.dtype):
         name = next((known for known, dtype in DTYPES.items() if dtype == name), str(name))
     if name not in DTYPES:
@@ -114,12 +145,14 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-RULES: dict[str, Callable[[OptimizerConfig, Sequence[Master]], UpdateRule]] = {"adam": Adam, "sgd": SGD}
+RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD}
 """Update rules by name (--optimizer, or ``optimizer`` in a parameter group)."""
 
 
-def build_update_rule(name: str, config: OptimizerConfig, masters: Sequence[Master]) -> UpdateRule:
-    """Build the update rule ``name`` for ``masters``. Raises UserError for an unknown name."""
-    if name not in RULES:
-        raise UserError(f"--optimizer {name}: not available yet; choose {' or '.join(RULES)}")
-    return RULES[name](config, masters)
+def find_rule(rule: str | RuleFactory) -> RuleFactory:
+    """Return the class of a rule given by name; a class is returned as it is. Raises UserError for an unknown name."""
+    if not isinstance(rule, str):
+        return rule
+    if rule not in RULES:
+        raise UserError(f"--optimizer {rule}: not available yet; choose {' or '.join(RULES)}")
+    return RULES[rule]

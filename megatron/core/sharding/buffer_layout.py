@@ -2,13 +2,14 @@
 
 Used by the gradient buffers and by ``--dry-run``. Parameters are placed in the order in which backward produces their
 gradients, each aligned to 64 elements. One collective reduces one bucket. With sharded optimizer state each
-data-parallel rank owns an equal contiguous range of every bucket.
+data-parallel rank owns an equal contiguous range of every bucket. The ranges may cut parameters at any aligned element,
+or, for update rules that own matrices, between parameters only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 ALIGNMENT = 64  # elements: every parameter's gradient starts on a 256-byte boundary in fp32
@@ -37,18 +38,37 @@ class BufferCut(NamedTuple):
     """Size of the buffer, with padding."""
 
 
-def bucket_alignment(num_shards: int, pad_for_bus: bool) -> int:
-    """Return the divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of 64 elements."""
-    shards = ALIGNMENT * num_shards
-    return math.lcm(shards, BUS_ALIGNMENT) if pad_for_bus else shards
+class CutRule(NamedTuple):
+    """Where the shards of a buffer may be cut."""
+
+    num_shards: int = 1
+    """Equal ranges of every bucket."""
+    pad_for_bus: bool = False
+    """Whether bucket sizes are multiples of 2^16 elements."""
+    block: int = 1
+    """Elements that no cut separates, counted from the start of a parameter."""
+    full: bool = False
+    """Whether shards consist of full parameters. Each parameter is assigned to the least loaded shard, largest first;
+    shards are padded to the largest."""
+
+    @property
+    def unit(self) -> int:
+        """Divisor of all offsets, in elements."""
+        return math.lcm(ALIGNMENT, self.block)
+
+    @property
+    def bucket_alignment(self) -> int:
+        """Divisor of all bucket sizes, in elements: every shard of a bucket is a multiple of the unit."""
+        shards = self.unit * self.num_shards
+        return math.lcm(shards, BUS_ALIGNMENT) if self.pad_for_bus else shards
 
 
 def chosen_bucket_size(
     total: int, *, bucket_size: int | None, num_buckets: int | None, overlap: bool, num_ranks: int
 ) -> int | None:
-    """Return the minimum elements per bucket for ``total`` elements of a model chunk; None: a single bucket.
-    ``num_buckets`` overrides ``bucket_size``. The default with overlap is max(40 million, 1 million x
-    ``num_ranks``)."""
+    """Return the minimum elements per bucket for ``total`` elements; None: a single bucket. ``num_buckets`` has
+    precedence: ceil(total / num_buckets); then ``bucket_size``. Without both, max(40 million, 1 million x
+    ``num_ranks``) with ``overlap``, else None."""
     if num_buckets is not None:
         return -(-total // num_buckets)
     if bucket_size is None and overlap:
@@ -56,36 +76,58 @@ def chosen_bucket_size(
     return bucket_size
 
 
-def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, alignment: int) -> BufferCut:
-    """Assign parameters to buckets and to offsets in the buffer, in the given order, each at a multiple of 64 elements.
-    Always returns at least one bucket.
+def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, rule: CutRule) -> BufferCut:
+    """Assign parameters to buckets and to offsets in the buffer, in the given order. Always returns at least one
+    bucket.
 
     Args:
         sizes: elements of each parameter, in memory order.
         alone: whether the parameter gets a separate bucket.
         bucket_size: elements from which a bucket is closed; None: never.
-        alignment: divisor of all bucket sizes; buckets are padded to it.
+        rule: alignment, and where shards may be cut.
     """
+    padded = [-(-size // rule.unit) * rule.unit for size in sizes]
+    alignment, regions = rule.bucket_alignment, rule.num_shards if rule.full else 1
     starts: list[int] = []
     buckets: list[BucketCut] = []
-    cursor = begin = 0
+    begin = 0
+    for stop in _bucket_stops(padded, alone, bucket_size):
+        own = padded[len(starts) : stop]
+        loads, places = [0] * regions, []
+        for size, region in zip(own, _balanced(own, regions)):
+            places.append((region, loads[region]))
+            loads[region] += size
+        length = -(-max(loads) * regions // alignment) * alignment // regions
+        starts += [begin + region * length + offset for region, offset in places]
+        buckets.append(BucketCut(stop, begin, begin + length * regions))
+        begin = buckets[-1].end
+    return BufferCut((*starts, *[begin] * (len(sizes) - len(starts))), tuple(buckets), begin)
 
-    def close(stop: int) -> None:
-        nonlocal cursor, begin
-        cursor = -(-cursor // alignment) * alignment
-        buckets.append(BucketCut(stop, begin, cursor))
-        begin = cursor
 
+def _bucket_stops(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None) -> Iterator[int]:
+    """Yield the index after the last parameter of each bucket. A bucket ends with the parameter that fills it to at
+    least ``bucket_size`` (None: never), before a parameter that is ``alone``, and after it. Yields at least one; empty
+    parameters at the end belong to no bucket."""
+    filled = last = 0
     for index, size in enumerate(sizes):
-        if alone[index] and cursor > begin:
-            close(index)
-        starts.append(cursor)
-        cursor += -(-size // ALIGNMENT) * ALIGNMENT
-        if alone[index] or (bucket_size is not None and cursor - begin >= bucket_size):
-            close(index + 1)
-    if cursor > begin or not buckets:
-        close(len(sizes))
-    return BufferCut(tuple(starts), tuple(buckets), cursor)
+        if alone[index] and filled:
+            yield index
+            filled = 0
+        filled += size
+        if alone[index] or (bucket_size is not None and filled >= bucket_size):
+            yield (last := index + 1)
+            filled = 0
+    if filled or not last:
+        yield len(sizes)
+
+
+def _balanced(sizes: Sequence[int], num_shards: int) -> list[int]:
+    """Return a shard for each of ``sizes``: the largest first, each to the least loaded shard."""
+    loads, shards = [0] * num_shards, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        shards[index] = loads.index(min(loads))
+        loads[shards[index]] += sizes[index]
+    return shards
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:

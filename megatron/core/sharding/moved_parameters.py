@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
+
+from megatron.core.sharding.placement import declare
 
 
 class MovableParameters(nn.Module):
@@ -33,6 +34,6 @@ def move_parameters(root: nn.Module, source: str, target: str, prefix: str) -> N
         delattr(module, name)
         owner.register_parameter(prefix + name, parameter)
         names = (f"{target}.{prefix}{name}", f"{source}.{name}")
-        parameter.spec = replace(parameter.spec, registered_as=names)  # type: ignore[attr-defined]
+        declare(parameter, registered_as=names)
         moved[name] = (owner, prefix + name)
     module.__dict__["_moved"] = moved

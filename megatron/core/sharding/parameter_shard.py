@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core.fusions.storage import Storage
+from megatron.core.groups.process_groups import Group
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class ParameterShard:
     """Flat element range ``start`` to ``stop`` of this rank's (tensor- or expert-parallel) part of a parameter."""
 
@@ -23,6 +26,15 @@ class ParameterShard:
     None."""
     compute_dtype: torch.dtype
     """Dtype that the model computes in; ``values`` may have higher precision (fp32 shards of FSDP)."""
+    rows_over: Group | None = None
+    """Ranks that hold the other rows in equal chunks (FSDP); None: the ranges of other ranks are not known."""
+    storage: Storage | None = None
+    """Storage of ``values``; the optimizer sets it. An all-gather of a declared storage sends its payload."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the range covers the parameter."""
+        return (self.start, self.stop) == (0, self.parameter.numel())
 
 
 def full_shard(parameter: nn.Parameter) -> ParameterShard:

@@ -21,22 +21,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from megatron.core.config.errors import UserError, listed
+from megatron.core.fusions.storage import Storage
 from megatron.core.groups.process_groups import SINGLE_PROCESS, DataParallelGroups, Group, ProcessGroups
 from megatron.core.random import philox
 from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
-    "AsBuilt", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "SubTensor", "Partial", "Replicate", "Shard",
-    "XavierUniform", "Zeros", "adopt_declarations", "data_parallel_groups", "global_name", "initialize_parameters",
-    "counts_on_this_rank", "local_rectangle", "parameter", "require_declarations", "spec_or_replicated",
+    "AsBuilt", "Init", "Nested", "Normal", "Ones", "OwnsState", "ParameterSpec", "Partial", "Replicate", "Shard",
+    "SubTensor", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank", "data_parallel_groups",
+    "declare", "global_name", "initialize_parameters", "local_rectangle", "parameter", "require_declarations",
+    "spec_or_replicated",
 ]  # fmt: skip
 
 DENSE_AXES = ("tp",)
@@ -99,6 +101,13 @@ class SubTensor(NamedTuple):
     """Index range of this part in the global tensor."""
 
 
+class OwnsState(Protocol):
+    """Class of an update rule (``optimizer/update_rules.py``), as far as sharding depends on it."""
+
+    owns: Literal["elements", "matrices"]
+    """Whether shards may cut a parameter at any element, or the rule needs full matrices."""
+
+
 @dataclass(frozen=True)
 class ParameterSpec:
     """Declaration of a parameter; equal on all ranks that hold a shard of it."""
@@ -121,6 +130,15 @@ class ParameterSpec:
     """Global name of the original parameter, if this is a tied copy on another pipeline stage."""
     registered_as: tuple[str, str] | None = None
     """(suffix of the registered name, suffix of the global name) if the two differ."""
+    storage: type[Storage] | None = None
+    """Kind of storage; None: the optimizer chooses it by dtype and configuration."""
+    update_rule: OwnsState | None = None
+    """Class of the update rule; None: the rule of the parameter group."""
+
+    @property
+    def owns_matrices(self) -> bool:
+        """Whether its update rule needs full matrices, so that optimizer shards must not cut the parameter."""
+        return self.update_rule is not None and self.update_rule.owns == "matrices"
 
     @property
     def numel(self) -> int:
@@ -181,6 +199,12 @@ def parameter(
     result = nn.Parameter(local)
     result.spec = spec  # type: ignore[attr-defined]
     return result
+
+
+def declare(param: Tensor, **fields: Any) -> None:
+    """Replace ``fields`` of the parameter's spec, for example ``storage`` or ``update_rule``. Call it after the model
+    is built and before it is wrapped for data parallelism."""
+    param.spec = replace(spec_or_replicated(param), **fields)  # type: ignore[attr-defined]
 
 
 def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> DataParallelGroups:

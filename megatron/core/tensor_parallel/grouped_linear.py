@@ -28,6 +28,7 @@ from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gra
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Shard, XavierUniform, Zeros, parameter
 from megatron.core.tensor_parallel import linear
+from megatron.core.tensor_parallel.gemms import GemmLayer, accumulate_product
 from megatron.core.tensor_parallel.layers import StackedSize
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
     for rows, total_oi in zip(_row_ranges(ends), total):
-        linear.accumulate_product(total_oi, grad[rows].t(), x[rows])
+        accumulate_product(total_oi, grad[rows].t(), x[rows])
     return total
 
 
@@ -110,16 +111,15 @@ GROUPED = GroupedProducts(
 )
 
 
-class GroupedLinear(nn.Module):
-    """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases with
-    ``add_bias_linear``.
+class GroupedLinear(GemmLayer):
+    """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases (zeros at first)
+    with ``add_bias_linear``.
 
-    The weight is logically (experts, output size, input size). Experts are split over ``ep``, and the output size over
-    ``etp``. With ``splits_input`` the input size is split instead: outputs are then partial sums over ``etp``, and only
-    the first rank adds the bias.
+    The weight is logically (``config.num_moe_experts``, output size, input size); the parameter of a rank is 2-d, [g *
+    o, i]. Experts are split over ``ep``, and the output size over ``etp``. With ``splits_input`` the input size is
+    split instead: outputs are then partial sums over ``etp``, and only the first rank adds the bias, which all ``etp``
+    ranks hold.
     """
-
-    weight_gradient_store: linear.WeightGradientStore | None = None
 
     def __init__(
         self,
@@ -148,6 +148,10 @@ class GroupedLinear(nn.Module):
         self.adds_bias = self.bias is not None and (groups.etp.is_first or not splits_input)
         self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self.add_rows = choose_add_rows(config.params_dtype)
+
+    def use_gemms(self, gemms: object) -> None:
+        assert isinstance(gemms, GroupedProducts)
+        self.products = gemms
 
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Return [r, o] in the order of rows ``x`` [r, i]; ``ends`` int32 [g] holds the end row of each expert.

@@ -7,8 +7,8 @@ Under sequence parallelism the activations outside these two hold s / tp positio
 them, a row layer reduce-scatters them. On a group of one rank both are plain linear layers. The GEMMs, their overlap
 and the target of weight gradients are in ``linear.py``.
 
-Every layer with a GEMM has the attribute ``weight_gradient_store``, which a pipeline runtime sets to defer weight
-gradients (``linear.WeightGradientStore``); default None.
+Every layer with a GEMM is a ``gemms.GemmLayer``: a pipeline runtime sets its ``weight_gradient_store`` to defer weight
+gradients, and a recipe may replace its GEMMs.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,14 +28,15 @@ from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Init, Nested, Replicate, Shard, SubTensor, Zeros, parameter
+from megatron.core.sharding.placement import Init, Nested, Replicate, Shard, SubTensor, Zeros, declare, parameter
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.arguments import takes_megatron_arguments
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle, start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_losses
 from megatron.core.tensor_parallel.embedding import look_up
-from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, accumulate_product, parallel_linear
+from megatron.core.tensor_parallel.gemms import GemmLayer, Gemms, accumulate_product
+from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import LogitSteps, linear_cross_entropy
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
@@ -69,13 +69,11 @@ def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) 
     ``config.apex_parts``). Without flags no collective runs inside the GEMM."""
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
-    accumulate = ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product
-    return LinearTraits(
-        groups.tp, fuse_weight_gradient=fuses, column_sum=column_sum, accumulate=accumulate, **chosen
-    )  # fmt: skip
+    gemms = Gemms(ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product)
+    return LinearTraits(groups.tp, fuse_weight_gradient=fuses, column_sum=column_sum, gemms=gemms, **chosen)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(GemmLayer):
     """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
 
     ``output_size`` is the full size. Input [..., input_size] is replicated (split along the sequence under sequence
@@ -84,8 +82,6 @@ class ColumnParallelLinear(nn.Module):
     slices of the global ``weight`` and ``bias``. They come last in a rank's output; ``gather_output`` and
     ``skip_bias_add`` then raise ValueError.
     """
-
-    weight_gradient_store: WeightGradientStore | None = None
 
     @takes_megatron_arguments
     def __init__(
@@ -115,9 +111,6 @@ class ColumnParallelLinear(nn.Module):
         gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
         self._bare_traits = _traits(config, groups)
-        self._multiply, self._multiply_gathered = self._whole, self._forward_gathered
-        if self.shared_weight is not None:
-            self._multiply, self._multiply_gathered = self._multiply_shared_rows, self._multiply_shared_rows_gathered
         self._enter: Callable = operators.copy_to_region
         if gathers:
             self._enter = operators.gather_from_sequence
@@ -126,11 +119,12 @@ class ColumnParallelLinear(nn.Module):
             self._leave = operators.gather_from_region
 
     def forward(self, x: Tensor | AutogradHandle, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias for the caller to add or None). Under sequence parallelism all-gathers ``x`` [s / tp, b,
-        i]. ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. ``weight`` replaces the layer's
-        weight by another module's; its gradient is not deferred, and that module must announce it
-        (``LinearTraits.weight_has_other_uses``). A ``weight`` next to a handle is ignored. Backward reduces the
-        gradient of ``x``: reduce-scatter under sequence parallelism, else all-reduce."""
+        """Return (output [..., out / tp], or all of it with ``gather_output``; the bias with ``skip_bias_add``, else
+        None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]. ``x`` may be an all-gather in flight
+        (:meth:`gather`), which is awaited. ``weight`` replaces the layer's weight by another module's; its gradient is
+        not deferred, and that module must announce it (``LinearTraits.weight_has_other_uses``). A ``weight`` next to a
+        handle is ignored. Backward reduces the gradient of ``x``: reduce-scatter under sequence parallelism, else
+        all-reduce."""
         if isinstance(x, AutogradHandle):
             return self.forward_gathered(x.wait())
         if weight is not None:
@@ -138,13 +132,17 @@ class ColumnParallelLinear(nn.Module):
             added = None if self.skip_bias_add else self.bias
             output = parallel_linear(self._enter(x, self.group), weight, added, traits)
             return self._leave(output, self.group), self.bias if self.skip_bias_add else None
-        output = self._multiply(x, None if self.skip_bias_add else self.bias)
+        output = self._multiply(x, self.traits)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
+
+    def use_gemms(self, gemms: object) -> None:
+        super().use_gemms(gemms)
+        self._bare_traits = self._bare_traits._replace(gemms=self.traits.gemms)
 
     def forward_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``forward`` on input that is already all-gathered along the sequence. Backward does not reduce the
         gradient of ``x``: it is a partial sum over the group, which the handle of :meth:`gather` reduce-scatters."""
-        output = self._multiply_gathered(x, None if self.skip_bias_add else self.bias)
+        output = self._multiply(x, self._bare_traits)
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def gather(self, x: Tensor) -> AutogradHandle:
@@ -152,21 +150,16 @@ class ColumnParallelLinear(nn.Module):
         parallelism, which is not checked."""
         return start_all_gather(x, self.group)
 
-    def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return parallel_linear(x, self.weight, bias, self.traits, self.weight_gradient_store)
-
-    def _forward_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
-
-    def _multiply_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """All-gather the input and reduce its gradient once for both weights, without overlap."""
-        return self._multiply_shared_rows_gathered(self._enter(x, self.group), bias)
-
-    def _multiply_shared_rows_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the split and the shared rows as two GEMMs of the same input, and concatenate them along the last
-        dim, shared rows last. Adds ``bias`` to the split rows and ``shared_bias`` to the shared rows. No collective."""
-        assert self.shared_weight is not None
-        store = self.weight_gradient_store
+    def _multiply(self, x: Tensor, traits: LinearTraits) -> Tensor:
+        """Return the product of ``x`` plus the bias (unless ``skip_bias_add``), before ``gather_output``. With
+        ``self.traits`` all-gathers ``x`` or reduces its gradient; with ``_bare_traits`` ``x`` is all-gathered already
+        and its gradient stays a partial sum. Shared rows are a second GEMM of the same input; they come last in the
+        output, with ``shared_bias``."""
+        bias, store = None if self.skip_bias_add else self.bias, self.weight_gradient_store
+        if self.shared_weight is None:
+            return parallel_linear(x, self.weight, bias, traits, store)
+        # gather the input and reduce its gradient once for both weights, without overlap
+        x = x if traits is self._bare_traits else self._enter(x, self.group)
         own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
         shared = parallel_linear(x, self.shared_weight, self.shared_bias, self._bare_traits, store)
         return torch.cat((own, shared), dim=-1)
@@ -246,14 +239,12 @@ class RowParallel(nn.Module):
         return output + self.bias, None
 
 
-class RowParallelLinear(RowParallel):
+class RowParallelLinear(RowParallel, GemmLayer):
     """``Y = sum_i X_i A_i^T + b``, A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
 
     Input is this rank's slice [..., input_size / tp] (``input_is_parallel``) or the full [..., input_size]. Output
     [..., output_size] is all-reduced, or reduce-scattered along the sequence under sequence parallelism.
     """
-
-    weight_gradient_store: WeightGradientStore | None = None
 
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
         """Return (output, bias for the caller to add or None). Splits ``x`` along the last dim first unless
@@ -269,18 +260,17 @@ class RowParallelLinear(RowParallel):
         return self._with_bias(self._leave(output, self.group))
 
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
-        """Wait for the reduce-scatter of :meth:`forward` and return what ``forward`` returns."""
+        """Wait for the reduce-scatter that :meth:`forward` with ``in_flight`` returned, add the bias unless
+        ``skip_bias_add``, and return (output [s / tp, b, out], bias for the caller to add or None)."""
         return self._with_bias(summing.wait())
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(GemmLayer):
     """``Y = X A^T + b`` with A replicated, on the tokens of this rank. Returns (Y, None).
 
     Under sequence parallelism each rank has different tokens, so gradients are partial sums over the group. Set
     ``whole_input`` if every rank has the full input instead.
     """
-
-    weight_gradient_store: WeightGradientStore | None = None
 
     def __init__(
         self, input_size: int, output_size: int, *, config: ModelParallelConfig, init_method: Init, bias: bool = True,
@@ -300,8 +290,9 @@ class ReplicatedLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Embedding table split along the vocabulary: token ids [...] -> vectors [..., h], all-reduced over the group.
 
-    ``num_embeddings`` is the unpadded size; the stored size is padded to a multiple of ``divisible_by`` with unused
-    rows. Ids outside of [0, num_embeddings) raise IndexError (on GPUs a device assertion).
+    ``num_embeddings`` is the unpadded size. Unused rows pad it to a common multiple of ``divisible_by`` and the group
+    size; the constructor logs a notice then. Ids outside of [0, num_embeddings), also negative ones, raise IndexError
+    (on GPUs a device assertion).
     """
 
     @takes_megatron_arguments
@@ -354,7 +345,7 @@ class VocabParallelEmbedding(nn.Module):
         return operators.reduce_scatter_to_sequence(self._local_vectors(ids), self.group)
 
 
-class VocabParallelOutput(nn.Module):
+class VocabParallelOutput(GemmLayer):
     """Output layer: hidden states [..., h] -> logits [..., v / tp], weight (v, h) and bias (:meth:`add_bias`) split
     along the vocabulary.
 
@@ -367,7 +358,6 @@ class VocabParallelOutput(nn.Module):
     ignores them.
     """
 
-    weight_gradient_store: WeightGradientStore | None = None
     soft_cap: float | None = None
     """Cap of the logits: soft_cap * tanh(x / soft_cap); None: no cap."""
     borrowed: tuple[nn.Parameter, ...] = ()
@@ -395,7 +385,7 @@ class VocabParallelOutput(nn.Module):
                 (vocab_size, hidden_size), init=init_method, mesh={"tp": Shard(0)}, stored=(stored, hidden_size),
                 groups=groups, dtype=config.params_dtype,
             )  # fmt: skip
-            self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
+            declare(self.weight, tied_to=tied_to)
         self.register_parameter("bias", None)
         gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,6 +32,7 @@ from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
 from megatron.core.groups.async_handle import AsyncHandle, Finished
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
+from megatron.core.tensor_parallel.gemms import Gemms
 
 
 class WeightGradientStore:
@@ -61,17 +61,6 @@ class WeightGradientStore:
         return len(self._waiting)
 
 
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute ``total += left @ right`` in place in the dtype of ``total``, without rounding the product to a narrower
-    dtype. CUDA GEMMs read narrower inputs directly; CPUs cast them to the dtype of ``total`` first."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
 class LinearTraits(NamedTuple):
     """Communication and gradient settings of a linear layer."""
 
@@ -86,8 +75,8 @@ class LinearTraits(NamedTuple):
     """
     column_sum: ColumnSum = column_sum_plain
     """Kernel that computes db."""
-    accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product
-    """Kernel that adds dW to ``main_grad``."""
+    gemms: Gemms = Gemms()
+    """GEMMs of the layer."""
 
 
 class FusedGradParam(NamedTuple):
@@ -133,7 +122,8 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.traits, ctx.store = traits, store
         # keep the parameters: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.bias = weight, bias
-        return F.linear(begin_all_gather(x, traits.group).wait() if traits.gather_input else x, weight, bias)
+        gathered = begin_all_gather(x, traits.group).wait() if traits.gather_input else x
+        return traits.gemms.output(gathered, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -153,7 +143,7 @@ class _ParallelLinear(torch.autograd.Function):
             gathering = begin_all_gather(x, traits.group)
         # the all-reduce writes into this product; no other tensor may share its memory
         if needs[0]:
-            summing = start_input_gradient_reduction(grad.matmul(weight), traits)
+            summing = start_input_gradient_reduction(traits.gemms.input_gradient(grad, weight), traits)
         if store is not None:
             # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
             parameter = ctx.weight
@@ -184,8 +174,8 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTrai
     grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
-        return grad_to.t().matmul(x_ti)
-    traits.accumulate(main_grad, grad_to.t(), x_ti)
+        return traits.gemms.weight_gradient(grad_to, x_ti)
+    traits.gemms.accumulate(main_grad, grad_to.t(), x_ti)
     return None
 
 

@@ -29,6 +29,7 @@ from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, combine_statistics, local_labels
+from megatron.core.tensor_parallel.gemms import Gemms
 from megatron.core.tensor_parallel.operators import all_gather_along_first_dim
 
 CHUNK_BYTES = 256 << 20
@@ -100,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
         x_th = _gathered_input(x, traits)
         statistics = []
-        for chunk, logits in _logits(x_th, weight, chunk_tokens, LogitSteps(bias, soft_cap)):
+        for chunk, logits in _logits(x_th, weight, chunk_tokens, LogitSteps(bias, soft_cap), traits.gemms):
             statistics.append(ctx.passes.statistics(logits, labels.label_t[chunk], labels.num_true))
         loss_t, softmax = combine_statistics(torch.cat(statistics, dim=1), labels)
         ctx.save_for_backward(x, weight, labels.label_t, softmax.maximum_t, softmax.total_t)
@@ -127,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_sum = None
         if bias is not None:
             bias_sum = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
-        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens, ctx.steps):
+        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens, ctx.steps, traits.gemms):
             softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
             # before the pass below, which overwrites the capped logits with their gradient
             slope = None if soft_cap is None else 1 - (logits / soft_cap).square_()
@@ -135,11 +136,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if slope is not None:
                 logits.mul_(slope)
             if grad_x is not None:
-                torch.mm(logits, weight, out=grad_x[chunk])
+                traits.gemms.input_gradient(logits, weight, out=grad_x[chunk])
                 if chunk.stop >= len(x_th):  # overlaps with the last GEMM of dW
                     summing = linear.start_input_gradient_reduction(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
-                traits.accumulate(total, logits.t(), x_th[chunk])
+                traits.gemms.accumulate(total, logits.t(), x_th[chunk])
             if bias_sum is not None:
                 bias_sum += logits.sum(0, dtype=bias_sum.dtype)
             del logits  # free the chunks before allocating the weight gradient
@@ -160,15 +161,15 @@ def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
 
 
 def _logits(
-    x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps
+    x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps, gemms: Gemms
 ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
     """Yield (token range, its logits [c, v] with bias and soft cap applied) per chunk of ``x_th`` [t, h]. All chunks
     reuse the same memory, so a chunk is valid only until the next one; callers may overwrite it. Without autograd."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
-    weight_hv = weight.detach().t()
+    weight = weight.detach()
     for first in range(0, len(x_th), chunk_tokens):
         x_ch = x_th[first : first + chunk_tokens]
-        logits = torch.mm(x_ch, weight_hv, out=memory[: len(x_ch)])
+        logits = gemms.output(x_ch, weight, out=memory[: len(x_ch)])
         if steps.bias is not None:
             logits.add_(steps.bias.detach())
         if steps.soft_cap is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.attention.description import describe_attention
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -25,11 +26,11 @@ from megatron.core.fusions import split_rotary
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, build_norm
-from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
+from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -45,11 +46,11 @@ class SelfAttentionSubmodules:
     k_layernorm: ModuleSpec | Callable[..., Any] | None = None
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Segmented):
     """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
     """
 
-    supports_context_parallel = True  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
     def __init__(
         self,
@@ -60,6 +61,9 @@ class SelfAttention(nn.Module):
         *,
         groups: ProcessGroups,
     ) -> None:
+        """Build ``linear_qkv``, head norms, ``core_attention`` and ``linear_proj`` from the slots. ``layer_number``
+        (from 1) decides about rotary embedding and sliding window. With fewer query groups than tensor-parallel ranks,
+        this rank has some query heads of one group."""
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         heads_per_group = heads // kv_groups
@@ -114,9 +118,6 @@ class SelfAttention(nn.Module):
         """Whether its collectives can stay in flight."""
         return can_overlap(self.linear_qkv, self.linear_proj)
 
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
-
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: (start the all-gather) | projection and core attention |
         output projection (start the reduction) | (wait, add the bias). Returns the output [s, b, h]. Collectives are in
@@ -131,9 +132,9 @@ class SelfAttention(nn.Module):
 
     def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
         """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d], for
-        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Reads the
-        rotary tables, mask, position bias, documents and dropout of ``ctx``.
-        """
+        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Takes rotary
+        tables from ``ctx``: the local ones in sliding-window layers if given, none in layers without rotation. Core
+        attention reads layout, mask, position bias and dropout."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
@@ -141,19 +142,16 @@ class SelfAttention(nn.Module):
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
-        bias = () if ctx.position_bias is None else (ctx.position_bias,)
-        return self._run_core(
-            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout, *bias
-        )
+        return self._run_core(self.core_attention, query, key, value, ctx)
 
 
 def _head_norm(
     slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups, num_heads: int
 ) -> nn.Module:
-    """Return the norm over each head's channels, or over all ``num_heads`` (of all ranks) with
-    ``qk_layernorm_across_heads``. The per-head weight is replicated over TP and its gradient is a partial sum, because
-    each rank sees only its heads.
-    """
+    """Return the norm of query or key heads: L2 norm with ``qk_l2_norm``, also with a slot; the identity without slot
+    and ``qk_layernorm``; one norm over all ``num_heads`` of all ranks with ``qk_layernorm_across_heads``; else the slot
+    or the standard norm per head, whose replicated weight has a partial gradient over TP, because each rank sees only
+    its heads."""
     if config.qk_l2_norm:
         return L2Norm(config.norm_epsilon)
     if slot is None and not config.qk_layernorm:

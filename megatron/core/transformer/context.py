@@ -12,49 +12,46 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryTables
-from megatron.core.random.dropout import DropoutCoordinates
-from megatron.core.transformer.aux_losses import AuxLossWeights
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 
 
 @dataclass(frozen=True)
-class ForwardContext:
-    """Inputs shared by all layers for one micro-batch. Every default means "not used"."""
+class ForwardContext(AttentionContext):
+    """Inputs shared by all layers for one micro-batch, in addition to the inputs of core attention. Every default means
+    "not used"."""
 
-    attention_mask: Tensor | None = None
-    """Bool, True where hidden, broadcast to [b, heads, queries, keys]; combined with the mask type of the attention."""
     rotary_pos_emb: RotaryTables | None = None
     """Rotary tables of queries and keys; None without rotary positions."""
-    packed_seq_params: PackedSeqParams | None = None
-    """Boundaries of packed documents that do not attend to each other, in the flattened order [b * s]."""
-    dropout: DropoutCoordinates | None = None
-    """Sample indices and positions of the tokens, from which dropout masks are computed; None: no dropout."""
     aux_losses: AuxLossWeights | None = None
     """Weights of auxiliary losses; None without them, as in evaluation."""
     rotary_pos_emb_local: RotaryTables | None = None
     """Rotary tables of sliding-window layers; None: ``rotary_pos_emb``."""
-    position_bias: Tensor | None = None
-    """[heads, distances], added to the self-attention scores (``attention/position_bias.py``)."""
     encoder_output: Tensor | None = None
     """[e, b, h], from which cross-attention computes keys and values."""
-    encoder_documents: PackedSeqParams | None = None
-    """Documents that mark the valid encoder keys (:meth:`PackedSeqParams.of_keys`); None: all keys are valid."""
     overlap: bool = False
     """Whether the other half of the micro-batch is interleaved, so that collectives may stay in flight across a yield.
     """
+
+    @property
+    def packed_seq_params(self) -> PackedSeqParams | None:
+        """Boundaries of packed documents that do not attend to each other, in the flattened order [b * s] of full
+        sequences; None: each sequence is one document."""
+        return self.layout.documents
 
     @property
     def can_be_halved(self) -> bool:
         """Whether the batch may be split in two. Packed documents prevent it: they are numbered over the full
         micro-batch.
         """
-        return self.packed_seq_params is None and self.encoder_documents is None
+        return self.layout.documents is None and self.encoder_documents is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
-        """Return the contexts of the two halves of ``batch`` sequences. Per-sequence fields are split into views, the
-        others are shared; ``overlap`` is set.
-        """
+        """Return the contexts of the two halves of ``batch`` (even) sequences. Per-sequence fields are split into
+        views; tensors whose batch dim has another size (broadcast) and all others are shared. ``overlap`` is set;
+        ``position_bias`` and documents are not split."""
 
         def part(x: Tensor, half: int, dim: int = 0) -> Tensor:
             return x.chunk(2, dim)[half] if x.shape[dim] == batch else x

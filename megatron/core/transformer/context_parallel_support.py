@@ -1,8 +1,11 @@
-"""Check that modules of a layer support context parallelism, under which a rank holds only part of each sequence.
+"""Declarations of the token layouts that modules support; a context-parallel rank holds some tokens of each sequence.
 
-A mixer, a core attention or an indivisible layer declares ``supports_context_parallel = True`` on its class if it
-treats tokens one by one or exchanges them over ``groups.cp`` itself. Undeclared classes are rejected if the
-context-parallel size is above 1: they would compute a different model without an error. Torch-free, for ``--dry-run``.
+A mixer, a core attention or an indivisible layer declares on its class
+
+    mixes_tokens = False                           tokens are processed independently: supports every layout
+    mixes_tokens, layouts = True, {"zigzag", …}    exchanges tokens by ``ctx.layout``; supports these orders
+
+Other classes are rejected under context parallelism: they would compute a different model without an error.
 """
 
 from __future__ import annotations
@@ -11,57 +14,59 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from megatron.core.attention.token_layout import ONE_RANK
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec, build_module
 
-DECLARATION = "supports_context_parallel"
 _COMPUTING = ("forward", "segments")
 
 
-def supports_context_parallel(kind: type) -> bool:
-    """Return whether ``kind`` declares context-parallel support for the ``forward`` that it runs.
+def layout_problem(kind: type, order: str = ONE_RANK.order) -> str | None:
+    """Return why ``kind`` cannot run on a part of each sequence, with tokens in ``order``; None if it can.
 
     A declaration covers its class and subclasses that do not override ``forward`` or ``segments``; a subclass that
-    overrides one of them must declare support again.
+    overrides one of them must declare again.
     """
+    name = f"{kind.__module__}.{kind.__qualname__}"
     for each in kind.__mro__:
-        if DECLARATION in vars(each):
-            return bool(vars(each)[DECLARATION])
-        if any(name in vars(each) for name in _COMPUTING):
-            return False
-    return False
-
-
-def build_token_mixer(slot: Any, *args: Any, groups: ProcessGroups, **kwargs: Any) -> Any:
-    """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`.
-
-    Raises:
-        UserError: context parallelism is on and the module does not declare support.
-    """
-    module = build_module(slot, *args, groups=groups, **kwargs)
-    if groups.cp.size > 1 and not supports_context_parallel(type(module)):
-        raise UserError(f"context_parallel_size {groups.cp.size}: {undeclared(type(module))}; {FIX}")
-    return module
-
-
-def undeclared(kind: type) -> str:
-    """Return the reason why ``kind`` is rejected."""
-    return f"is not supported by {kind.__module__}.{kind.__qualname__}, which sees only this rank's part of a sequence"
+        declared = vars(each)
+        if "mixes_tokens" in declared:
+            taken = declared.get("layouts", frozenset())
+            if not declared["mixes_tokens"] or order in taken:
+                return None
+            return f"is not supported by {name}, which takes {', '.join(sorted(taken)) or 'no'} layouts, not {order}"
+        if any(method in declared for method in _COMPUTING):
+            break
+    return f"is not supported by {name}, which sees only this rank's part of a sequence"
 
 
 FIX = (
-    f"set {DECLARATION} = True on that class if it treats tokens one by one or exchanges them over groups.cp, "
-    "or use --context-parallel-size 1"
+    "set mixes_tokens = False on that class if it treats tokens one by one, or mixes_tokens = True and layouts if it "
+    "exchanges them by ctx.layout; or use --context-parallel-size 1"
 )
 
 
-def undeclared_classes(specs: Sequence[ModuleSpec | Callable[..., Any]]) -> Iterator[type]:
-    """Yield each class in the slots of layers that does not declare support. Factory functions are skipped: their
-    modules are checked when the model is built.
+def build_token_mixer(slot: Any, *args: Any, groups: ProcessGroups, **kwargs: Any) -> Any:
+    """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`; with context
+    parallelism then check its class by :func:`layout_problem` for the zig-zag order.
+
+    Raises:
+        UserError: context parallelism is on and the module does not take its layout.
+    """
+    module = build_module(slot, *args, groups=groups, **kwargs)
+    ranks = groups.cp.size
+    if ranks > 1 and (reason := layout_problem(type(module))):
+        raise UserError(f"context_parallel_size {ranks}: {reason}; {FIX}")
+    return module
+
+
+def layout_problems(specs: Sequence[ModuleSpec | Callable[..., Any]]) -> Iterator[str]:
+    """Yield the problem of each class in the slots of layers that cannot run under context parallelism. Factory
+    functions are skipped: their modules are checked when the model is built.
     """
     found = dict.fromkeys(kind for spec in specs for kind in _classes(spec))
-    yield from (kind for kind in found if not supports_context_parallel(kind))
+    yield from filter(None, map(layout_problem, found))
 
 
 def _classes(slot: Any) -> Iterator[type]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.attention.description import describe_cross_attention
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -45,7 +46,7 @@ class CrossAttention(nn.Module):
         UserError: the number of query groups is not a multiple of the tensor-parallel size.
     """
 
-    supports_context_parallel = True  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
     def __init__(
         self,
@@ -55,6 +56,8 @@ class CrossAttention(nn.Module):
         *,
         groups: ProcessGroups,
     ) -> None:
+        """Build ``linear_q``, ``linear_kv``, ``core_attention`` (without causality) and ``linear_proj`` from the slots.
+        Raises UserError unless the query groups are a multiple of the tensor-parallel size."""
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         if kv_groups % groups.tp.size:
@@ -95,5 +98,5 @@ class CrossAttention(nn.Module):
         query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.channels))
         pairs = self.linear_kv(ctx.encoder_output.to(self.dtype))[0].unflatten(-1, (-1, 2, self.channels))
         key, value = pairs.unbind(3)
-        mixed = self._run_core(self.core_attention, query, key, value, None, ctx.encoder_documents, ctx.dropout)
+        mixed = self._run_core(self.core_attention, query, key, value, ctx)
         return self.linear_proj(mixed)[0]

@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
+from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import choose_rotary
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.autograd_handle import start_all_gather
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, build_norm
-from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
+from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, finish, leave
 from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -65,10 +66,10 @@ def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
     return build_module(slot, *sizes, **settings)
 
 
-class MLASelfAttention(nn.Module):
+class MLASelfAttention(Segmented):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
-    supports_context_parallel = True  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
     def __init__(
         self,
@@ -79,6 +80,9 @@ class MLASelfAttention(nn.Module):
         *,
         groups: ProcessGroups,
     ) -> None:
+        """Build projections and latent norms (:meth:`_build_projections`), ``core_attention`` with the scale of
+        multi-latent attention, and ``linear_proj`` from the slots. AssertionError if a slot that the configuration
+        needs is None."""
         super().__init__()
         # head dims: unrotated and rotated channels of queries and keys, and values
         self._nope, self._rope, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
@@ -152,9 +156,6 @@ class MLASelfAttention(nn.Module):
         """Whether its collectives can stay in flight."""
         return all(can_overlap(first, self.linear_proj) for first in (self._linear_query, self.linear_kv_up_proj))
 
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
-
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: down projections and norms (start the all-gather) | up
         projections and core attention | output projection (start the reduction) | (wait, add the bias). Returns [s, b,
@@ -172,9 +173,7 @@ class MLASelfAttention(nn.Module):
             yield
         qkv = heads(*parts, ctx.rotary_pos_emb)
         with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb):
-            mixed = self._run_core(
-                self.core_attention, *qkv, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
-            )
+            mixed = self._run_core(self.core_attention, *qkv, ctx)
         yield
         summing = leave(self.linear_proj, mixed, ctx)
         yield
@@ -217,5 +216,6 @@ class MLASelfAttention(nn.Module):
             query = torch.cat((nope, self._rotated(rope, *tables, True)), dim=-1)
             rope_key = self._rotated(rope_key, *tables, True)
         return query, torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+
 
 serve_other_names(__name__)

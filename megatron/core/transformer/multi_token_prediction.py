@@ -30,11 +30,9 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups import collective_names
-from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.context import ForwardContext
@@ -73,17 +71,16 @@ class Tokens(NamedTuple):
 
 
 def shifted_tokens(
-    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, cp: Group, packed: PackedSeqParams | None
+    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, layout: TokenLayout
 ) -> list[Tokens]:
-    """Return the tokens shifted left by 1 to ``depths`` positions. ``tensors`` are ids, positions and labels [b, s] of
-    this context-parallel rank. One all-gather of full sequences over ``cp``, because the next tokens may be on other
-    ranks. ``packed`` has the document bounds of full sequences.
-    """
+    """Return one :class:`Tokens` per depth 1 to ``depths``, shifted left by it: zeros past the end of a sequence, where
+    the mask is 0, as past the end of a packed document. ``tensors`` are ids, positions and labels [b, s] of this rank;
+    ``loss_mask`` None is all ones. One all-gather of full sequences over the ranks of ``layout``, in fp64."""
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
-    whole = _all_gather_sequences(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), cp)
+    whole = layout.full(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), 2)
     batch, length = whole.shape[1:]
-    bounds = None if packed is None else packed.cu_seqlens_q
+    bounds = None if layout.documents is None else layout.documents.cu_seqlens_q
     document = None
     if bounds is not None:
         index = torch.arange(batch * length, device=whole.device)
@@ -95,19 +92,10 @@ def shifted_tokens(
         if document is not None:
             moved[3] *= F.pad(document[:, end:] == document[:, : length - end], (0, end))
         left_b = moved[3].sum(1)
-        ids, positions, labels, own_mask = zigzag.local_part(moved, cp.rank, cp.size, dim=2)
+        ids, positions, labels, own_mask = layout.local(moved, 2)
         weight_b = (num_valid_b / left_b).where(left_b > 0, 0.0)
         found.append(Tokens(ids.long(), positions.long(), labels.long(), own_mask, weight_b))
     return found
-
-
-def _all_gather_sequences(x: Tensor, cp: Group) -> Tensor:
-    """All-gather [..., s] over ``cp`` and return full sequences in natural order."""
-    if cp.size == 1:
-        return x
-    parts = x.new_empty((cp.size * x.shape[0], *x.shape[1:]))
-    collective_names.all_gather(parts, x, group=cp.handle)
-    return zigzag.merge_parts(parts.chunk(cp.size), dim=x.dim() - 1)
 
 
 class _AttachToLosses(torch.autograd.Function):
@@ -152,6 +140,9 @@ class MultiTokenPredictionLayer(nn.Module):
         self, config: TransformerConfig, submodules: MultiTokenPredictionLayerSubmodules, layer_number: int, *,
         groups: ProcessGroups,
     ) -> None:  # fmt: skip
+        """Build two input norms, ``eh_proj`` [h, 2 h], the layer with ``layer_number`` (after the decoder's) and the
+        final norm from the slots. Full recomputation covers the norms, the projection and the layer, not the final
+        norm."""
         super().__init__()
         hidden = config.hidden_size
         self.enorm, self.hnorm, final = (
@@ -184,6 +175,9 @@ class MultiTokenPredictionBlock(nn.Module):
     def __init__(
         self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
     ) -> None:
+        """Build one layer per spec, or only the first with ``mtp_use_repeated_layer``: it then divides the layer's
+        auxiliary loss coefficients by the depths and marks its weights with ``has_several_gradients``. Registers a loss
+        statistic per depth."""
         super().__init__()
         self.num_depths, repeats = len(spec.layer_specs), config.mtp_use_repeated_layer
         if repeats:  # its routers attach their losses at every depth: divide so that the sum is unchanged
@@ -229,5 +223,6 @@ class MultiTokenPredictionBlock(nn.Module):
 
     def end_step(self, totals: dict[str, Tensor]) -> None:
         """Do nothing: no state is kept between steps."""
+
 
 serve_other_names(__name__)

@@ -141,7 +141,8 @@ def detect_family(names: Collection[str]) -> str:
 
 
 def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
-    """Rename tensors of BERT and T5 to names that :func:`find_place` knows, without duplicates; GPT is unchanged."""
+    """Return ``named`` with the tensors of BERT and T5 renamed to names that :func:`find_place` knows; of two with one
+    new name, the first stays. GPT is copied unchanged."""
     if family == "gpt":
         return dict(named)
     result: dict[str, T] = {}
@@ -157,11 +158,9 @@ def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
 
 
 def find_place(name: str) -> Counterpart:
-    """Return the counterpart of the Megatron-LM tensor ``name``, which has a global layer number.
-
-    Raises:
-        CheckpointError: the table has no such name.
-    """
+    """Return the counterpart (local name, table row, expert index or None) of the Megatron-LM tensor ``name``, in
+    today's or older spelling, whose layer number must be global. Raises CheckpointError if the table has no such
+    name."""
     current = name
     for pattern, replacement in _OLD_NAMES:
         current = re.sub(pattern, replacement, current)

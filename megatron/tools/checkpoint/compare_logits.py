@@ -37,17 +37,14 @@ TOLERANCE = 1e-4
 LENGTH = 32
 AFFORDABLE = 2e12
 """Maximum of parameters times tokens for sequences longer than ``LENGTH``: about a minute on a CPU."""
-AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
-"""The ``transformers`` auto class for each model family."""
 
 
 def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
     """Compare the logits of both implementations and print the differences; return 1 if they exceed ``TOLERANCE``.
 
-    First compares a small random model with the same settings, on a sequence longer than its windows; then the model
-    itself if it has at most ``LARGEST`` parameters or ``always`` is set. Returns 0 with a message if transformers is
-    not installed.
-    """
+    First compares a small random model with the same settings, on a sequence longer than its windows; then, if that is
+    equal, the model itself if it has at most ``LARGEST`` parameters or ``always`` is set. ``folder`` is the HF model,
+    ``ours`` the local one. Returns 0 with a message if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         say("logits not compared: transformers is not installed; pip install transformers, then convert again to check")
         return 0
@@ -85,9 +82,10 @@ def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, length: int) -> int:
-    """Compare the logits of transformers (loaded from ``folder`` in fp32, offline) and of this project (weights
-    ``ours``) on random tokens of ``length``, and print the largest difference. Returns 1 if a difference exceeds the
-    tolerance, which grows with the position, else 0."""
+    """Compare the logits of transformers (loaded from ``folder`` in fp32) and of this project (weights ``ours``) on
+    random tokens of ``length``, and print the largest difference. Returns 1 if a difference exceeds the tolerance,
+    which grows with the position, else 0. Sets HF_HUB_OFFLINE for this process. Both models are not in memory at
+    once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
     from transformers.utils.logging import disable_progress_bar
@@ -95,10 +93,9 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     disable_progress_bar()
     rows, shape = ours.tensors[WORDS].shape[0], (1 if length > 512 else 2, length)
     tokens = torch.randint(rows, shape, generator=torch.Generator().manual_seed(1))
-    real = torch.ones_like(tokens)
-    decoded = {"decoder_input_ids": tokens, "attention_mask": real} if cfg.model_family == "t5" else {}
+    decoded = cfg.family.peer_inputs(tokens)
     with torch.no_grad():
-        kind, more = getattr(transformers, AUTO_MODELS[cfg.model_family]), {}
+        kind, more = getattr(transformers, cfg.family.auto_model), {}
         config = read_json(Path(folder) / CONFIG)
         if config["model_type"] not in transformers.CONFIG_MAPPING:  # model types defined by the folder's remote code
             kind = getattr(transformers, find_family(config).architecture)
@@ -111,7 +108,7 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     agree = (found.argmax(-1) == expected.argmax(-1)).float().mean().item()
     # rotary angles are rounded in fp32: the error grows with the position. Encoders attend to later positions too, so
     # that all of their logits get the limit of the last position
-    last_s = torch.arange(length) if cfg.model_family == "gpt" else torch.full((length,), length)
+    last_s = torch.arange(length) if cfg.family.is_causal else torch.full((length,), length)
     limit_s = TOLERANCE * max(scale, 1) * (last_s / 256).clamp_min(1)
     error, verdict = error_bs.max().item(), "equal" if bool((error_bs <= limit_s).all()) else "DIFFERENT"
     say(f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
@@ -130,10 +127,5 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
     reader = InterchangeReader(weights, "")
     for tensor in module_tensors(model, prefix="model.", groups=SINGLE_PROCESS).values():
         reader.read_into(tensor)
-    if cfg.model_family == "bert":
-        types = torch.zeros_like(tokens) if cfg.bert_binary_head else None
-        return model(tokens, None, types)[0].float()[..., :rows]
-    if cfg.model_family == "t5":
-        return model(tokens, tokens, torch.ones_like(tokens)).float()[..., :rows]
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions).float()[..., :rows]
+    assert cfg.family.logits is not None
+    return cfg.family.logits(model, cfg, tokens).float()[..., :rows]

@@ -23,6 +23,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_directory
 from megatron.core.dist_checkpointing.writer import write_file
+from megatron.core.models.registry import default_family, families
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.files import Target
 from megatron.export.hf import save_hf
@@ -42,7 +43,7 @@ from megatron.training.checkpoint.other_formats import (
 )
 from megatron.training.checkpoint.schema import malformed
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.stored_settings import config_to_dict
+from megatron.training.stored_settings import config_to_dict, stored_family
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"format of the result: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
     made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to create")
-    made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT", "T5"),
+    made.add_argument("--model-type", default=default_family().upper(), choices=[each.upper() for each in families()],
                       help="model type, if the folder does not contain it")  # fmt: skip
     made.add_argument("--dtype", choices=DTYPES, help="dtype of the converted weights; default: unchanged")
     made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="maximum size of a file")
@@ -74,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line ``argv``; return the exit code (1: the logits differ from transformers').
+    """Convert --load-dir to --save-dir in the format --saver, published only when complete; print notes and how to load
+    it, then compare logits with transformers if one side is HF, unless --no-checking. Other flags are settings of the
+    model. Return the exit code (1: the logits differ).
 
     Raises:
         UserError: the source, the flags or the target are unusable.
@@ -132,20 +135,20 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     if loader == "native" or source.settings.get("vocab_size") is None:
         source.settings["vocab_size"] = rows
     given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
-    family = source.settings.get("model_family", "gpt")
-    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family)
+    family = stored_family(source.settings, where)
+    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family.name)
     cfg = with_settings(cfg, source.settings, where)
     longest = cfg.max_position_embeddings or cfg.seq_length
     cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
-    if family == "t5":
-        cfg = dataclasses.replace(cfg, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length)
+    lengths: dict[str, Any] = {field: getattr(cfg, field) or cfg.seq_length for field in family.lengths}
+    cfg = dataclasses.replace(cfg, **lengths)
     if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
         cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
     cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")
     cfg = validate_args(cfg, 1, announce=False)
     check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
     model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
-    source.settings = {**source.settings, **model, "model_family": family}
+    source.settings = {**source.settings, **model, "model_family": family.name}
     return cfg
 
 
@@ -162,10 +165,12 @@ def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
 
 
 def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, size: int, max_bytes: int) -> None:
-    """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name.
+    """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name, with progress on
+    stderr. ``size``: bytes to write; ``max_bytes``: of one file.
 
     Raises:
         CheckpointError: not enough disk space; completed files are kept for the next attempt.
+        OSError: any other failure to write.
     """
     kept = sum(entry["bytes"] for entry in target.done.values())
     free = shutil.disk_usage(target.folder).free
@@ -195,11 +200,9 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
 
 
 def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
-    """Write a native checkpoint and its tracker file: ``iter_…`` with training state, else ``release``.
-
-    Raises:
-        CheckpointError: the training state is malformed.
-    """
+    """Write a native checkpoint and its tracker file below ``target``, not published: ``iter_…`` with training state,
+    else ``release``. Adds the settings, software versions and tokenizer files to its objects. Raises CheckpointError if
+    the training state is malformed."""
     objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
     which = objects["iteration"] if "train_state" in objects else RELEASE
     name = Path(checkpoint_directory(target.final, which)).name
@@ -223,10 +226,12 @@ def copied_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
 
 
 def how_to_load(folder: str, source: Interchange) -> str:
-    """Return a line with the flags that load the result."""
+    """Return a line with the flags that continue training from ``folder`` if ``source`` holds training state, else that
+    start from it."""
     if "train_state" in source.objects:
         fresh = "" if "optimizer" in source.objects else " --no-load-optim"
         flags = f"--load {folder} --use-checkpoint-args --no-load-rng{fresh}"
         return f"continue training with: {flags}, and the run's other flags"
-    own = "--decoder-seq-length N and a --save" if source.settings.get("model_family") == "t5" else "a --save"
+    lengths = [f"--{field.replace('_', '-')} N" for field in stored_family(source.settings, folder).lengths[1:]]
+    own = " and ".join([*lengths, "a --save"])
     return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {own} of your own"

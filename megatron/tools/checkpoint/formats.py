@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.core.config.commands import as_typed
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES
@@ -32,7 +33,8 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
     made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=as_typed(description or ""), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
     said = f"format of the input: {', '.join(LOADERS)}; default: detected from the folder"
@@ -42,7 +44,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def detect_format(folder: Path) -> str:
-    """Detect the checkpoint format (one of ``LOADERS``) of a folder or file from the files present.
+    """Return the checkpoint format (one of ``LOADERS``) of a folder or file from the files present, in ``folder`` or in
+    its ``iter_…`` and ``release`` folders, before the folder's own config.json or safetensors. A --save folder without
+    a complete checkpoint is native.
 
     Raises:
         CheckpointError: the path does not exist, is an unfinished conversion, or matches no format.
@@ -136,7 +140,8 @@ class CopyProgress:
         self.skipped = min(count, self.total)
 
     def count(self, name: str, size: int) -> None:
-        """Add ``size`` bytes for ``name``, which is counted only once; refresh the display at intervals."""
+        """Add ``size`` bytes for ``name``; a name that was counted before adds nothing. Refreshes the display at
+        intervals: 0.2 s on a terminal, else 10 s."""
         if name in self.seen:
             return
         self.seen.add(name)

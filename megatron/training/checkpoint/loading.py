@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.exchange import from_first_rank, together
+from megatron.core.dist_checkpointing.exchange import all_gather_json, from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
 from megatron.core.groups.process_groups import Group
@@ -112,6 +112,9 @@ class Loading:
         self.goes_on = not self.weights_only and not self.cfg.skip_train  # evaluation: weights and counters only
         self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.no_load_optim
         self.wants_rng = self.goes_on and not self.cfg.no_load_rng
+        saves_masters = live.optimizer is not None and live.optimizer.saves_masters
+        # all ranks: the first rank's stage may have none of the parameters whose storage is declared
+        self.saves_masters = any(all_gather_json(saves_masters, self.world))
         self.left_alone: list[str] = []
         """Stored names that :meth:`restore` skipped on request, such as with --no-load-optim."""
 
@@ -192,9 +195,10 @@ class Loading:
         )
 
     def _other_precision(self) -> list[str]:
-        """Return a problem if main parameters are stored but not used, or reverse: only half precision has them."""
+        """Return a problem if main parameters are stored but not used, or reverse: only half precision and some
+        declared storages have them."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
-        if stored == (self.cfg.bf16 or self.cfg.fp16):
+        if stored == (self.cfg.bf16 or self.cfg.fp16 or self.saves_masters):
             return []
         precisions = ("half precision (--bf16 or --fp16)", "full precision")
         theirs, ours = precisions if stored else reversed(precisions)

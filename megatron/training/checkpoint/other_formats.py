@@ -24,13 +24,15 @@ from megatron.core.config.model_parallel_config import PrecisionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
+from megatron.core.config.optional import CustomLayersConfig, MultiplierConfig, RopeScalingConfig
 from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.description.model import weight_shapes
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.describe import weight_shapes
+from megatron.core.models.registry import families
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
@@ -41,22 +43,21 @@ from megatron.training.arguments import flag_specs
 from megatron.training.checkpoint.settings import LAYOUT
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import describe_run
 from megatron.training.stored_settings import ARCHITECTURE, SIZES, refuse_other_family
 
 logger = logging.getLogger(__name__)
 
 GROUPS = (
-    NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig, PrecisionConfig, ModelConfig,
-    TokenizerConfig,
+    NetworkSizeConfig, MultiplierConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig, PrecisionConfig,
+    ModelConfig, RopeScalingConfig, CustomLayersConfig, TokenizerConfig,
 )  # fmt: skip
 COMPUTATION = {
     "transformer_impl", "attention_backend", "flash_attention_version", "moe_token_dispatcher_type", "moe_fusion",
     "moe_static_rows", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "deterministic_mode",
     "encoder_num_layers",
 }  # fmt: skip
-OF_T5 = {"decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance"}
-MODEL = {"seq_length", *OF_T5, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
+OF_FAMILIES = {name for family in families().values() for name in family.weight_settings}
+MODEL = {"seq_length", *OF_FAMILIES, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
     *LAYOUT, *COMPUTATION,
 }  # fmt: skip
 """Settings of a model, excluding its parallel layout and kernels."""
@@ -73,9 +74,10 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
         CheckpointError: the command line contradicts them (both values are named), or the family is another one.
     """
     refuse_other_family(settings, cfg.model_family, where)
-    flags = {spec.field: spec.names[0] for spec in flag_specs()}
+    specs = flag_specs(cfg.model_family)
+    flags = {spec.field: spec.names[0] for spec in specs}
     plain = json.loads(json.dumps({name: settings[name] for name in MODEL & flags.keys() & settings.keys()}))
-    values, problems = cli.read_mapping(flag_specs(), plain)
+    values, problems = cli.read_mapping(specs, plain)
     if problems:
         raise CheckpointDamagedError(f"{where}: settings that cannot be read: {'; '.join(map(str, problems))}")
     given = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
@@ -90,7 +92,7 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
 
 def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor of the model in ``cfg``. Raises CheckpointError for undescribed layers."""
-    model = describe_run(cfg, vocab_size)
+    model = cfg.describe(vocab_size)
     if model.unknown:
         raise CheckpointError(f"--spec: {', '.join(model.unknown)} has no describe(config, place) to check weights by")
     biased = cfg.moe_router_enable_expert_bias or "quantile_balancing" in cfg.moe_router_load_balancing_type

@@ -8,14 +8,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.cli import from_object, group_flags
+from megatron.core.config.cli import flags_of, from_object
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.models.registry import default_family, get_family, known_family
 from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
-from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.training.config.pretrain_config import PretrainConfig, config_class
 from megatron.training.stored_settings import (
     ARCHITECTURE,
     SIZES,
@@ -79,8 +80,9 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     args = read_manifest(found.directory)["objects"].get("args")
     if not isinstance(args, dict):
         raise CheckpointDamagedError(f"{path}: args is not a table")
-    kinds, taken, wrong = {spec.field: spec for spec in group_flags(*GROUPS)}, {}, []
-    for name in args.keys() & TAKEN:
+    family = known_family(args.get("model_family")) or get_family(default_family())
+    kinds, taken, wrong = {spec.field: spec for spec in flags_of(config_class(family.name))}, {}, []
+    for name in args.keys() & {*TAKEN, *family.weight_settings}:
         try:
             taken[name] = from_object(kinds[name], args[name])
         except ValueError as error:
@@ -113,7 +115,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # expert settings come from the command line
         known = {name for name in known if "moe_" not in name}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
-    names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
+    names += [name for name in (*ARCHITECTURE, *cfg.family.weight_settings, *ALSO_TAKEN) if name not in SIZES]
     names += [name for name in COMPUTED_WITH if name not in cfg.explicit]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
     if cfg.use_tokenizer_model_from_checkpoint_args:
@@ -169,7 +171,7 @@ def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing
     given = set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
     forgotten = [name for name in FORGOTTEN if name in differing & given and name not in current["explicit"]]
     if forgotten:
-        flags = {spec.field: spec.names[0] for spec in group_flags(*GROUPS)}
+        flags = {spec.field: spec.names[0] for spec in flags_of(PretrainConfig)}
         listed = "; ".join(
             f"{flags[name]} {stored[name]} is not given any more and would become {current[name]}" for name in forgotten
         )

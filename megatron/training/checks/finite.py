@@ -77,14 +77,14 @@ class FiniteCheck:
             if each.copied is not None:
                 each.copied.synchronize()
             *sums, num_tokens, held = (float(value) for value in each.values.numpy())
-            check_has_tokens(num_tokens, f"iteration {each.iteration} (samples from {each.consumed_samples} on)")
-            check_finite(
-                dict(zip(each.names, sums)), iteration=each.iteration, rank=self.rank,
-                consumed_samples=each.consumed_samples,
-            )  # fmt: skip
+            iteration, samples = each.iteration, each.consumed_samples
+            place = f"iteration {iteration} (samples from {samples} on)"
+            check_has_tokens(num_tokens, place)
+            losses = dict(zip(each.names, sums))
+            check_finite(losses, iteration=iteration, rank=self.rank, consumed_samples=samples)
             if held:
                 raise NonFiniteError(
-                    f"iteration {each.iteration} (samples from {each.consumed_samples} on): the gradient norm is not"
+                    f"{place}: the gradient norm is not"
                     " finite though the loss is. The weights have not been updated. Lower --lr or raise the warm-up;"
                     " --no-check-for-nan-in-loss-and-grad skips such updates instead"
                 )

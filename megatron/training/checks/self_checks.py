@@ -86,8 +86,8 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
 def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
     """Return this rank's rectangles as JSON lists [name, global shape, offsets, lengths, virtual stage, tied], without
     replicas that an earlier data-parallel rank reports. DTensor shards are always included."""
-    tied = {(s.tied_to or name) for chunk in chunks for name, p in chunk.named_parameters()
-            if (s := getattr(p, "spec", None)) is not None and (s.tied_to or "embedding" in s.grad)}  # fmt: skip
+    specs = [(name, getattr(p, "spec", None)) for chunk in chunks for name, p in chunk.named_parameters()]
+    tied = {s.tied_to or name for name, s in specs if s is not None and (s.tied_to or "embedding" in s.grad)}
     found = []
     for index, chunk in enumerate(chunks):
         stage = index * groups.pp.size + groups.pp.rank
@@ -192,9 +192,7 @@ def _layers(indices: Sequence[int], of: str = "") -> str:
 # ---- text of the layout
 
 
-def describe_layout(
-    grid: RankGrid, pieces: Sequence[Holding], model: ModelDescription | None = None
-) -> Iterable[str]:  # fmt: skip
+def describe_layout(grid: RankGrid, pieces: Sequence[Holding], model: ModelDescription | None = None) -> Iterable[str]:
     """Yield lines for the log: the rank grid, the rank groups of each axis with more than one rank (at most 8 lists of
     8 ranks), and per virtual stage its ranks, contents and parameter count. Logs nothing itself."""
     sizes = " x ".join(f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items())
@@ -202,9 +200,8 @@ def describe_layout(
     for axis, name in _AXES.items():
         if getattr(grid, axis) > 1:
             yield f"  {name + ' ranks':<15} {_shown(grid.rank_lists(axis))}"
-    branches = {} if model is None else {
-        each.name: branch.name for layer in model.layers for branch in layer for each in branch.params
-    }  # fmt: skip
+    layers = () if model is None else model.layers
+    branches = {each.name: branch.name for layer in layers for branch in layer for each in branch.params}
     everywhere = {piece.name for piece in pieces}
     for stage in sorted({piece.stage for piece in pieces}):
         own = {piece for piece in pieces if piece.stage == stage}

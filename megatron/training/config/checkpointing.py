@@ -111,11 +111,3 @@ class CheckpointConfig:
 
     exit_on_missing_checkpoint: bool = False
     """Stop instead of starting from scratch if --load contains no checkpoint."""
-
-    moe_use_upcycling: bool = False
-    """If --load or --pretrained-checkpoint contains a dense model, start with experts that are copies of its
-    feed-forward networks and new routers. A checkpoint with experts is continued."""
-
-    moe_upcycling_granularity: PositiveInt = 1
-    """With --moe-use-upcycling: slices that each feed-forward network is divided into; one slice is the width of an
-    expert."""

@@ -1,4 +1,4 @@
-"""Settings of the data: files, splits, loading and masked words."""
+"""Settings of the data: files, splits and loading."""
 
 from __future__ import annotations
 
@@ -72,15 +72,6 @@ class DataConfig:
     num_workers: Annotated[int, Range(0, 1024)] = 2
     """Loader processes per rank; 0 loads in the training process."""
 
-    reset_position_ids: bool = False
-    """Count positions from 0 again after each end of document."""
-
-    reset_attention_mask: bool = False
-    """Attend only within a document."""
-
-    eod_mask_loss: bool = False
-    """Exclude end-of-document tokens from the loss."""
-
     num_dataset_builder_threads: Annotated[int, Range(1, 1024)] = 1
     """Threads that build the indices of a blend."""
 
@@ -89,17 +80,3 @@ class DataConfig:
 
     allow_ambiguous_pad_tokens: bool = False
     """Do not mask padding in the loss if its id is also an ordinary token's, such as end of document."""
-
-
-@dataclass(kw_only=True)
-class MaskedDataConfig:
-    """Masked words"""
-
-    mask_prob: Annotated[float, Range(0, 1, above=True, below=True)] = 0.15
-    """Share of a sample's tokens that are masked (pretrain_bert.py) or replaced by sentinels (pretrain_t5.py)."""
-
-    short_seq_prob: Annotated[float, Range(0, 1)] = 0.1
-    """Probability that a sample is shorter than the maximum (pretrain_bert.py, pretrain_t5.py)."""
-
-    use_packed_sequence: bool = False
-    """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""

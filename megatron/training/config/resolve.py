@@ -125,19 +125,17 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
 
 
 def _network(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return the sizes that follow from others: encoder and decoder layers, FFN and expert width, head size, query
-    groups (heads, or 1 for --group-query-attention), embedding init, and a vocabulary multiple of 1 if padding is
-    disabled."""
+    """Return the sizes that follow from others: encoder layers, FFN and expert width, head size, query groups (heads,
+    or 1 for --group-query-attention), embedding init, a vocabulary multiple of 1 if padding is disabled, and what the
+    model family derives."""
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
     values: dict[str, Any] = {"num_layers": num_layers, **following_sizes(cfg)}
     values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers
-    if cfg.model_family == "t5" and cfg.decoder_num_layers is None:
-        values["decoder_num_layers"] = num_layers
     if cfg.num_query_groups is None and cfg.group_query_attention:
         values["num_query_groups"] = 1
     if not cfg.pad_vocab_size:
         values["make_vocab_size_divisible_by"] = 1
-    return values
+    return values | cfg.family.derive(_copy(cfg, values))
 
 
 def _precision(cfg: PretrainConfig) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.parallel_state import resolve_group
 
@@ -57,10 +57,8 @@ def get_batch_on_this_cp_rank(
             "dim 1 counts tokens; name tensors [b, s, ...] in sequence_keys, and tensors that all ranks need in "
             "whole_keys (arguments of get_batch_on_this_cp_rank, attributes of a task)"
         )
-    return {
-        name: zigzag.local_part(value, cp.rank, cp.size) if name in wide.keys() & split else value
-        for name, value in batch.items()
-    }
+    layout = TokenLayout(cp)
+    return {name: layout.local(value, 1) if name in wide.keys() & split else value for name, value in batch.items()}
 
 
 def sort_by_length(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -88,9 +86,7 @@ def pack_rows(
     row["position_ids"] = places[used][None]
     row["document"] = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
     bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
-    return row, PackedSeqParams(
-        cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    return row, PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

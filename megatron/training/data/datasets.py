@@ -8,15 +8,11 @@ from functools import partial
 from typing import Any
 
 from megatron.core.config.errors import call_all
-from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.data.indexed_dataset import resolve_prefix
 from megatron.data.sidecar import check_sidecar
-from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples, num_evaluations
 
@@ -68,26 +64,10 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def select_data_set(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """Return (data set class, its configuration) of the model family; builds no data set. GPT with --mock-data gets its
-    mock class; other families ignore --mock-data here. Without a ``tokenizer`` the data set can select documents but
-    not create samples."""
-    options = data_source_options(cfg, tokenizer)
-    if cfg.model_family == "gpt":
-        bounds = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
-        options |= {name: getattr(cfg, name) for name in bounds}
-        options["vocab_size"] = None if tokenizer is None else tokenizer.vocab_size
-        return MockGPTDataset if cfg.mock_data else GPTDataset, GPTDatasetConfig(**options)
-    options |= {
-        "masking_probability": cfg.mask_prob,
-        "short_sequence_probability": cfg.short_seq_prob,
-        "masking_max_ngram": LONGEST_NGRAM[cfg.model_family],
-        "masking_do_full_word": True,
-    }
-    if cfg.model_family == "bert":
-        options["classification_head"] = cfg.bert_binary_head
-        return BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig(**options)
-    options |= {"sequence_length_decoder": cfg.decoder_seq_length, "masking_use_geometric_distribution": True}
-    return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**options)
+    """Return (data set class, its configuration) of the model family; builds no data set. Without a ``tokenizer`` the
+    data set can select documents but not create samples."""
+    assert cfg.family.data_set is not None, "the task of this family makes its data sets"
+    return cfg.family.data_set(cfg, data_source_options(cfg, tokenizer))
 
 
 def check_data_tokenizer(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> None:

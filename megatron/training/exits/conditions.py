@@ -7,6 +7,7 @@ all-reduce between the hosts per iteration, unless --no-save-on-signal is passed
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -252,7 +253,7 @@ class IgnoreExitSignals:
 
 
 @functools.cache
-def _leaving_flag() -> Any:
+def _leaving_flag() -> ctypes.c_byte:
     """Return shared memory (one byte) that DataLoader workers read; it becomes 1 when this process exits. Handlers of
     ``atexit`` run in reverse order, so this one runs before the handler of ``multiprocessing``, which ends workers."""
     flag = multiprocessing.RawValue("b", 0)

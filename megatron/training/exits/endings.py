@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 
+from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -19,7 +20,7 @@ def error_message(error: BaseException) -> str:
     traceback that a DataLoader worker puts in front of its errors."""
     kind = type(error)
     message = str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
-    return message if isinstance(error, UserError) else f"{kind.__name__}: {message}"
+    return as_typed(message) if isinstance(error, UserError) else f"{kind.__name__}: {message}"
 
 
 def say(message: str, rank: int) -> None:

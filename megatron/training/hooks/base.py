@@ -2,13 +2,12 @@
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, Record, StepMetrics
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Hook:
     def on_save_wait(self, iteration: int) -> None:
         """Called before training waits for the background save of ``iteration``."""
 
-    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+    def on_save_timed(self, record: Record) -> None:
         """Called after :meth:`on_saved` with the record for ``timing.jsonl``."""
 
     def on_train_end(self, state: TrainState) -> None:
@@ -135,7 +134,7 @@ class Hooks(Hook):
     def on_save_wait(self, iteration: int) -> None:
         self._tell_all("on_save_wait", iteration)
 
-    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+    def on_save_timed(self, record: Record) -> None:
         self._tell_all("on_save_timed", record)
 
     def on_train_end(self, state: TrainState) -> None:
@@ -148,11 +147,11 @@ class Hooks(Hook):
         if steps := self.interval.unseen():
             self._tell_all("on_steps", steps)
 
-    def _tell_all(self, event: str, *arguments: Any) -> None:
+    def _tell_all(self, event: str, *arguments: object) -> None:
         for hook in list(self.hooks):
             self._tell(hook, event, *arguments)
 
-    def _tell(self, hook: Hook, event: str, *arguments: Any) -> None:
+    def _tell(self, hook: Hook, event: str, *arguments: object) -> None:
         """Call the method ``event`` of one hook. If it raises and the hook has ``only_for`` set, log a warning and
         remove the hook for the rest of the run; errors of other hooks are raised. Ignores hooks that were removed
         before."""
@@ -164,7 +163,5 @@ class Hooks(Hook):
             if not hook.only_for:
                 raise
             self.hooks.remove(hook)
-            logger.warning(
-                "%s: %s: %s. Training continues without it; metrics.jsonl keeps the values",
-                hook.only_for, type(error).__name__, error,
-            )  # fmt: skip
+            problem = f"{hook.only_for}: {type(error).__name__}: {error}"
+            logger.warning("%s. Training continues without it; metrics.jsonl keeps the values", problem)

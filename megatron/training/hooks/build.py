@@ -12,12 +12,10 @@ from megatron.core.config.errors import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.console import ConsoleHook, MemoryHook
+from megatron.training.hooks.console import ConsoleHook, MemoryHook, TimersHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
 from megatron.training.hooks.progress import ProgressHook
-from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
-from megatron.training.hooks.scalars import Tags
-from megatron.training.hooks.timing import Clock, TimersHook
+from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, WandbSink
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
 from megatron.training.observe.throughput import Throughput
 
@@ -33,7 +31,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     hooks: list[Hook] = []
     if run.is_log_rank:
         if files:
-            hooks.append(MetricsRecorder(files[0], trains=not cfg.skip_train))
+            hooks.append(FileSink(files[0], ("train", "valid", "test"), clock, trains=not cfg.skip_train))
         hooks.append(ConsoleHook(clock.throughput if cfg.log_throughput else None))
     if run.device == "cuda" and run.data_parallel_rank == 0:
         hooks.append(MemoryHook(cfg.log_memory_interval))
@@ -41,8 +39,8 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         hooks.append(TimersHook(timers))
     if run.is_log_rank:
         if files:
-            hooks.append(TimingRecorder(files[1], clock, trains=not cfg.skip_train))
-        hooks += sinks(cfg, run, clock, files)
+            hooks.append(FileSink(files[1], ("timing", "save"), clock, trains=not cfg.skip_train))
+        hooks += sinks(cfg, clock, files)
     if cfg.log_progress and run.rank == 0:
         if cfg.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
@@ -60,37 +58,17 @@ def only_for(flag: str, hook: Hook) -> Hook:
     return hook
 
 
-def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
+def sinks(cfg: PretrainConfig, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
     """Return the TensorBoard and wandb hooks that --tensorboard-dir and --wandb-project request, TensorBoard first.
     Imports their packages only if requested; a failure later disables only that hook. Raises UserError without
     --wandb-exp-name or a package. Does not check the rank."""
     hooks: list[Hook] = []
-    tags = Tags(
-        loss_scale=cfg.log_loss_scale_to_tensorboard,
-        validation_perplexity=cfg.log_validation_ppl_to_tensorboard,
-        throughput=cfg.log_throughput,
-        timers=cfg.log_timers_to_tensorboard,
-        memory=cfg.log_memory_to_tensorboard,
-        world_size=run.world_size if cfg.log_world_size_to_tensorboard else None,
-    )
     if cfg.tensorboard_dir:
-        from megatron.training.hooks.tensorboard import TensorBoardHook
-
-        tensorboard = TensorBoardHook(
-            {"log_dir": cfg.tensorboard_dir, "max_queue": cfg.tensorboard_queue_size},
-            tags,
-            clock,
-            point_interval=cfg.tensorboard_log_interval,
-            history=files,
-        )
-        hooks.append(only_for(f"--tensorboard-dir {cfg.tensorboard_dir}", tensorboard))
+        hooks.append(only_for(f"--tensorboard-dir {cfg.tensorboard_dir}", TensorBoardSink(cfg, clock, files)))
     if cfg.wandb_project:
         if not cfg.wandb_exp_name:
             raise UserError("--wandb-project needs --wandb-exp-name, the name of the run")
-        from megatron.training.hooks.wandb_ import WandbHook
-
-        wandb = WandbHook(wandb_options(cfg), tags, clock, point_interval=cfg.tensorboard_log_interval)
-        hooks.append(only_for(f"--wandb-project {cfg.wandb_project}", wandb))
+        hooks.append(only_for(f"--wandb-project {cfg.wandb_project}", WandbSink(cfg, clock, wandb_options(cfg))))
     return hooks
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
+from megatron.core.timers import Timers
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary
@@ -65,25 +66,20 @@ def training_line(summary: IntervalSummary, train_iters: int, tflops: float | No
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {summary.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {summary.consumed_samples:12d}",
+        f"skipped samples: {summary.skipped_samples:12d}" if summary.skipped_samples > 0 else "",
+        f"elapsed time per iteration (ms): {summary.elapsed_per_iteration * 1000.0:.1f}",
+        "" if tflops is None else f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        *(f"{name}: {value:.6E}" for name, value in summary.losses.items()),
+        f"loss scale: {last.loss_scale:.1f}",
+        "" if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",
+        "" if last.num_zeros is None else f"num zeros: {int(last.num_zeros)}",
+        "" if last.params_norm is None else f"params norm: {last.params_norm:.3f}",
+        f"number of skipped iterations: {summary.num_skipped:3d}",
+        f"number of nan iterations: {summary.num_nan:3d}",
     ]
-    if summary.skipped_samples > 0:
-        fields.append(f"skipped samples: {summary.skipped_samples:12d}")
-    fields.append(f"elapsed time per iteration (ms): {summary.elapsed_per_iteration * 1000.0:.1f}")
-    if tflops is not None:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
-    fields.append(f"learning rate: {last.learning_rate:.6E}")
-    fields.append(f"global batch size: {last.global_batch_size:5d}")
-    fields += [f"{name}: {value:.6E}" for name, value in summary.losses.items()]
-    fields.append(f"loss scale: {last.loss_scale:.1f}")
-    if last.grad_norm is not None:
-        fields.append(f"grad norm: {last.grad_norm:.3f}")
-    if last.num_zeros is not None:
-        fields.append(f"num zeros: {int(last.num_zeros)}")
-    if last.params_norm is not None:
-        fields.append(f"params norm: {last.params_norm:.3f}")
-    fields.append(f"number of skipped iterations: {summary.num_skipped:3d}")
-    fields.append(f"number of nan iterations: {summary.num_nan:3d}")
-    return " | ".join(fields) + " |"
+    return " | ".join(filter(None, fields)) + " |"
 
 
 def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
@@ -157,6 +153,23 @@ class ConsoleHook(Hook):
         for result in results:
             for line in evaluation_lines(state.iteration, result):
                 self.lines.info(line)
+
+
+class TimersHook(Hook):
+    """At each log point, gathers the time per iteration of every timer and prints it on the last rank. Use on every
+    rank, before the sinks: the gathering is collective."""
+
+    def __init__(self, timers: Timers):
+        self.timers = timers
+        self.prints = False
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.prints = run.is_log_rank
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        text = self.timers.text(normalizer=len(summary.steps))
+        if text is not None and self.prints:
+            stdout_logger().info("%s", text)
 
 
 class MemoryHook(Hook):

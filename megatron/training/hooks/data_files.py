@@ -14,13 +14,12 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError
 from megatron.training.config.launcher import launched_rank, local_rank
 from megatron.training.exits.conditions import every
 from megatron.training.exits.endings import notify_launcher, say
-from megatron.training.hooks.base import Hook
+from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.train_state import TrainState
 
@@ -32,7 +31,7 @@ are skipped.
 """
 
 
-def opened_files(datasets: Iterable[Any]) -> Iterator[IndexedDataset]:
+def opened_files(datasets: Iterable[object]) -> Iterator[IndexedDataset]:
     """Yield the `IndexedDataset` objects in ``datasets``, also those nested in lists and in the attributes ``dataset``
     and ``datasets`` of other objects. Ignores other types and None. May yield one file several times."""
     for dataset in datasets:
@@ -52,7 +51,7 @@ class DataFilesHook(Hook):
         IndexedDatasetError: a file was truncated.
     """
 
-    def __init__(self, datasets: Iterable[Any], log_interval: int) -> None:
+    def __init__(self, datasets: Iterable[object], log_interval: int) -> None:
         self.files = list({data.path_prefix: data for data in opened_files(datasets)}.values())
         self.log_interval = log_interval
         self.reported: set[str] = set()
@@ -79,7 +78,7 @@ class DataFilesHook(Hook):
         self._not_before = end + (end - start) / SHARE_OF_TIME
 
 
-def truncated_file(datasets: Iterable[Any]) -> IndexedDatasetError | None:
+def truncated_file(datasets: Iterable[object]) -> IndexedDatasetError | None:
     """Compare all token files inside ``datasets`` with their state when opened; return (not raise) the error of the
     first truncated file, or None. Ignores other changes."""
     try:
@@ -98,14 +97,14 @@ class BusErrorGuard(Hook):
     (the stacks of ``faulthandler``), which the same read then reaches.
     """
 
-    def __init__(self, datasets: Iterable[Any]) -> None:
+    def __init__(self, datasets: Iterable[object]) -> None:
         self.datasets = list(datasets)
         self._library = ctypes.CDLL(None)
         self._library.signal.argtypes, self._library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._report)  # must outlive its registration
         self._previous: int | None = None
 
-    def on_train_start(self, info: Any) -> None:
+    def on_train_start(self, run: RunInfo) -> None:
         self._previous = self._library.signal(signal.SIGBUS, ctypes.cast(self._callback, ctypes.c_void_p))
 
     def on_train_end(self, state: TrainState) -> None:
@@ -124,7 +123,7 @@ class BusErrorGuard(Hook):
         os._exit(error.exit_code)
 
 
-def data_file_hooks(datasets: Iterable[Any], log_interval: int) -> list[Hook]:
+def data_file_hooks(datasets: Iterable[object], log_interval: int) -> list[Hook]:
     """Return the hooks for token files: the comparison on one rank of each host, whose ranks see the same files."""
     hook = DataFilesHook(datasets, log_interval)
     if not hook.files:

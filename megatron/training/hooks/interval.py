@@ -1,10 +1,9 @@
 """Log interval: collect iterations between log points and summarize losses and time."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.training.exits.conditions import is_log_iteration
-from megatron.training.observe.metrics import StepMetrics, materialize, train_record
+from megatron.training.observe.metrics import Record, StepMetrics, materialize, train_record
 from megatron.training.train_state import TrainState
 
 
@@ -17,7 +16,7 @@ class Step:
     metrics: StepMetrics
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """Record for ``metrics.jsonl``; the values must have been materialized."""
         return train_record(self.iteration, self.consumed_samples, self.metrics)
 
@@ -65,34 +64,34 @@ class Interval:
 
     log_interval: int
     steps: list[Step] = field(default_factory=list)
-    _num_shown: int = 0
+    """Valid iterations since the last log point, with materialized values."""
+    _unseen: list[Step] = field(default_factory=list)
     _first_iteration: int = 1
     _flops: float = 0.0
 
     def start(self, state: TrainState) -> None:
         """Start a new interval at the counters of ``state``."""
-        self.steps, self._num_shown = [], 0
+        self.steps, self._unseen = [], []
         self._first_iteration = state.iteration + 1
         self._flops = state.floating_point_operations
 
     def add(self, state: TrainState, metrics: StepMetrics) -> bool:
         """Add one iteration; return whether it is a log point."""
-        self.steps.append(Step(state.iteration, state.consumed_train_samples, metrics))
+        self._unseen.append(Step(state.iteration, state.consumed_train_samples, metrics))
         return is_log_iteration(self.log_interval, state.iteration, self._first_iteration)
 
     def unseen(self) -> list[Step]:
         """Return iterations not returned before, materialized (waits for the device) and without invalid ones."""
-        steps = self.steps[self._num_shown :]
-        self._num_shown = len(self.steps)
+        steps, self._unseen = self._unseen, []
         materialize(step.metrics for step in steps)
-        return [step for step in steps if not step.metrics.invalid]
+        valid = [step for step in steps if not step.metrics.invalid]
+        self.steps += valid
+        return valid
 
     def close(self, state: TrainState) -> IntervalSummary | None:
         """Return the summary of the interval's iterations: mean losses, counts of skipped and NaN iterations, seconds,
-        FLOPs. Returns None if no iteration is valid. Start the next interval in both cases. Call `unseen` first, which
-        materializes the values."""
-        steps = [step for step in self.steps if not step.metrics.invalid]
-        self.steps, self._num_shown = [], 0
+        FLOPs. Returns None if no iteration is valid. Start the next interval in both cases. Call `unseen` first."""
+        steps, self.steps = self.steps, []
         if not steps:
             return None
         flops = state.floating_point_operations - self._flops
@@ -111,9 +110,9 @@ class Interval:
 def mean_losses(steps: list[Step]) -> dict[str, float]:
     """Return the unweighted mean of each loss over the iterations that report it and were not skipped. A loss that no
     such iteration reports is absent."""
-    values: dict[str, list] = {}
+    values: dict[str, list[float]] = {}
     for step in steps:
         if not step.metrics.skipped:
             for name, value in step.metrics.losses.items():
-                values.setdefault(name, []).append(value)
+                values.setdefault(name, []).append(float(value))
     return {name: sum(losses) / len(losses) for name, losses in values.items()}

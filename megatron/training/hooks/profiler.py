@@ -39,7 +39,7 @@ class ProfilerHook(Hook):
         self.start, self.end, self.directory = start, end, directory
         self.rank = 0
         self.running: Any = None
-        self.range: Any = None
+        self.range: torch.profiler.record_function | None = None
 
     def on_train_start(self, run: RunInfo) -> None:
         self.rank = run.rank
@@ -89,7 +89,7 @@ class ProfilerHook(Hook):
         self.running = None
 
 
-def torch_profiler() -> Any:
+def torch_profiler() -> torch.profiler.profile:
     """Return a torch profiler for CPU and, if available, CUDA activities."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

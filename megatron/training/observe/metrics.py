@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, Union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 Scalar = Union[float, int, "Tensor"]
 """Number, or a 0-d tensor that has not been read yet."""
+
+Record = dict[str, Any]
+"""JSON object: one line of ``metrics.jsonl`` or ``timing.jsonl``."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Strings for non-finite values, because JSON has no NaN."""
@@ -45,22 +48,23 @@ class NonFiniteError(UserError, ArithmeticError):
 
 @dataclass(kw_only=True)
 class StepMetrics:
-    """Measurements of one iteration. Losses are means per valid token over the global batch, equal on all ranks."""
+    """Measurements of one iteration. Losses are means per valid token over the global batch, equal on all ranks.
+    The order of the fields is that of the keys in ``metrics.jsonl``."""
 
-    losses: dict[str, Any]
-    """:data:`Scalar` by name."""
+    losses: Mapping[str, Scalar]
+    """Losses by name."""
+    learning_rate: float
+    weight_decay: float | None = None
+    global_batch_size: int
     num_tokens: Scalar
     """Valid tokens of the global batch, which contribute to the loss."""
-    learning_rate: float
-    global_batch_size: int
-    statistics: dict[str, Any] = field(default_factory=dict)
-    """:data:`Scalar` by ``module/name``: statistics of modules, such as expert load."""
+    statistics: Mapping[str, Scalar] = field(default_factory=dict)
+    """Statistics of modules, such as expert load, by ``module/name``."""
     loss_scale: Scalar = 1.0
     grad_norm: Scalar | None = None
     num_zeros: Scalar | None = None
     """Zero gradient entries, with --log-num-zeros-in-grad."""
     params_norm: Scalar | None = None
-    weight_decay: float | None = None
     skipped: bool = False
     """Whether the weights were not updated (overflow, or --iterations-to-skip)."""
     invalid: Scalar = False
@@ -84,31 +88,32 @@ class EvalResult:
     """Whether it was evaluated after training, not at --eval-interval."""
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> TypeGuard["Tensor"]:
     """Whether ``value`` must still be read from its device (decided without importing torch)."""
     return hasattr(value, "device") and hasattr(value, "tolist")
 
 
 def materialize(steps: Iterable[StepMetrics]) -> None:
-    """Replace the tensors in ``steps`` by numbers in place, and set ``nan``. Waits for the device: one copy to the host
-    per device and dtype, for any number of tensors."""
-    slots: dict[tuple, list[tuple[Any, str]]] = {}
-    waiting: dict[tuple, list] = {}
+    """Replace the tensors in ``steps`` by numbers, and set ``nan``. Changes the given objects, not their dicts.
+    Waits for the device: one copy to the host per device and dtype, for any number of tensors."""
     steps = list(steps)
+    tensors: dict[tuple[object, object], dict[int, Tensor]] = {}
     for step in steps:
-        holders: tuple[dict[str, Any], ...] = (step.losses, step.statistics, step.__dict__)
-        for holder in holders:
-            for key, value in holder.items():
-                if is_tensor(value):
-                    group = (value.device, value.dtype)
-                    slots.setdefault(group, []).append((holder, key))
-                    waiting.setdefault(group, []).append(value.detach().reshape(()))
-    for group, places in slots.items():
+        for value in (*step.losses.values(), *step.statistics.values(), *vars(step).values()):
+            if is_tensor(value):
+                tensors.setdefault((value.device, value.dtype), {})[id(value)] = value.detach().reshape(())
+    numbers: dict[int, float] = {}  # by id, which is unique: the steps keep their tensors until they are replaced
+    for group in tensors.values():
         import torch  # imported late: reading metrics needs no torch
 
-        for (holder, key), number in zip(places, torch.stack(waiting[group]).tolist()):
-            holder[key] = number
+        numbers.update(zip(group, torch.stack(list(group.values())).tolist()))
+
+    def read(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        return {name: numbers.get(id(value), value) for name, value in values.items()}
+
     for step in steps:
+        step.losses, step.statistics = read(step.losses), read(step.statistics)
+        vars(step).update(read(vars(step)))
         step.nan = bool(step.nan) or any(math.isnan(value) for value in step.losses.values())
 
 
@@ -139,33 +144,22 @@ def check_finite(
         raise error
 
 
-def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> dict[str, Any]:
+def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> Record:
     """Return the ``metrics.jsonl`` record of one iteration: losses at the top level, then the measurements that are not
     None, and ``statistics`` if there are any. ``metrics`` must have been materialized. Contains no wall-clock value."""
-    record: dict[str, Any] = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
+    record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
-    optional = {
-        "learning_rate": metrics.learning_rate,
-        "weight_decay": metrics.weight_decay,
-        "global_batch_size": metrics.global_batch_size,
-        "num_tokens": metrics.num_tokens,
-        "loss_scale": metrics.loss_scale,
-        "grad_norm": metrics.grad_norm,
-        "num_zeros": metrics.num_zeros,
-        "params_norm": metrics.params_norm,
-        "skipped": metrics.skipped,
-        "nan": metrics.nan,
-    }
-    record.update({key: value for key, value in optional.items() if value is not None})
+    others = ("losses", "statistics", "invalid", "elapsed")
+    record.update({name: value for name, value in vars(metrics).items() if name not in others and value is not None})
     if metrics.statistics:
         record["statistics"] = metrics.statistics
     return record
 
 
-def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> dict[str, Any]:
+def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Record:
     """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid" or "test", counters, losses at
     the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
-    record: dict[str, Any] = {
+    record: Record = {
         "kind": "valid" if result.name == "validation" else "test",
         "iteration": iteration,
         "consumed_samples": consumed_samples,
@@ -180,7 +174,7 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> di
 
 def save_record(
     iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
-) -> dict[str, Any]:
+) -> Record:
     """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training) and bytes."""
     return {
         "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
@@ -189,13 +183,13 @@ def save_record(
     }  # fmt: skip
 
 
-def record_losses(record: Mapping[str, Any]) -> dict[str, float]:
+def record_losses(record: Record) -> dict[str, float]:
     """Return the losses in a train or evaluation record: all keys that are not other fields."""
     others = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
     return {key: value for key, value in record.items() if key not in others}
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encode(record: Record) -> bytes:
     """Return a record as one JSON line in UTF-8 with a newline. Floats use repr, which restores the same bits;
     non-finite ones become strings. Values must be plain: tensors raise TypeError."""
 
@@ -207,7 +201,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return json.dumps(plain(dict(record)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
+def decode(line: bytes) -> Record | None:
     """Return the record of one line, with strings such as "nan" as floats again. Returns None for a line without a
     newline (torn), invalid JSON, or a record without an integer ``iteration``."""
     if not line.endswith(b"\n"):
@@ -227,7 +221,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def read_metrics(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike) -> Iterator[Record]:
     """Yield the records of a ``metrics.jsonl`` or ``timing.jsonl``, possibly of a running job; skip torn lines."""
     with open_regular(path) as lines:
         for line in lines:
@@ -270,7 +264,7 @@ class MetricsFile:
             self._warn(error)
         return self.num_cut
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Queue one record of plain numbers; :meth:`flush` writes it."""
         if len(self.waiting) < self.MAX_WAITING:
             self.waiting.append(encode(record))

@@ -23,7 +23,6 @@ from megatron.training.arguments import validate_args
 from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
-from megatron.training.model_description import describe_run
 from megatron.training.report.advice import fit_rows
 from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
@@ -85,7 +84,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
     """Return the full text of ``--dry-run`` for a resolved and checked configuration: layout, pipeline, model, memory,
     batches, schedule, and what is missing on this machine. Omits empty sections. Prints nothing."""
     vocab_size, source = known_vocab_size(cfg)
-    model = describe_run(cfg, vocab_size or 0)
+    model = cfg.describe(vocab_size or 0)
     sections = {
         "layout": _layout(cfg),
         "pipeline": pipeline_rows(cfg, vocab_size),

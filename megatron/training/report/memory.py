@@ -21,9 +21,8 @@ from megatron.core.description.model import ModelDescription, Param, Piece, kept
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.core.pipeline_parallel.stages import StageContents
-from megatron.core.sharding.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements
+from megatron.core.sharding.buffer_layout import CutRule, chosen_bucket_size, cut_buffer, owned_elements
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import describe_run
 from megatron.training.report.pipeline import enough_microbatches, layers_held, run_schedule, run_stages, stage_pieces
 
 
@@ -49,7 +48,7 @@ class RankMemory:
 
 def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     """Return the memory of each pipeline rank. ``vocab_size`` is unpadded; 0 means unknown and adds no bytes."""
-    ranks, model = cfg.pipeline_model_parallel_size, describe_run(cfg, vocab_size)
+    ranks, model = cfg.pipeline_model_parallel_size, cfg.describe(vocab_size)
     stages = run_stages(cfg, vocab_size or None)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
     kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
@@ -137,8 +136,7 @@ def _buffer_state(
         sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
         num_ranks=num_ranks,
     )  # fmt: skip
-    alignment = bucket_alignment(shards, cfg.ddp_pad_buckets_for_high_nccl_busbw)
-    cut = cut_buffer(sizes, alone, bucket_size, alignment)
+    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, cfg.ddp_pad_buckets_for_high_nccl_busbw))
     elements = cut.total if cfg.use_distributed_optimizer else sum(sizes)
     updated = max(owned_elements(sizes, cut, shards)) if cfg.use_distributed_optimizer else sum(sizes)
     optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))

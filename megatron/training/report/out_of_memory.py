@@ -54,7 +54,7 @@ def measure(model: Iterable[nn.Module], optimizer: Any) -> HeldMemory:
     """Return the bytes in use on this rank by kind: weights, gradients (``main_grad`` and ``grad``), optimizer state,
     and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
-    masters, moments = optimizer.masters.values(), optimizer.moments.values()
+    masters, moments = optimizer.storage.values(), optimizer.moments.values()
     seen: set[int] = set()
     weights = _bytes(parameters, seen)
     gradients = _bytes((getattr(each, name, None) for each in parameters for name in ("main_grad", "grad")), seen)

@@ -12,12 +12,11 @@ from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
 from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stages, virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import describe_run
 
 
 def run_stages(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
     """Return the stages of a run. With unknown ``vocab_size`` all layers have equal cost and are not split."""
-    costs = describe_run(cfg, vocab_size or 0).costs
+    costs = cfg.describe(vocab_size or 0).costs
     return pipeline_stages(cfg, costs._replace(layers=None) if vocab_size is None else costs)
 
 
@@ -45,7 +44,7 @@ def run_schedule(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
 def action_costs(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
     """Return the cost function of actions, in forward passes of one layer: F costs the stage's layers and output layer;
     B and W cost the same each, or B twice as much if the schedule does not split the backward pass."""
-    costs = describe_run(cfg, vocab_size or 0).costs
+    costs = cfg.describe(vocab_size or 0).costs
     before = [0.0, *accumulate(costs.branches)]
     stages = run_stages(cfg, vocab_size)
     forward = [before[stage.branches.stop] - before[stage.branches.start] for stage in stages]

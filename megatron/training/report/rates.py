@@ -26,7 +26,7 @@ class MeasuredRate:
     row: str
     """Name in ``benchmarks/results/training.json``."""
     kind: str
-    """``dense``, ``small``, ``experts``, ``fine experts``, ``bert``, ``t5``."""
+    """``dense``, ``small``, ``experts``, ``fine experts``, or the name of a model family."""
     axes: Mapping[str, int]
     """Sizes of the axes in :data:`AXES` with more than one rank."""
     tflops: float
@@ -47,7 +47,7 @@ def measured_rates() -> list[MeasuredRate]:
 
 def model_kind(cfg: PretrainConfig) -> str:
     """Return the kind of model with the most similar speed, as named in measured rows."""
-    if cfg.model_family != "gpt":
+    if not cfg.family.is_default:
         return cfg.model_family
     if cfg.num_moe_experts is not None:
         return "experts" if (cfg.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
@@ -66,11 +66,13 @@ def used_axes(cfg: PretrainConfig) -> dict[str, int]:
 def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
     """Return the slowest of the measured rows of this kind of model: one row per rank axis in use, and one without
     axes. The row of an axis is the largest that does not exceed this run's size; axes without a row are ignored. None
-    for runs not in 16 bits, which were not measured."""
+    for runs not in 16 bits and for families without rows, which were not measured."""
     if not (cfg.bf16 or cfg.fp16):
         return None
     used = used_axes(cfg)
     same = [rate for rate in measured_rates() if rate.kind == model_kind(cfg)]
+    if not same:
+        return None
     alone = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
     per_axis = [
         max(found, key=lambda rate: rate.axes[axis])
@@ -89,7 +91,7 @@ def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> 
     """
     rate = nearest_rate(cfg)
     if rate is None:
-        yield "time", "not predicted: speed was measured for --bf16 only"
+        yield "time", "not predicted: speed was measured only with --bf16, for model families of this package"
         return
     again = 4 / 3 if cfg.recompute_granularity == "full" else 1.0  # includes a second forward pass
     seconds = flops_per_iteration * again / cfg.world_size / (rate.tflops * 1e12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.config.problems import Problems, problem
 from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
 from megatron.core.extensions.apex import what_is_missing
 from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_supports_lengths
@@ -11,7 +12,6 @@ from megatron.core.extensions.installed import is_installed
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import gpu_present
-from megatron.training.rules.common import Problems, problem
 
 ENGINE = "transformer_engine"
 _LOCAL = "--transformer-impl local"
@@ -130,21 +130,18 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
 
 def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
-    --use-packed-sequence, attention sinks in BERT or T5, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or
-    --overlap-param-gather with several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, and
-    (not in a dry run) no GPU."""
+    --use-packed-sequence, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or --overlap-param-gather with
+    several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, and (not in a dry run) no GPU."""
     field = "cuda_graph_impl"
     if cfg.cuda_graph_impl != "local":
         return
     replicas = cfg.data_parallel_size > 1
-    sinks = cfg.model_family != "gpt" and cfg.softmax_type != "vanilla"
     reasons = {
         "contains collectives (--tensor-model-parallel-size)": cfg.tensor_model_parallel_size > 1,
         "contains collectives (--context-parallel-size)": cfg.context_parallel_size > 1,
         "waits for other pipeline stages": cfg.pipeline_model_parallel_size > 1,
         "depends on document boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
         "has a varying length (--use-packed-sequence)": cfg.use_packed_sequence,
-        "depends on padding lengths (--softmax-type, computed in blocks that the host plans)": sinks,
         "saves and restores random states (recomputation)": cfg.recompute_granularity is not None,
         "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
         "starts gradient reductions (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,

@@ -7,9 +7,8 @@ import glob
 import os
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import describe_run
-from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.inputs import Line
 
 PATHS = (
@@ -109,14 +108,14 @@ def hf_export_family(cfg: PretrainConfig) -> Problems:
     torch. Errors in sizes or --spec are left to other rules."""
     if cfg.save_hf_interval is None or not cfg.save:
         return
-    from megatron.core.models.describe import weight_shapes
+    from megatron.core.description.model import weight_shapes
     from megatron.export.hf.family import complete, described  # imports torch, which a command line does without
     from megatron.export.hf.registry import family_for
 
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     try:
         settings = complete({**values, "vocab_size": cfg.vocab_size or 1})
-        model = describe_run(cfg, settings["vocab_size"])
+        model = cfg.describe(settings["vocab_size"])
     except UserError:  # reported by the rules about sizes and --spec
         return
     names = weight_shapes(model, expert_bias=cfg.moe_router_enable_expert_bias).keys()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.problems import Problems, missing, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import specs_of_layers
-from megatron.training.rules.common import Problems, missing, problem, sequence_lengths
+from megatron.training.rules.common import sequence_lengths
 from megatron.training.rules.layout import nearest_multiples
 
 
@@ -17,21 +16,6 @@ def context_parallel_sequence_length(cfg: PretrainConfig) -> Problems:
         if cp > 1 and length % (2 * cp):
             reason = f"is not a multiple of 2 x --context-parallel-size {cp}: each rank holds an early and a late chunk"
             yield problem(cfg, field, reason, nearest_multiples(length, 2 * cp))
-
-
-def context_parallel_layers(cfg: PretrainConfig) -> Problems:
-    """Reject context parallelism with --spec layers whose classes do not declare support for it, one problem per class.
-    Checks nothing without --spec or with ``--spec local``. Unreadable --spec values are left to another rule."""
-    if cfg.context_parallel_size == 1 or cfg.spec in (None, ["local"]) or not cfg.num_layers:
-        return
-    from megatron.core.transformer.context_parallel_support import FIX, undeclared, undeclared_classes
-
-    try:
-        specs = specs_of_layers(cfg)
-    except UserError:
-        return
-    for kind in undeclared_classes(specs):
-        yield problem(cfg, "context_parallel_size", undeclared(kind), FIX)
 
 
 def cp_comm_type_count(cfg: PretrainConfig) -> Problems:
@@ -66,7 +50,7 @@ def hierarchical_context_parallel_sizes(cfg: PretrainConfig) -> Problems:
     field, wanted = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.cp_comm_type
     pairs = ", ".join(f"{size} {cp // size}" for size in range(2, cp) if cp % size == 0) or f"{cp} 1"
     if wanted and cp > 1 and levels is None:
-        yield missing(field, "is required by --cp-comm-type a2a+p2p", f"ranks inside and outside: {pairs}")
+        yield missing(cfg, field, "is required by --cp-comm-type a2a+p2p", f"ranks inside and outside: {pairs}")
     if levels is None:
         return
     if not wanted:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from megatron.core.config.tokenizer import TOKENIZER_FILES
+from megatron.core.config.problems import Problems, flag_names, missing, problem
+from megatron.core.config.tokenizer import TOKENIZER_FILES, WITHOUT_SENTINELS
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples, num_evaluations
-from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -22,18 +22,18 @@ def one_data_source(cfg: PretrainConfig) -> Problems:
     sources += ["mock_data"] if cfg.mock_data else []
     if not sources and cfg.dataloader_type != "external":
         yield missing(
-            "data_path", "a source of data is required", "or --train-data-path, --data-args-path, --mock-data"
+            cfg, "data_path", "a source of data is required", "or --train-data-path, --data-args-path, --mock-data"
         )
     for field in sources[1:]:
-        yield problem(cfg, field, f"contradicts {flag_names(sources[0])}", "give one source of data")
+        yield problem(cfg, field, f"contradicts {flag_names(cfg, sources[0])}", "give one source of data")
 
 
 def split_with_separate_paths(cfg: PretrainConfig) -> Problems:
     given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
     if given and "split" in cfg.explicit:
-        yield problem(cfg, "split", f"contradicts {flag_names(given[0])}", "remove one")
+        yield problem(cfg, "split", f"contradicts {flag_names(cfg, given[0])}", "remove one")
     if any(getattr(cfg, field) for field in PER_SPLIT) and not cfg.train_data_path and not cfg.skip_train:
-        yield missing("train_data_path", f"is required with {flag_names(given[0])}")
+        yield missing(cfg, "train_data_path", f"is required with {flag_names(cfg, given[0])}")
 
 
 def split_parts_used(cfg: PretrainConfig) -> Problems:
@@ -64,19 +64,19 @@ def sample_counts(cfg: PretrainConfig) -> Problems:
 
 def validation_data_path(cfg: PretrainConfig) -> Problems:
     if cfg.train_data_path and not cfg.valid_data_path and cfg.eval_interval and cfg.eval_iters:
-        yield missing("valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
+        yield missing(cfg, "valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
 
 
 def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
     """Require --tokenizer-type and then each flag that this type needs (``TOKENIZER_FILES``), such as --vocab-file and
     --merge-file; --tokenizer-model for types without an entry. Does not look at the files."""
     if cfg.tokenizer_type is None:
-        yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
+        yield missing(cfg, "tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return
     for field in TOKENIZER_FILES.get(cfg.tokenizer_type, ("tokenizer_model",)):
         if getattr(cfg, field) is None:
             other = "" if cfg.tokenizer_type == "NullTokenizer" else "or choose another --tokenizer-type"
-            yield missing(field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
+            yield missing(cfg, field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
 
 
 def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
@@ -105,10 +105,11 @@ def encoder_seq_length_agrees(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
 
 
-def mock_data_vocabulary(cfg: PretrainConfig) -> Problems:
-    """Mock documents count upwards from id 1."""
-    if cfg.mock_data and cfg.model_family == "gpt" and cfg.tokenizer_type == "NullTokenizer" and cfg.vocab_size == 1:
-        yield problem(cfg, "vocab_size", "is too small for --mock-data, whose token ids start at 1", "use at least 2")
+def tokenizer_supports_sentinels(cfg: PretrainConfig) -> Problems:
+    """Reject --vocab-extra-ids with tokenizer types to which no sentinels can be added."""
+    if cfg.vocab_extra_ids and cfg.tokenizer_type in WITHOUT_SENTINELS:
+        reason = f"--tokenizer-type {cfg.tokenizer_type} does not support sentinels"
+        yield problem(cfg, "vocab_extra_ids", reason, "remove it")
 
 
 def mock_data_loader(cfg: PretrainConfig) -> Problems:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.layout import common_divisors
 
 

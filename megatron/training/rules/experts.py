@@ -6,9 +6,9 @@ import math
 
 from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.problems import Problems, problem
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.layout import common_divisors, how_to_start, nearest_multiples
 
 NO_LOSS = ("sinkhorn", "quantile_balancing", "none")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.cli import Problem, group_flags
+from megatron.core.config.cli import Problem, flags_of
 from megatron.core.config.errors import UserError, call_all
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -39,7 +39,7 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
     if cfg.dry_run:  # asks about flags, not about the machine that it runs on
         return []
     flags = {problem.flag for problem in known}
-    tokenizer_flags = {name for spec in group_flags(TokenizerConfig) for name in spec.names}
+    tokenizer_flags = {name for spec in flags_of(TokenizerConfig) for name in spec.names}
     # no length is better than a guess, but every sample has one: the shortest has the fewest spans
     guess = dataclasses.replace(
         cfg, seq_length=cfg.seq_length or 8, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length or 8
@@ -77,6 +77,7 @@ def check_inputs(
 
     built: list[Any] = []
     own_data = cfg.needs_data and not cfg.mock_data and cfg.dataloader_type != "external"
+    own_data = own_data and cfg.family.data_set is not None
 
     def build() -> None:
         built.append(build_tokenizer(cfg))

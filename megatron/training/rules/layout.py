@@ -7,11 +7,11 @@ import os
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
+from megatron.core.config.problems import Problems, missing, problem
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import smallest_world_size
-from megatron.training.model_description import PROGRAMS
-from megatron.training.rules.common import Problems, missing, problem, sequence_lengths
+from megatron.training.rules.common import sequence_lengths
 
 MOST_LOCAL_RANKS = 16
 """More ranks are usually on several machines, which need another command."""
@@ -44,7 +44,7 @@ def how_to_start(cfg: PretrainConfig) -> str:
     ranks = smallest_world_size(cfg)
     if launched_world_size() is not None or ranks > MOST_LOCAL_RANKS:
         return f"start a multiple of {ranks} ranks"
-    program = next(name for name, family in PROGRAMS.items() if family == cfg.model_family)
+    program = cfg.family.programs[0].script
     return f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ..."
 
 
@@ -73,9 +73,8 @@ def tensor_parallel_key_value_heads(cfg: PretrainConfig) -> Problems:
 
 
 def sequence_parallel_length(cfg: PretrainConfig) -> Problems:
-    """With --sequence-parallel, require each sequence length to be a multiple of TP x CP: --seq-length, and
-    --decoder-seq-length for T5. With one tensor-parallel rank ``resolve`` has already turned --sequence-parallel
-    off."""
+    """With --sequence-parallel, require each sequence length to be a multiple of TP x CP. With one tensor-parallel rank
+    ``resolve`` has already turned --sequence-parallel off."""
     tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
     for field, length in sequence_lengths(cfg):
         if cfg.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
@@ -101,7 +100,7 @@ def full_recomputation_settings(cfg: PretrainConfig) -> Problems:
     granularity = cfg.recompute_granularity
     for field in ("recompute_method", "recompute_num_layers"):
         if granularity == "full" and getattr(cfg, field) is None:
-            yield missing(field, "is required by --recompute-granularity full")
+            yield missing(cfg, field, "is required by --recompute-granularity full")
     if cfg.recompute_activations and granularity == "full":
         yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from megatron.core.config.errors import UserError
-from megatron.core.transformer.spec_utils import import_module
+from megatron.core.config.problems import Problems, as_given, flag_names, missing, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, as_given, flag_names, missing, problem, sequence_lengths
+from megatron.training.rules.common import sequence_lengths
 
 
 def architecture_given(cfg: PretrainConfig) -> Problems:
     for field in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if getattr(cfg, field) is None:
-            yield missing(field)
+            yield missing(cfg, field)
     if cfg.seq_length is None:
-        yield missing("seq_length")
-
-
-def spec_importable(cfg: PretrainConfig) -> Problems:
-    """Import the object that --spec names, which runs its module's code; reject --spec if the import fails. ``--spec
-    local`` and no --spec need no import. Does not check what the object is."""
-    if cfg.spec in (None, ["local"]):
-        return
-    try:
-        import_module(cfg.spec)
-    except UserError as error:
-        yield problem(cfg, "spec", str(error).partition(": ")[2])
+        yield missing(cfg, "seq_length")
 
 
 def repeated_mtp_layer_needs_mtp(cfg: PretrainConfig) -> Problems:
@@ -58,7 +46,7 @@ def query_groups_divide_heads(cfg: PretrainConfig) -> Problems:
 def positions_cover_sequence(cfg: PretrainConfig) -> Problems:
     for field, length in sequence_lengths(cfg):
         if cfg.max_position_embeddings and cfg.max_position_embeddings < length:
-            reason = f"is smaller than {flag_names(as_given(cfg, field))} {length}"
+            reason = f"is smaller than {flag_names(cfg, as_given(cfg, field))} {length}"
             yield problem(cfg, "max_position_embeddings", reason, f"give at least {length}")
 
 
@@ -88,7 +76,7 @@ def rotary_channels_even(cfg: PretrainConfig) -> Problems:
 
 def yarn_original_length_given(cfg: PretrainConfig) -> Problems:
     if cfg.position_embedding_type == "yarn" and cfg.yarn_original_max_position_embeddings is None:
-        yield missing("yarn_original_max_position_embeddings", "is required by --position-embedding-type yarn")
+        yield missing(cfg, "yarn_original_max_position_embeddings", "is required by --position-embedding-type yarn")
 
 
 def latent_attention_sizes(cfg: PretrainConfig) -> Problems:
@@ -99,7 +87,7 @@ def latent_attention_sizes(cfg: PretrainConfig) -> Problems:
         return
     if "kv_lora_rank" not in cfg.explicit and not cfg.use_checkpoint_args:
         fix = "for example --kv-lora-rank 512 (Megatron-LM's default is 32)"
-        yield missing("kv_lora_rank", "is required by --multi-latent-attention", fix)
+        yield missing(cfg, "kv_lora_rank", "is required by --multi-latent-attention", fix)
     if cfg.mla_down_proj_fusion and cfg.q_lora_rank is None:
         reason = "fuses the projections of the query and key/value latents, but there is no query latent"
         yield problem(cfg, "mla_down_proj_fusion", reason, "add --q-lora-rank")
@@ -239,3 +227,22 @@ def grad_reduce_dtype(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "grad_reduce_in_bf16", "contradicts --accumulate-allreduce-grads-in-fp32", "choose one")
     if cfg.grad_reduce_in_bf16 and not cfg.bf16:
         yield problem(cfg, "grad_reduce_in_bf16", "needs --bf16")
+
+
+def embedding_norm_settings(cfg: PretrainConfig) -> Problems:
+    """Reject --embed-layernorm together with --norm-placement post, --use-parallel-residual or
+    --apply-residual-connection-post-layernorm, one problem each."""
+    if not cfg.embed_layernorm:
+        return
+    fix = "choose one of the two"
+    if cfg.norm_placement == "post":
+        reason = "contradicts --norm-placement post, which has no norm before the first layer"
+        yield problem(cfg, "embed_layernorm", reason, fix)
+    for field in ("use_parallel_residual", "apply_residual_connection_post_layernorm"):
+        if getattr(cfg, field):
+            yield problem(cfg, field, "contradicts --embed-layernorm", fix)
+
+
+def encoder_num_layers_agrees(cfg: PretrainConfig) -> Problems:
+    if cfg.num_layers is not None and cfg.encoder_num_layers != cfg.num_layers:
+        yield problem(cfg, "encoder_num_layers", f"contradicts --num-layers {cfg.num_layers}", "give one of the two")

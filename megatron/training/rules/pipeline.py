@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.problems import Problems, flag_names, problem
 from megatron.core.pipeline_parallel.balance import ModelCosts
 from megatron.core.pipeline_parallel.stages import (
     BranchNames,
@@ -16,8 +17,6 @@ from megatron.core.pipeline_parallel.stages import (
 )
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.model_description import spec_branches
-from megatron.training.rules.common import Problems, flag_names, problem
 
 _SIZES = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
@@ -39,7 +38,7 @@ def one_pipeline_split(cfg: PretrainConfig) -> Problems:
         given = [next((name for name in family if getattr(cfg, name)), None) for family in families]
         names = [name for name in given if name is not None]
         if len(names) > 1:
-            yield problem(cfg, names[1], f"contradicts {flag_names(names[0])}", "choose one of them")
+            yield problem(cfg, names[1], f"contradicts {flag_names(cfg, names[0])}", "choose one of them")
 
 
 def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
@@ -69,7 +68,7 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
         return
     layers, wanted = len(stages[0].names), f"--num-layers {cfg.num_layers}"
     if cfg.num_layers and cfg.decoder_num_layers is not None:
-        wanted += f" and {flag_names('decoder_num_layers')} {cfg.decoder_num_layers}"
+        wanted += f" and {flag_names(cfg, 'decoder_num_layers')} {cfg.decoder_num_layers}"
     if cfg.num_layers and layers != cfg.num_layers + (cfg.decoder_num_layers or 0):
         yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
     if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
@@ -102,7 +101,7 @@ def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageCo
 def _branches(cfg: PretrainConfig) -> BranchNames | None:
     """None: standard decoder layers, or other rules report a problem with --spec or the sizes."""
     try:
-        return spec_branches(cfg) if cfg.num_layers else None
+        return cfg.family.branches(cfg) if cfg.num_layers else None
     except UserError:
         return None
 

@@ -6,10 +6,8 @@ files is one.
 
 from __future__ import annotations
 
-from inspect import isgeneratorfunction
-from types import ModuleType
-
 from megatron.core.config.cli import Problem
+from megatron.core.config.problems import collect_rules
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules import (
     backends,
@@ -17,28 +15,16 @@ from megatron.training.rules import (
     context,
     data,
     data_parallel,
-    encoder_decoder,
     experts,
     families,
     layout,
-    masked_data,
     model,
     pipeline,
     training,
 )  # fmt: skip
-from megatron.training.rules.common import Rule
-
-
-def collect_rules(*files: ModuleType) -> list[Rule]:
-    """Every public generator function that these files define, in their order."""
-    return [
-        member for file in files for name, member in vars(file).items()
-        if isgeneratorfunction(member) and member.__module__ == file.__name__ and not name.startswith("_")
-    ]  # fmt: skip
-
 
 RULES = collect_rules(
-    model, families, encoder_decoder, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints
+    model, families, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints
 )
 
 
@@ -46,6 +32,6 @@ def check(cfg: PretrainConfig) -> list[Problem]:
     """Return all problems of a resolved configuration; an empty list means that it can run."""
     if not cfg.resolved:
         raise AssertionError("check() takes what resolve() returns")
-    rules = [*RULES, *collect_rules(data, masked_data)] if cfg.needs_data else RULES
+    rules = [*RULES, *collect_rules(data)] if cfg.needs_data else RULES
     problems = [problem for rule in rules for problem in rule(cfg)]
     return list({str(problem): problem for problem in problems}.values())

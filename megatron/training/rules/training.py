@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from megatron.core.config.problems import Problems, flag_names, missing, problem
 from megatron.core.extensions.installed import is_installed
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, flag_names, missing, problem
 
 
 def micro_batch_size_given(cfg: PretrainConfig) -> Problems:
     if cfg.micro_batch_size is None:
-        yield missing("micro_batch_size")
+        yield missing(cfg, "micro_batch_size")
 
 
 def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
@@ -19,7 +19,7 @@ def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
     smaller than that. --decrease-batch-size-if-needed permits larger non-multiples."""
     clash = cfg.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
-        fields = flag_names(*sorted(clash))
+        fields = flag_names(cfg, *sorted(clash))
         yield problem(cfg, "step_batch_size_schedule", f"contradicts {fields}", "its last size is the final one")
     if not cfg.micro_batch_size or not cfg.seq_length or clash:
         return
@@ -67,7 +67,7 @@ def training_length_given_once(cfg: PretrainConfig) -> Problems:
     if cfg.train_iters is not None and cfg.train_samples is not None and "train_iters" in cfg.explicit:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
     if cfg.train_iters is None and cfg.train_samples is None and not cfg.skip_train:
-        yield missing("train_iters", "this or --train-samples is required", "--skip-train only evaluates")
+        yield missing(cfg, "train_iters", "this or --train-samples is required", "--skip-train only evaluates")
     if cfg.train_samples is not None and cfg.train_iters == 0 and not cfg.skip_train:
         yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.global_batch_size}")
     if "train_iters" in cfg.explicit and not cfg.skip_train and cfg.train_iters < 1:
@@ -86,7 +86,7 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
     for field in iters if by_samples else samples:
         if field in cfg.explicit and getattr(cfg, field):
             ours, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
-            right = flag_names(field).removesuffix("-iters").removesuffix("-samples") + other
+            right = flag_names(cfg, field).removesuffix("-iters").removesuffix("-samples") + other
             yield problem(cfg, field, f"does not go with {ours}", f"use {right}")
 
 
@@ -95,7 +95,7 @@ def learning_rate_settings(cfg: PretrainConfig) -> Problems:
     --decoupled-min-lr without --decoupled-lr, and a --decoupled-min-lr above --decoupled-lr."""
     if cfg.lr is None:
         if not cfg.skip_train:
-            yield missing("lr")
+            yield missing(cfg, "lr")
         return
     if cfg.min_lr > cfg.lr:
         yield problem(cfg, "min_lr", f"must be between 0 and --lr {cfg.lr}")
@@ -131,7 +131,7 @@ def wsd_decay_length(cfg: PretrainConfig) -> Problems:
     if cfg.lr_decay_style != "WSD":
         return
     if not length:
-        yield missing(f"lr_wsd_decay_{unit}", "is required by --lr-decay-style WSD")
+        yield missing(cfg, f"lr_wsd_decay_{unit}", "is required by --lr-decay-style WSD")
     elif length < 1 or (decay and length > decay):
         yield problem(cfg, f"lr_wsd_decay_{unit}", f"must be between 1 and the decay length of {decay} {unit}")
 
@@ -149,7 +149,7 @@ def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
         return
     for field in ("start_weight_decay", "end_weight_decay"):
         if getattr(cfg, field) is None:
-            yield missing(field, f"is required by --weight-decay-incr-style {cfg.weight_decay_incr_style}")
+            yield missing(cfg, field, f"is required by --weight-decay-incr-style {cfg.weight_decay_incr_style}")
     if start is not None and end is not None and not 0 <= start <= end:
         yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
 
@@ -233,11 +233,11 @@ def log_sinks(cfg: PretrainConfig) -> Problems:
     """With --wandb-project, require --wandb-exp-name, the wandb package (not in a dry run), and --wandb-save-dir or
     --save. TensorBoard flags are not checked here."""
     if cfg.wandb_project and not cfg.wandb_exp_name:
-        yield missing("wandb_exp_name", "is required with --wandb-project")
+        yield missing(cfg, "wandb_exp_name", "is required with --wandb-project")
     if cfg.wandb_project and not cfg.dry_run and not is_installed("wandb"):
         yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or remove the flag")
     if cfg.wandb_project and not (cfg.wandb_save_dir or cfg.save):
-        yield missing("wandb_save_dir", "this or --save is required with --wandb-project")
+        yield missing(cfg, "wandb_save_dir", "this or --save is required with --wandb-project")
 
 
 def profile_range(cfg: PretrainConfig) -> Problems:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.training.data.datasets import select_data_set
-from megatron.training.model_description import spec_layers
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
@@ -23,18 +23,13 @@ from megatron.training.tasks.language_model import LanguageModelTask, on_device
 class GPTTask(LanguageModelTask):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
-    sequence_keys: Collection[str] = ()
-    """Names of additional batch tensors [b, s, ...], which context-parallel ranks split along dim 1."""
-    whole_keys: Collection[str] = ()
-    """Names of additional tensors with two or more dims that every context-parallel rank needs in full."""
-
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
         """Build this pipeline stage of a :class:`GPTModel` from the flags, with the layers of --spec, if set, and MTP
         layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config, own = core_transformer_config_from_args(cfg), spec_layers(cfg)
+        config, own = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
         engine = cfg.transformer_impl == "transformer_engine"
         spec = own or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(
@@ -51,12 +46,13 @@ class GPTTask(LanguageModelTask):
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """Return tokens, labels, loss_mask, position_ids [b, s] and sample_index [b] on the device; ``documents``
-        (bounds) if attention is limited to documents. With context parallelism, this rank's tokens; positions and
-        bounds stay global."""
+        """Return tokens, labels, loss_mask, position_ids [b, s], sample_index and valid_tokens [b] on the device;
+        ``documents`` (bounds) if attention is limited to documents. With context parallelism, this rank's tokens;
+        positions, bounds and the number of valid tokens are those of the full rows."""
         given = next(data_iterator)
         # new dictionary: other chunks of this rank receive the original one
-        batch = {**get_batch_on_this_cp_rank(given, sequence_keys=self.sequence_keys, whole_keys=self.whole_keys)}
+        batch = self.local_tokens(given)
+        batch["valid_tokens"] = given["loss_mask"].sum(1, dtype=torch.float32)
         bounds = batch.pop("cu_seqlens", None)
         documents = None if bounds is None else PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         return on_device(batch, documents)
@@ -72,6 +68,7 @@ class GPTTask(LanguageModelTask):
             loss_mask=batch["loss_mask"],
             packed_seq_params=batch["documents"],
             sample_index=batch["sample_index"],
+            main_loss=MainLoss(self.loss_weights[self.losses[0]], batch.get("valid_tokens")),
         )
         return output, partial(self.loss_func, batch)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
@@ -15,16 +14,22 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.description.model import ModelDescription
+from megatron.core.models.registry import get_family
+from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.training.data.batch import to_device
-from megatron.training.data.datasets import NumSamples, check_data_tokenizer
+from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.data.datasets import NumSamples, check_data_tokenizer, select_data_set
 from megatron.training.initialize import training_device
-from megatron.training.model_description import describe_run
 from megatron.training.tasks.base import Task
 
 
 class LanguageModelTask(Task):
-    """Task for token models that ``model_description.py`` describes."""
+    """Task for token models that their family describes."""
+
+    sequence_keys: Collection[str] = ()
+    """Names of batch tensors [b, s, ...] besides the family's, which context-parallel ranks split along dim 1."""
+    whole_keys: Collection[str] = ()
+    """Names of tensors of two or more dims, besides the family's, that every context-parallel rank needs in full."""
 
     def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, Any]:
         """Return the constructor arguments common to all models, without configuration and layer specs: vocabulary and
@@ -64,19 +69,30 @@ class LanguageModelTask(Task):
 
     def description(self) -> ModelDescription:
         """Return the description of the model that the flags define."""
-        return describe_run(self.cfg, self.vocab_size)
+        return self.cfg.describe(self.vocab_size)
+
+    def local_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return this context-parallel rank's tokens of a batch of full sequences, in a new dictionary."""
+        family = self.cfg.family
+        split, whole = {*family.sequence_tensors, *self.sequence_keys}, {*family.full_tensors, *self.whole_keys}
+        return {**get_batch_on_this_cp_rank(batch, sequence_keys=split, whole_keys=whole)}
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
+        """Return the family's data sets (blended, split) from the data flags; random samples with --mock-data."""
+        if self.cfg.mock_data:
+            return mock_data(self, num_samples)
+        return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return data sets of class ``kind``, blended and split; raises for data of another tokenizer."""
         check_data_tokenizer(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
-    def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), the token count, and both for the log as
-        fp64 [sum, count]: of this rank's tokens, on the device, without a wait."""
+    def loss_func(self, batch: dict[str, Tensor], output: Any) -> LossPairs:
+        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), and the token count: of this rank's
+        tokens, on the device, without a wait."""
         mask = batch["loss_mask"].to(output.dtype)
-        loss, num_tokens = (output * mask).sum(), mask.sum()
-        return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+        return {"lm loss": ((output * mask).sum(), mask.sum())}
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a sample of random tokens in the format of the data set; a random subset contributes to the loss."""
@@ -118,15 +134,7 @@ def mock_data(task: LanguageModelTask, num_samples: Sequence[int | None]) -> tup
     return tuple(RandomSamples(task, count, split << 40) for split, count in enumerate(counts))
 
 
-TASKS = {
-    "gpt": ("megatron.training.tasks.gpt", "GPTTask"),
-    "bert": ("megatron.training.tasks.bert", "BertTask"),
-    "t5": ("megatron.training.tasks.t5", "T5Task"),
-}
-"""(Module, class) by ``cfg.model_family``."""
-
-
 def task_class(model_family: str) -> type[LanguageModelTask]:
     """Import and return the task class of a model family."""
-    module, name = TASKS[model_family]
-    return getattr(importlib.import_module(module), name)
+    module, _, name = get_family(model_family).task.partition(":")
+    return getattr(import_module(module), name)

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank, sort_by_length
-from megatron.training.data.datasets import select_data_set
-from megatron.training.tasks.base import NumSamples
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
+from megatron.training.data.batch import sort_by_length
+from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
 
 class T5Task(LanguageModelTask):
@@ -24,30 +21,23 @@ class T5Task(LanguageModelTask):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """Build this pipeline stage of a :class:`T5Model` from the flags; encoder and decoder share one configuration.
+        """Build this pipeline stage of a :class:`T5Model` from the flags.
         Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
-        config = core_transformer_config_from_args(cfg)
+        configs = cfg.family.transformers(cfg)
         encoder, decoder = get_t5_block_specs(
-            config, cfg.decoder_num_layers, relative_positions=cfg.position_embedding_type == "relative",
+            configs["encoder"], cfg.decoder_num_layers, relative_positions=cfg.position_embedding_type == "relative",
             use_transformer_engine=cfg.transformer_impl == "transformer_engine",
         )  # fmt: skip
         return T5Model(
-            config=config,
-            encoder_config=config,
+            config=configs["decoder"],
+            encoder_config=configs["encoder"],
             transformer_encoder_layer_spec=encoder,
             transformer_decoder_layer_spec=decoder,
             **self.model_arguments(pre_process, post_process, vp_stage),
             relative_attention_num_buckets=cfg.relative_attention_num_buckets,
             relative_attention_max_distance=cfg.relative_attention_max_distance,
         )
-
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
-        """Return T5 data sets (blended, split) from the data flags; random tokens with --mock-data."""
-        cfg = self.cfg
-        if cfg.mock_data:
-            return mock_data(self, num_samples)
-        return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,
@@ -56,7 +46,7 @@ class T5Task(LanguageModelTask):
         names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
         batch = next(data_iterator)
         own, lengths = sort_by_length({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
-        own = get_batch_on_this_cp_rank(own)
+        own = self.local_tokens(own)
         own["labels"] = own["labels"].clamp(min=0)
         return {**on_device(own), "lengths": lengths}
 

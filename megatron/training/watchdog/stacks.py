@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 CONSEQUENCES = ("gloo", "NCCL", "onnection closed by peer", "onnection reset by peer", "roken pipe")
 
 
-def standard_error() -> Any:
+def standard_error() -> TextIO:
     """Return the original stderr, which has a file descriptor even if ``sys.stderr`` was replaced."""
     return sys.__stderr__ if sys.__stderr__ is not None else open(2, "w", closefd=False)
 

@@ -22,6 +22,12 @@ def find_bad_data():
     raise UserError("--data-path x: document 7 is damaged; make it again")
 
 
+def run_out_of_memory():
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has no memory left.")
+
+
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -105,6 +111,8 @@ def note(event):
 FAULTS = {
     "raises": raise_an_error,
     "finds bad data": find_bad_data,
+    "runs out of memory": run_out_of_memory,
+    "runs out of memory in evaluation": run_out_of_memory,
     "computes NaN": lambda: None,
     "is killed": kill,
     "leaves": leave,
@@ -145,7 +153,7 @@ def plant(fault):
 
     get_batch, save, loss_func = GPTTask.get_batch, Checkpointer.start_save, GPTTask.loss_func
     calls, saves = {True: 0, False: 0}, []
-    moment = (False, 2) if fault == "hangs in evaluation" else (True, 3)
+    moment = (False, 2) if fault.endswith("in evaluation") else (True, 3)
 
     def faulty_get_batch(self, data_iterator):
         training = torch.is_grad_enabled()

@@ -30,23 +30,20 @@ def of_samples(name):
 
 
 def names_of_heads(cfg):
-    from megatron.training.model_description import describe_run
 
-    names = [param.name for param in describe_run(dataclasses.replace(cfg, model_family="bert"), 64).params()]
+    names = [param.name for param in dataclasses.replace(cfg, model_family="bert").describe(64).params()]
     return [name for name in names if "binary_head" in name or "tokentype" in name or "pooler" in name]
 
 
 def decoder_depth(cfg):
-    from megatron.training.model_description import describe_run
 
-    return sum(len(layer) == 3 for layer in describe_run(cfg, 64).layers)
+    return sum(len(layer) == 3 for layer in cfg.describe(64).layers)
 
 
 def names_of_output(cfg):
     """Without a bias."""
-    from megatron.training.model_description import describe_run
 
-    return [param.name for param in describe_run(cfg, 64).params() if "output_layer" in param.name]
+    return [param.name for param in cfg.describe(64).params() if "output_layer" in param.name]
 
 
 def answer_length(cfg):

@@ -195,13 +195,14 @@ def _noting_collective(run, name, correct):
 
 
 def _note_build(run, parts):
+    from megatron.core.attention.dot_product_attention import CoreAttention
     from megatron.core.distributed import unwrapped
 
     run.initial = _weights(parts)
     for chunk in parts.model:
         for module in unwrapped(chunk).modules():
-            parts_of_it = [module, getattr(getattr(module, "form", None), "kernel", None)]  # attention's
-            for name in (type(each).__name__ for each in parts_of_it if each is not None):
+            kernel = module.kernel if isinstance(module, CoreAttention) else None
+            for name in (type(each).__name__ for each in (module, kernel) if each is not None):
                 run.modules[name] = run.modules.get(name, 0) + 1
             run.kernels |= {kernel for value in vars(module).values() if (kernel := _kernel(value))}
         run.stored |= {name: tuple(each.shape) for name, each in unwrapped(chunk).named_parameters()}
@@ -243,8 +244,7 @@ def _weights(parts):
 
 def _note_end(run, parts):
     run.weights, run.moments = _weights(parts), _moments(parts)
-    masters = getattr(parts.optimizer, "masters", {})
-    run.kept = {name: master.kept for name, master in masters.items()}
+    run.kept = {name: storage.kept for name, storage in getattr(parts.optimizer, "storage", {}).items()}
 
 
 @contextlib.contextmanager
@@ -256,14 +256,13 @@ def _noting_steps(run, parts):
 
     update = parts.optimizer.update
 
-    def noting_update(skip_update=None, gradient_factor=None):
-        factor = 1.0 if gradient_factor is None else gradient_factor
-        factor = factor / parts.optimizer.get_loss_scale()
+    def noting_update(skip_update=None):
+        factor = 1.0 / parts.optimizer.get_loss_scale()
         run.gradients.append({each.name: each.local.detach() * factor for each in parts.optimizer.gradient_shards()})
         run.rates.append(
             {(group["lr"], group["weight_decay"]): list(group["names"]) for group in parts.optimizer.param_groups}
         )
-        return update(skip_update, gradient_factor)
+        return update(skip_update)
 
     def noting_start(module, arguments):
         # at the start: recomputation breaks off as soon as it has what backward asks for

@@ -8,7 +8,6 @@ from benchmarks.harness import jobs, roofline, rows
 from benchmarks.harness import kernel_classes as kinds
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
-from megatron.training.model_description import describe_run
 from megatron.training.rules.run_all import check
 
 CEILINGS = roofline.load_ceilings()
@@ -40,7 +39,7 @@ def test_limits_count_the_model_flops(name):
     work = roofline.limits(cfg, cfg.vocab_size, CEILINGS)
     gemms = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
     attention = (work[kinds.ATTENTION_FORWARD].flops + work[kinds.ATTENTION_BACKWARD].flops) * 6 / 7
-    expected = describe_run(cfg, cfg.vocab_size).flops_per_sample * cfg.global_batch_size / cfg.world_size
+    expected = cfg.describe(cfg.vocab_size).flops_per_sample * cfg.global_batch_size / cfg.world_size
     assert gemms + attention == pytest.approx(expected, rel=1e-9)
 
 

@@ -108,7 +108,7 @@ def test_a_sound_layout_of_a_t5_exits_with_0(capsys):
     layout = ["--program", "pretrain_t5.py", "--pipeline-model-parallel-size", "2", "--steps", "1"]
     assert verify_layout.main([*T5, *layout]) == 0
     out = capsys.readouterr().out
-    assert "2 layers and 1 of a decoder" in out and "sequences of 16 and 8" in out and "\nequal: " in out
+    assert "a model of 3 layers" in out and "sequences of 16 and 8" in out and "\nequal: " in out
 
 
 def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):

@@ -6,8 +6,10 @@ import pytest
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.schedules.batch_size import running_global_batch_size
-from megatron.training.data.loader import Shard, TrainSampler, sequential
+from megatron.training.checkpoint.checkpointer import SaveReport
+from megatron.training.data.loader import BatchReader, Shard, TrainSampler, sequential
 from megatron.training.observe.metrics import StepMetrics
+from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -26,6 +28,10 @@ def test_only_refused_updates_count_as_skipped_iterations(losses, skipped, count
     )
 
 
+def len_of(batch):
+    return [len(batch)]
+
+
 def samples_of(rank, ranks, cfg, iterations):
     """Stream positions that data-parallel rank ``rank`` of ``ranks`` trains on, by iteration; and the counters."""
     trainer, taken, moments = Trainer.__new__(Trainer), {}, []
@@ -38,16 +44,23 @@ def samples_of(rank, ranks, cfg, iterations):
     group = {"lr": 0.1, "is_decoupled_lr": False}
     trainer.parts = SimpleNamespace(
         groups=SimpleNamespace(dp=Group("dp", tuple(range(ranks)), rank), tp=SINGLE_PROCESS.tp),
-        train_iterator=iter(sampler), optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
+        task=Task(cfg), on_forward=None, reader=BatchReader(iter(sampler), len_of, reads_ahead=True),
+        optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
         scheduler=SimpleNamespace(set_samples=moments.append),
     )  # fmt: skip
 
-    def update(size):
-        batches = [next(trainer.parts.train_iterator) for _ in range(size // (cfg.micro_batch_size * ranks))]
+    def forward_backward(size):
+        batches, counts = trainer._read(size)
+        batches = list(batches)
+        assert counts.tolist() == [size // ranks]
         taken[trainer.state.iteration + 1] = [position for batch in batches for position, _ in batch]
-        return StepMetrics(losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size)
+        return {}, counts
 
-    trainer._update = update
+    trainer.timers = trainer.parts.task.timers
+    trainer._forward_backward = forward_backward
+    trainer._update = lambda size, local, counts: StepMetrics(
+        losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
+    )
     metrics = [trainer.train_step() for _ in range(iterations)]
     assert [each.skipped for each in metrics] == [
         number in cfg.iterations_to_skip for number in range(1, iterations + 1)
@@ -62,6 +75,7 @@ def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, ram
     cfg = SimpleNamespace(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=rampup, step_batch_size_schedule=None,
         decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=ranks, iterations_to_skip=[],
+        train_iters=7, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
         weight_decay_incr_style="constant",
     )  # fmt: skip
     all_of_them, whole, all_moments = samples_of(0, 1, cfg, 7)
@@ -76,3 +90,38 @@ def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, ram
         assert state == TrainState(
             iteration=7, consumed_train_samples=whole.consumed_train_samples, skipped_train_samples=skipped
         )
+
+
+def test_an_iteration_has_the_learning_rate_of_the_samples_before_it():
+    """Under a ramp, too: sizes 8, 8, 16, 24, 24."""
+    cfg = SimpleNamespace(
+        micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 20], step_batch_size_schedule=None,
+        decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=1, iterations_to_skip=[2],
+        train_iters=5, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
+        weight_decay_incr_style="constant",
+    )  # fmt: skip
+    assert samples_of(0, 1, cfg, 5)[2] == [0, 8, 16, 32, 56]
+
+
+def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_after_it():
+    """A process that dies during the save must find the records of all iterations that the checkpoint covers."""
+    events = []
+    trainer = Trainer.__new__(Trainer)
+    trainer.cfg, trainer.state = SimpleNamespace(save="folder", async_save=False), TrainState(iteration=3)
+    trainer.finite, trainer.last_mark = SimpleNamespace(read=lambda: events.append("values are finite")), 0.0
+    report = SaveReport(TrainState(iteration=3), "folder", True, False)
+
+    def start_save(state, **how):
+        events.append(f"save {how['background']}")
+        return report
+
+    trainer.parts = SimpleNamespace(
+        checkpointer=SimpleNamespace(saving=None, finish_save=lambda wait: events.append("earlier save ends"),
+                                     start_save=start_save),
+    )  # fmt: skip
+    trainer.hooks = SimpleNamespace(
+        on_save=lambda state: events.append(f"records until {state.iteration}"),
+        on_saved=lambda state: events.append(f"saved {state.iteration}"), on_save_timed=lambda record: None,
+    )  # fmt: skip
+    trainer.save()
+    assert events == ["values are finite", "earlier save ends", "records until 3", "save False", "saved 3"]

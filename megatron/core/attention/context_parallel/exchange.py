@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.context_parallel.zigzag import Order
 from megatron.core.groups.process_groups import Group
 
 
@@ -45,17 +46,17 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
     return NeighbourExchange(x, received, dist.batch_isend_irecv(operations))
 
 
-def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
+def _all_to_all(tensors: Sequence[Tensor], group: Group, order: Order, scatter: bool) -> tuple[Tensor, ...]:
     """Exchange heads for sequence (``scatter``) or back, for all tensors in one all-to-all over ``group``; return new
     tensors in their order. Each [s, b, a, d] is packed per receiving rank into a buffer [n, elements]: one message per
     pair of ranks. With NCCL the current stream waits, with gloo the host; no autograd."""
-    pack, unpack = (_head_shares, _merge_sequence) if scatter else (_sequence_shares, _all_heads)
-    outgoing = pack(tensors, group.size)
+    outgoing = _head_shares(tensors, group.size) if scatter else _sequence_shares(tensors, group.size, order)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group.handle)
     came = incoming.split([x.numel() // group.size for x in tensors], dim=1)
     shapes = (_part_shape(x, group.size, scatter) for x in tensors)
-    return tuple(unpack(parts.view(group.size, *shape)) for parts, shape in zip(came, shapes))
+    parts = (part.view(group.size, *shape) for part, shape in zip(came, shapes))
+    return tuple(zigzag.merge_parts(part.unbind(), 0, order) if scatter else _all_heads(part) for part in parts)
 
 
 def _part_shape(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
@@ -75,19 +76,14 @@ def _head_shares(tensors: Sequence[Tensor], size: int) -> Tensor:
     return outgoing
 
 
-def _sequence_shares(tensors: Sequence[Tensor], size: int) -> Tensor:
+def _sequence_shares(tensors: Sequence[Tensor], size: int, order: Order) -> Tensor:
     """Copy each of ``tensors`` [s, b, a, d] (full sequences) into one buffer [n, elements], where row r holds the
-    zig-zag tokens of rank r of all tensors, one after the other. UserError if s is not divisible by 2 n."""
+    tokens of rank r of all tensors, one after the other. UserError if the ranks cannot split s."""
     pieces = [
         x[start:stop].flatten()
-        for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size)
+        for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size, order)
     ]  # fmt: skip
     return torch.cat(pieces).view(size, -1)
-
-
-def _merge_sequence(parts: Tensor) -> Tensor:
-    """Merge the zig-zag parts [n, s / n, b, a, d] of all ranks into [s, b, a, d] in natural token order."""
-    return zigzag.merge_parts(parts.unbind(), dim=0)
 
 
 def _all_heads(parts: Tensor) -> Tensor:
@@ -113,28 +109,16 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
-class _HeadsAndSequence(torch.autograd.Function):
-    """All-to-all in forward; the inverse all-to-all of the gradients in backward."""
+class HeadsAndSequence(torch.autograd.Function):
+    """All-to-all between sequence and head sharding over the n ranks of ``group``, for all tensors in one collective;
+    the inverse all-to-all of the gradients in backward. ``scatter``: this rank's tokens in ``order`` [s, b, a, d] ->
+    [n * s, b, a / n, d] in natural order; else back. n must divide a; UserError if the ranks cannot split s."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.scatter = group, scatter
-        return _all_to_all(tensors, group, scatter)
+    def forward(ctx: Any, group: Group, order: Order, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.order, ctx.scatter = group, order, scatter
+        return _all_to_all(tensors, group, order, scatter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_all_to_all(grads, ctx.group, not ctx.scatter)
-
-
-def scatter_heads(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """All-to-all from sequence to head sharding: [s, b, a, d] -> [n * s, b, a / n, d] for each tensor, n ranks. Input
-    tokens are this rank's zig-zag part, output tokens are in natural order. One collective over ``group`` for all
-    tensors, and its inverse in backward; on one rank returns ``tensors`` unchanged. a must be divisible by n."""
-    return tensors if group.size == 1 else _HeadsAndSequence.apply(group, True, *tensors)
-
-
-def gather_heads(x: Tensor, group: Group) -> Tensor:
-    """All-to-all from head to sequence sharding, the inverse of :func:`scatter_heads` for one tensor:
-    [n * s, b, a / n, d] -> [s, b, a, d]. Collective over ``group`` in forward and backward; on one rank returns ``x``
-    itself. Raises UserError unless the sequence is divisible by 2 n."""
-    return x if group.size == 1 else _HeadsAndSequence.apply(group, False, x)[0]
+        return None, None, None, *_all_to_all(grads, ctx.group, ctx.order, not ctx.scatter)

@@ -6,8 +6,8 @@
 ``AllToAllAttention``   exchanges heads for sequence, so that each rank has full sequences of a / n heads (Jacobs et
                         al. 2023); the inner attention may be a ring over an outer group (hierarchical, a2a+p2p)
 
-Inputs and outputs are local tensors [s, b, heads, d] in zig-zag order. Memory saved for backward does not grow with the
-group: local tensors, or for all-to-all equally many elements with fewer heads and longer sequences.
+Inputs and outputs are local tensors [s, b, heads, d] in the order of the token layout. Memory saved for backward does
+not grow with the group: local tensors, or for all-to-all equally many elements with fewer heads and longer sequences.
 
 Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim.
 """
@@ -16,36 +16,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
-from megatron.core.attention.context_parallel.exchange import gather_heads, neighbour_exchange, scatter_heads
+from megatron.core.attention.context_parallel.exchange import neighbour_exchange
 from megatron.core.attention.context_parallel.zigzag import Spans
 from megatron.core.attention.kernels.base import Form, Kernel
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
-from megatron.core.attention.sink import has_sink, sink_gradient
+from megatron.core.attention.sink import sink_gradient
 from megatron.core.attention.tiles import Tile, plan_tiles
+from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups import collective_names
-from megatron.core.groups.process_groups import Group, ProcessGroups
 
 Attention = Callable[..., Tensor]
 """``(query, key, value, mask, sink=None) -> out``; ``sink`` [a] is a logit per head in every softmax (``sink.py``)."""
-_ALONE = Group("alone")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Arguments of one attention call: group, kernel (with dropout and bias set), and the tiles of each key block."""
+    """Arguments of one attention call: layout of the key blocks, kernel (with dropout and bias set), and the tiles of
+    each block."""
 
-    group: Group
+    layout: TokenLayout
     kernel: Kernel
     blocks: tuple[tuple[Tile, ...], ...]
 
@@ -59,13 +57,13 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
         """Return the output [s, b, a, d] in the dtype of ``query``. Each step attends to the held K/V block while the
-        next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over ``plan.group``. Saves query,
-        local K/V, output and log-sum-exp."""
+        next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over the layout's group. Saves
+        query, local K/V, output and log-sum-exp."""
         own = held = torch.stack((key, value))  # one message per step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
             # start before the attention that overlaps it; the last block needs no further transfer
-            coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
+            coming = neighbour_exchange(held, plan.layout.group) if step < len(plan.blocks) - 1 else None
             softmax.add_block(held[0], held[1], tiles)
             held = held if coming is None else coming.wait()
         out, lse = softmax.finish(sink)
@@ -78,23 +76,23 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
         sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
-        later, so that they end at their rank: n - 1 exchanges each over ``plan.group``. Gradients of query, key and
+        later, so that they end at their rank: n - 1 exchanges each over the layout's group. Gradients of query, key and
         value have the query's dtype."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         # process the local block last: its dK/dV from other ranks arrive while it is computed
-        coming = neighbour_exchange(own, plan.group) if len(plan.blocks) > 1 else None
+        coming = neighbour_exchange(own, plan.layout.group) if len(plan.blocks) > 1 else None
         travelling = None  # dK/dV of the held block, summed over the ranks that have held it before
         for step, tiles in enumerate(plan.blocks[1:], 2):
             assert coming is not None
             held = coming.wait()
-            coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) else None
+            coming = neighbour_exchange(held, plan.layout.group) if step < len(plan.blocks) else None
             sums = GradientSum(2, held[0], travelling)
             gradients.add_block(held, tiles, sums)
             # keys are in flight between the same ranks: gloo matches messages by tag, NCCL by order, so that all ranks
             # must issue both exchanges in this order
-            travelling = neighbour_exchange(sums.total(), plan.group, tag=1)
+            travelling = neighbour_exchange(sums.total(), plan.layout.group, tag=1)
         sums = GradientSum(2, own[0], travelling)
         gradients.add_block(own, plan.blocks[0], sums)
         grad_key, grad_value = sums.result()
@@ -110,10 +108,10 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
     ) -> Tensor:
-        """All-gather keys and values over ``plan.group`` and attend to all of them; return the output [s, b, a, d] in
-        the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
+        """All-gather keys and values over the layout's group and attend to all of them; return the output [s, b, a, d]
+        in the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
         own = torch.stack((key, value))
-        everything = _all_gather_sequence(own, plan.group)
+        everything = plan.layout.full(own, 1)
         softmax = OnlineSoftmax(query, plan.kernel)
         softmax.add_block(everything[0], everything[1], plan.blocks[0])
         out, lse = softmax.finish(sink)
@@ -128,34 +126,13 @@ class _AllGather(torch.autograd.Function):
         casts them to the dtype of ``query``."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        everything = _all_gather_sequence(own, plan.group)
+        everything = plan.layout.full(own, 1)
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         sums = GradientSum(2, everything[0])
         gradients.add_block(everything, plan.blocks[0], sums)
-        grad_key, grad_value = _sum_local(sums.total(), plan.group).to(query.dtype)
+        grad_key, grad_value = plan.layout.sum_local(sums.total(), 1).to(query.dtype)
         of_sink = None if sink is None else sink_gradient(grad, out, lse, sink)
         return gradients.grad_query(), grad_key, grad_value, of_sink, gradients.grad_bias, None
-
-
-def _all_gather_sequence(own: Tensor, group: Group) -> Tensor:
-    """All-gather [2, s, b, g, d] over ``group`` to full sequences [2, n * s, b, g, d] in natural token order. For one
-    rank returns ``own`` itself."""
-    if group.size == 1:
-        return own
-    parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
-    collective_names.all_gather(parts, own, group=group.handle)
-    return zigzag.merge_parts(parts.chunk(group.size), dim=1)
-
-
-def _sum_local(total: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter [2, n * s, b, g, d] over ``group``, in its dtype: return the sum over ranks for this rank's
-    zig-zag tokens, [2, s, b, g, d], a new tensor. For one rank returns ``total`` itself."""
-    if group.size == 1:
-        return total
-    parts = torch.cat([zigzag.local_part(total, rank, group.size) for rank in range(group.size)])
-    result = parts.new_empty((total.shape[0], *parts.shape[1:]))
-    collective_names.reduce_scatter(result, parts, group=group.handle)
-    return result
 
 
 def _refuse_dense(mask: Mask) -> None:
@@ -203,17 +180,17 @@ class _BlockAttention:
     """Base of attention over key blocks whose partial results are merged. Maps query [s, b, a, d], key and value
     [s, b, g, d] to [s, b, a, d]. Raises UserError for dense masks."""
 
-    group: Group
+    layout: TokenLayout
     kernel: Kernel
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
         """Return the kernel, with the mask's dropout and bias, and for each of ``blocks`` (spans of global key
-        positions) the tiles of this rank's zig-zag queries. Keys may belong to another sequence. Tiles of different
+        positions) the tiles of this rank's queries. Keys may belong to another sequence. Tiles of different
         spans are merged unless there is dropout or a bias, which require the unfused kernel. Raises UserError for dense
         masks and lengths that the ranks cannot split. Reading document bounds may wait for the GPU."""
         _refuse_dense(mask)
-        length, key_length = (len(x) * self.group.size for x in (query, key))
-        queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
+        length, key_length = (self.layout.full_length(len(x)) for x in (query, key))
+        queries, kernel = self.layout.spans(length), self.kernel
         merge = mask.dropout is None and mask.bias is None  # both depend on positions
         if not merge:
             assert isinstance(kernel, UnfusedAttention)
@@ -221,18 +198,19 @@ class _BlockAttention:
         documents, of_keys = mask.bounds or (None, None)
         others = None if of_keys is None or of_keys is documents else (of_keys, key_length)
         tiles = (plan_tiles(queries, keys, mask.visibility, length, documents, merge, others) for keys in blocks)
-        return _Plan(self.group, kernel, tuple(tiles))
+        return _Plan(self.layout, kernel, tuple(tiles))
 
 
 class RingAttention(_BlockAttention):
-    """Ring attention: K/V blocks circulate in ``group``; each transfer overlaps the attention to the current block."""
+    """Ring attention: K/V blocks circulate in the layout's group; each transfer overlaps the attention to the current
+    block."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key and value [t, b, g, d] in zig-zag order to [s, b, a, d]; ``sink`` [a]. Collective
-        over ``group`` in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot
-        split."""
-        size, rank = self.group.size, self.group.rank
-        spans = [zigzag.spans(len(key) * size, (rank - step) % size, size) for step in range(size)]
+        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]; ``sink`` [a].
+        Collective over the group in forward and backward. Raises UserError for dense masks and lengths that the ranks
+        cannot split."""
+        group, length = self.layout.group, self.layout.full_length(len(key))
+        spans = [self.layout.spans(length, (group.rank - step) % group.size) for step in range(group.size)]
         return _Ring.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, spans))
 
 
@@ -240,18 +218,18 @@ class AllGatherAttention(_BlockAttention):
     """All-gather attention: every rank holds all keys and values during one layer's attention, forward and backward."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key and value [t, b, g, d] in zig-zag order to [s, b, a, d]; ``sink`` [a]. Collective
-        over ``group`` in forward and backward. Raises UserError for dense masks and lengths that the ranks cannot
-        split."""
-        everything = ((0, len(key) * self.group.size),)
+        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]; ``sink`` [a].
+        Collective over the group in forward and backward. Raises UserError for dense masks and lengths that the ranks
+        cannot split."""
+        everything = ((0, self.layout.full_length(len(key))),)
         return _AllGather.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, [everything]))
 
 
 @dataclass(frozen=True)
 class AllToAllAttention:
-    """All-to-all (Ulysses) attention over ``group``: ``inner`` gets 1 / n of the heads and n times the sequence.
-    ``inner`` computes this rank's heads from ``group.rank * heads / n``. With an inner ring over an outer group, the
-    sequences that ``inner`` gets are in that group's zig-zag order. Query, key and value are sent in one collective.
+    """All-to-all (Ulysses) attention over the layout's group: ``inner`` gets 1 / n of the heads and n times the
+    sequence. ``inner`` computes this rank's heads from ``group.rank * heads / n``. With an inner ring over an outer
+    group, the sequences that ``inner`` gets are in that group's order. Query, key and value are sent in one collective.
     Attention at s 32768 on two H200s, forward and backward (``torchrun --nproc-per-node 2
     benchmarks/bench_context_parallel.py``), takes 30.3 ms, against 30.8 ms with one collective each and element-wise
     copies. Slower alternatives, measured on four GPUs where three collectives took 15.6 ms: chunks sent directly to
@@ -259,67 +237,62 @@ class AllToAllAttention:
     the heads, one exchanged during the attention of the other, 18.4 ms. Copy engines do not help: 9.11 s per step of 32
     layers, against 9.03 s with NCCL, as nothing overlaps the exchange."""
 
-    group: Group
+    layout: TokenLayout
     inner: Attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key and value [s, b, g, d] to [s, b, a, d]; a and g must be divisible by the group
-        size. ``sink`` [a] and the mask's bias hold all heads of this rank. Raises UserError for dense masks."""
+        """Map query [s, b, a, d], key and value [s, b, g, d] to [s, b, a, d]: one all-to-all of all three, ``inner`` on
+        this rank's share of the heads, one all-to-all back. a and g must be divisible by the group size. ``sink`` [a]
+        and the mask's bias hold all heads of this rank; ``inner`` gets its slice. Raises UserError for dense masks."""
         _refuse_dense(mask)
-        query, key, value = scatter_heads((query, key, value), self.group)
-        own, bias = (None if x is None else x.chunk(self.group.size)[self.group.rank] for x in (sink, mask.bias))
-        return gather_heads(self.inner(query, key, value, replace(mask, bias=bias), own), self.group)
+        group = self.layout.group
+        query, key, value = self.layout.heads(query, key, value)
+        own, bias = (None if x is None else x.chunk(group.size)[group.rank] for x in (sink, mask.bias))
+        return self.layout.tokens(self.inner(query, key, value, replace(mask, bias=bias), own))
 
 
-class Layout(NamedTuple):
-    """Context-parallel strategy of one layer."""
-
-    needs: Form
-    """Requirement on the kernel: full sequences, or key blocks (all-gather or ring)."""
-    form: Callable[[Kernel], Attention]
-    """Builds the layer's attention from its kernel."""
-    first_head: int
-    """Global index of this rank's first head."""
-
-
-def layer_layout(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
-    """Return the strategy that ``cp_comm_type`` selects for layer ``layer_number`` (from 1): ring (p2p), allgather,
-    a2a, or a2a with an inner ring (a2a+p2p); without context parallelism, attention on full sequences. It holds what
-    the kernel must support, the builder of the attention, and this rank's first head. Raises UserError if heads are not
-    divisible by the all-to-all group, or a2a+p2p lacks hierarchical groups."""
-    kind = layer_comm_type(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
-    local_heads = config.num_attention_heads // groups.tp.size
-    first_head = groups.tp.rank * local_heads
-    sink = has_sink(config)
-    if kind == "p2p":
-        return _ring(groups.cp, first_head, sink)
-    if kind == "allgather":
-        return Layout("gather", lambda kernel: AllGatherAttention(groups.cp, kernel), first_head)
-    inside, outside = (groups.cp, _ALONE) if kind == "a2a" else (groups.cp_a2a, groups.cp_p2p)
-    _check_heads(config, groups.tp, inside)
-    if inside.size * outside.size != groups.cp.size:
+def _levels(kind: str, layout: TokenLayout) -> tuple[TokenLayout, TokenLayout]:
+    """Return the layouts of the all-to-all and of the key blocks inside of it: for ``a2a`` one block, for ``a2a+p2p``
+    both levels, which must make up the group (else UserError); for ``p2p``, ``allgather``, other names and groups of
+    one rank no all-to-all. Both keep the token order of ``layout``."""
+    inside, outside = {"a2a": (layout.group, ONE_RANK.group), "a2a+p2p": layout.levels}.get(
+        kind if layout.group.size > 1 else "p2p", (ONE_RANK.group, layout.group)
+    )
+    if inside.size * outside.size != layout.group.size:
         raise UserError(
-            f"cp_comm_type a2a+p2p: context_parallel_size {groups.cp.size} is not split into two levels; give "
+            f"cp_comm_type a2a+p2p: context_parallel_size {layout.group.size} is not split into two levels; give "
             "hierarchical_context_parallel_sizes to initialize_model_parallel"
         )
-    ring = _ring(outside, first_head + inside.rank * (local_heads // inside.size), sink)
-
-    def form(kernel: Kernel) -> Attention:
-        # unfused: use a ring even of one rank, which saves the log-sum-exp; full-sequence autograd saves s^2 weights
-        inner = RingAttention(outside, kernel) if isinstance(kernel, UnfusedAttention) else ring.form(kernel)
-        return AllToAllAttention(inside, inner)
-
-    return ring._replace(form=form)
+    return TokenLayout(inside, layout.order), TokenLayout(outside, layout.order)
 
 
-def _ring(group: Group, first_head: int, sink: bool) -> Layout:
-    """Return the layout of a ring over ``group``. For one rank: full sequences, or with a sink one key block, because
-    the sink needs the log-sum-exp."""
-    if group.size == 1 and not sink:
-        return Layout("whole", FullSequence, first_head)
-    if group.size == 1:
-        return Layout("gather", lambda kernel: RingAttention(group, kernel), first_head)
-    return Layout("ring", lambda kernel: RingAttention(group, kernel), first_head)
+def kernel_needs(kind: str, layout: TokenLayout, sink: bool) -> Form:
+    """Return what communication ``kind`` (``cp_comm_type``) requires of kernels: key blocks ("gather" for
+    ``allgather``, else "ring") if several ranks hold the keys, "gather" with a ``sink``, which needs the log-sum-exp,
+    else full sequences ("whole")."""
+    if _levels(kind, layout)[1].group.size > 1:
+        return "gather" if kind == "allgather" else "ring"
+    return "gather" if sink else "whole"
+
+
+def build_form(kind: str, layout: TokenLayout, kernel: Kernel, sink: bool) -> Attention:
+    """Build the attention of ``kind`` over the ranks of ``layout``: a ring (``p2p``), an all-gather, full sequences
+    after an all-to-all (``a2a``), or a ring inside of one (``a2a+p2p``); one rank attends to full sequences. Instead of
+    these, a ``sink``, or an unfused ``kernel`` after an all-to-all, uses key blocks of one rank. Raises UserError as
+    :func:`_levels`."""
+    inside, outside = _levels(kind, layout)
+    split = inside.group.size > 1
+    # unfused: use a ring even of one rank, which saves the log-sum-exp; full-sequence autograd saves s^2 weights
+    in_blocks = outside.group.size > 1 or sink or (split and isinstance(kernel, UnfusedAttention))
+    blocks = AllGatherAttention if kind == "allgather" else RingAttention
+    inner: Attention = blocks(outside, kernel) if in_blocks else FullSequence(kernel)
+    return AllToAllAttention(inside, inner) if split else inner
+
+
+def first_head(kind: str, layout: TokenLayout, local_heads: int) -> int:
+    """Return the index of the first head that this rank computes, of its ``local_heads`` before an all-to-all."""
+    group = _levels(kind, layout)[0].group
+    return group.rank * (local_heads // group.size)
 
 
 def layer_comm_type(kinds: Sequence[str] | str, layer_number: int) -> str:
@@ -329,13 +302,15 @@ def layer_comm_type(kinds: Sequence[str] | str, layer_number: int) -> str:
     return kinds[min(layer_number, len(kinds)) - 1]
 
 
-def _check_heads(config: TransformerConfig, tp: Group, group: Group) -> None:
-    """Raise UserError unless ``num_attention_heads`` and ``num_query_groups`` are both divisible by the tensor-parallel
-    size times the size of ``group`` (all-to-all)."""
+def check_form(config: TransformerConfig, kind: str, layout: TokenLayout, tp: int) -> None:
+    """Raise UserError if ``num_attention_heads`` or ``num_query_groups`` is not divisible by the tensor-parallel size
+    ``tp`` times the ranks of the all-to-all, or a2a+p2p lacks hierarchical groups. Without an all-to-all (``p2p``,
+    ``allgather``, one rank) any number passes."""
+    inside = _levels(kind, layout)[0].group.size
     for name in ("num_attention_heads", "num_query_groups"):
         count = getattr(config, name)
-        if count % (tp.size * group.size):
+        if inside > 1 and count % (tp * inside):
             raise UserError(
-                f"{name} {count}: cp_comm_type a2a gives {group.size} ranks the same number of heads each, so it must "
-                f"be a multiple of tensor_model_parallel_size {tp.size} x {group.size}; take p2p or allgather instead"
+                f"{name} {count}: cp_comm_type a2a gives {inside} ranks the same number of heads each, so it must "
+                f"be a multiple of tensor_model_parallel_size {tp} x {inside}; take p2p or allgather instead"
             )

@@ -40,7 +40,7 @@ from megatron.core.datasets.preprocessing.worker import (
 from megatron.core.safe_files import create_file, make_folder, open_to_append, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
-from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.indexed_writer import IndexedDatasetBuilder, remove_index
 from megatron.data.sidecar import sidecar_info, write_sidecar
 
 logger = logging.getLogger(__name__)
@@ -84,15 +84,15 @@ def output_prefixes(cfg: PreprocessConfig) -> dict[str, str]:
 
 
 def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
-    """Tokenize ``cfg.input`` into the pairs of ``output_prefixes``.
+    """Tokenize ``cfg.input`` into the pairs of ``output_prefixes``; return the totals. Continues from the finished
+    parts of an interrupted run with equal settings; the folder of parts is removed after success only.
 
     Args:
         tokenizer_cfg: what ``build`` makes a tokenizer from, here and in every worker; picklable.
 
     Raises:
-        ValueError: wrong settings or input; existing output; too many bad lines; another run at work.
+        UserError: wrong settings or input; existing output; too many bad lines; another run at work; a dead worker.
         OSError: reading or writing failed, a full disk for instance.
-        RuntimeError: a worker process died.
     """
     if problems := cfg.problems():
         raise UserError("\n".join(problems))
@@ -368,7 +368,6 @@ def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: li
         with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype) as builder:
             for name in order:
                 builder.add_index(shard_prefix(folder, name, key))
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(prefix + ".idx")
+            remove_index(prefix + ".idx")  # older tokens must never exist together with the new sidecar
             write_sidecar(prefix, sidecar_info(tokenizer, cfg.append_eod))
             builder.finalize(prefix + ".idx")

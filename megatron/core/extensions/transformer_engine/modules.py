@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.context import AttentionContext
 from megatron.core.config.errors import UserError
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
@@ -51,7 +51,9 @@ def missing_package(reason: str = "the package is not installed") -> ValueError:
 
 
 def load_transformer_engine() -> Any:
-    """Import (once) and return ``transformer_engine.pytorch``. Raises ValueError with the install command."""
+    """Return ``transformer_engine.pytorch``, imported at the first call so that it uses torch's cuDNN if that is loaded
+    (:func:`one_cudnn`). Raises ValueError, with the install command, if it is missing or its import fails; UserError if
+    libraries of several cuDNN installations are loaded after the import."""
     if not transformer_engine_is_installed():
         raise missing_package()
     if MODULE not in sys.modules:
@@ -64,7 +66,8 @@ def load_transformer_engine() -> Any:
 
 
 class Gemm:
-    """``x W^T + b`` by a single-rank ``te.Linear`` on local parameters."""
+    """``x W^T + b`` by a single-rank ``te.Linear`` on the local parameters themselves; no collective. With
+    ``fuse_weight_gradient`` the GEMM adds dW to ``weight.main_grad`` if that exists when it is called."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, fuse_weight_gradient: bool) -> None:
         out_features, in_features = weight.shape
@@ -88,7 +91,8 @@ class Gemm:
 
 
 class NormGemm:
-    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a local norm and linear layer."""
+    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a local norm and linear layer; the module
+    inside ``gemm`` is then unused. The weight gradient is as in :class:`Gemm`."""
 
     def __init__(self, norm: TENorm, gemm: Gemm) -> None:
         self.gemm = gemm
@@ -112,8 +116,9 @@ class NormGemm:
 def column_parameters(
     input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return weight and bias of a column-parallel layer, placed as in ``tensor_parallel.layers.ColumnParallelLinear``.
-    Raises UserError if several ranks would share one K/V head."""
+    """Return weight and bias (zeros; None without ``bias``) of a column-parallel layer, placed as in
+    ``tensor_parallel.layers.ColumnParallelLinear``: output dim split over ``tp``, folded to 2-d and 1-d. Raises
+    UserError if several ranks would share one K/V head."""
     if size.is_shared_over(groups.tp.size):
         raise UserError(
             f"--transformer-impl {NAME}: {size.shape[0]} key and value heads (num_query_groups) for "
@@ -179,7 +184,9 @@ class TERowParallelLinear(RowParallel):
 
 
 class TENorm(MovableParameters):
-    """LayerNorm or RMSNorm (``config.normalization``). ``partial``: mesh axes over which gradients are partial sums."""
+    """LayerNorm or RMSNorm (``config.normalization``) of the last dim. ``partial``: mesh axes over which gradients are
+    partial sums; None: ``tp`` under sequence parallelism, else none. With ``apply_layernorm_1p`` the stored weight is
+    the true one minus 1. Only LayerNorm has a bias."""
 
     implementation = NAME
 
@@ -233,23 +240,22 @@ class TEDotProductAttention(nn.Module):
         self._attention = (attention,)  # in a tuple: no submodule
         self.packed_mask = "padding_causal" if causal else "padding"
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None, dropout: object = None,
-    ) -> Tensor:  # fmt: skip
-        """Return the attention output [s, b, a * d] of Transformer Engine's kernels; document boundaries use its
-        variable-length (thd) form. ``dropout`` is ignored. Raises UserError for a dense mask."""
-        if attention_mask is not None:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext) -> Tensor:
+        """Return the attention output [s, b, a * d] of Transformer Engine's kernels. Document boundaries
+        (``ctx.layout.documents``) use its variable-length (thd) form, with the same boundaries for keys. Raises
+        UserError for a dense mask in ``ctx``."""
+        if ctx.attention_mask is not None:
             raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "
                 "packed_seq_params, windows by window_size, or take --transformer-impl local"
             )
-        if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
+        documents = ctx.layout.documents
+        if documents is None or documents.cu_seqlens_q is None:
             return self._attention[0](query, key, value)
         length, batch = query.shape[:2]
         # [s, b, ...] -> [b * s, ...]: each document must be contiguous
         flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q or length
+        bounds, longest = documents.cu_seqlens_q, documents.max_seqlen_q or length
         mixed = self._attention[0](
             *flat, qkv_format="thd", attn_mask_type=self.packed_mask, cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
             max_seqlen_q=longest, max_seqlen_kv=longest,
@@ -258,8 +264,9 @@ class TEDotProductAttention(nn.Module):
 
 
 def kernel_variables(backend: str, *, deterministic: bool = False) -> dict[str, str]:
-    """Return the environment variables that restrict the package's attention kernels to ``backend`` (flash, fused or
-    unfused; others do not restrict) and, with ``deterministic``, to deterministic ones."""
+    """Return, but do not set, the environment variables that restrict the package's attention kernels to ``backend``:
+    NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN, one of them "1" (none of them for another backend, such as
+    auto); and with ``deterministic`` NVTE_ALLOW_NONDETERMINISTIC_ALGO "0"."""
     kinds = ("flash", "fused", "unfused")
     variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if deterministic else {}
     if backend in kinds:

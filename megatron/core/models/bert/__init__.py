@@ -1,5 +1,5 @@
 """BERT models."""
 
-from megatron.core.models.bert.bert_model import BertModel
+from megatron import serve_other_names
 
-__all__ = ["BertModel"]
+serve_other_names(__name__)

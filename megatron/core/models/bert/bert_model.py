@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.attention.packed_seq_params import PackedSeqParams, mask_lengths
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.models.bert.description import describe_bert
 from megatron.core.models.bert.heads import BertLMHead, Pooler
-from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initial_values import weight_init
@@ -58,6 +58,8 @@ class BertModel(LanguageModule):
         groups: ProcessGroups | None = None,
         branches: range | None = None,
     ) -> None:
+        """Build this stage's embedding, encoder layers and heads. ``branches`` (None: by balance of the pipeline ranks)
+        is the range over all branches. ``fp16_lm_cross_entropy`` is ignored."""
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
@@ -108,7 +110,7 @@ class BertModel(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return (LM output, binary logits). The LM output is logits [b, s, v] (-inf for padded entries) or, with
         labels, losses fp32 [b, s] of every label. Binary logits are [b, 2], or None without that head. Pipeline stages
-        other than the last return hidden states [s, b, h].
+        other than the last return only hidden states [s, b, h]. ``attention_mask`` replaces ``packed_seq_params``.
 
         Args:
             input_ids: int64 [b, s]. With context parallelism s counts this rank's tokens, here and below. None on later
@@ -133,7 +135,7 @@ class BertModel(LanguageModule):
         if self.pre_process:
             assert input_ids is not None
             if position_ids is None:
-                position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
+                position_ids = context.layout.positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
             hidden_states = self.embedding(input_ids, position_ids, context.dropout, tokentype_ids)
         else:
             hidden_states = self.received

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core.attention.description import describe_attention
+from megatron.core.config.problems import Settings
 from megatron.core.description import parts
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.transformer.mlp_description import describe_mlp
@@ -31,6 +32,11 @@ class Vocabulary:
     shared: bool
     """Whether the output layer uses the embedding's weight."""
     divisible_by: int = 128
+
+    @classmethod
+    def of_settings(cls, cfg: Settings, size: int) -> Vocabulary:
+        """Return the vocabulary of a run; ``size`` 0 means unknown."""
+        return cls(size, not cfg.untie_embeddings_and_output_weights, cfg.make_vocab_size_divisible_by)
 
 
 LayerDescription = Callable[[Config, LayerPlace], tuple[Piece, ...]]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron import serve_other_names
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
@@ -64,6 +64,9 @@ class LanguageModule(MegatronModule):
         groups: ProcessGroups | None,
         vp_stage: int | None,
     ) -> None:
+        """Set stage, groups, seed, layout and rotary embeddings; build no layers, which subclasses do in
+        :meth:`construction`. None for ``groups`` and ``vp_stage`` means ``parallel_state``'s, for ``seed``
+        ``config.seed``. Raises UserError for an unknown position kind."""
         super().__init__(config)
         self.seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
@@ -74,8 +77,8 @@ class LanguageModule(MegatronModule):
         self.positions = positions
         self.rotary_pos_emb, self.rotary_pos_emb_local = positions.rotary(config), positions.local_rotary(config)
         self.dropout_stream = DropoutStream(self.seed)
-        self._stream_split = self.groups.stream(config.sequence_parallel)
-        """Ranks over which the positions of the residual stream are split (sequence parallelism)."""
+        self.layout = TokenLayout.of(self.groups, config.sequence_parallel)
+        """Tokens that this rank holds of every micro-batch."""
         self._input_tensor: Any = None
         self._forward_calls = 0
 
@@ -116,7 +119,7 @@ class LanguageModule(MegatronModule):
         if self.pre_process:
             raise UserError("input_ids: None, but this pipeline stage has the embedding; pass token ids [b, s]")
         local_length, batch = self.received.shape[:2]
-        return batch, local_length * self._stream_split.size, self.received.device
+        return batch, local_length * self.layout.stream.size, self.received.device
 
     @property
     def received(self) -> Any:
@@ -154,9 +157,9 @@ class LanguageModule(MegatronModule):
         return hasattr(self, "embedding")
 
     def build_output_layer(self, *, bias: bool = False) -> VocabParallelOutput:
-        """Build the output layer. It borrows the embedding's weight if weights are shared and this stage has the
-        embedding.
-        """
+        """Build and return the output layer, with the logits' soft cap. It borrows the embedding's weight if weights
+        are shared and this stage has the embedding; a later stage with shared weights stores a copy that is tied to
+        it."""
         config, tied = self.config, self.share_embeddings_and_output_weights
         layer = VocabParallelOutput(
             config.hidden_size, self.vocab_size, config=config,
@@ -196,9 +199,9 @@ class LanguageModule(MegatronModule):
             weight.spec = replace(spec, grad=grad, tied_to=tied_to)
 
     def outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
-        """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels``.
-        Without ``parallel_output``, all-gather the logits over the tensor-parallel group.
-        """
+        """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels`` [b,
+        s]. Divides by ``logits_scaling``. Without ``parallel_output``, all-gathers the logits over the tensor-parallel
+        group; losses are complete on every rank."""
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight
@@ -224,8 +227,8 @@ class LanguageModule(MegatronModule):
         self, input_ids: Tensor | None, sample_index: Tensor | None, documents: PackedSeqParams | None = None,
         position_ids: Tensor | None = None, **more: Any,
     ) -> ForwardContext:  # fmt: skip
-        """Build the layers' context for this rank's tokens [b, s]: rotary tables, documents and dropout coordinates.
-        ``more`` sets further fields of :class:`ForwardContext`.
+        """Build the layers' context for this rank's tokens [b, s]: rotary tables, documents and, in training only,
+        dropout coordinates. ``more`` sets further fields of :class:`ForwardContext`.
 
         ``position_ids`` [1, s] means that one row packs several samples; ``sample_index`` [1, s] then has an entry per
         token. Otherwise each row is a sample, and ``sample_index`` is [b].
@@ -235,55 +238,44 @@ class LanguageModule(MegatronModule):
             UserError: packed samples with attention dropout in training, which identifies samples by row.
         """
         batch, length, device = self.local_shape(input_ids)
-        cp = self.groups.cp
+        full_length = self.layout.full_length(length)
         if documents is not None:
-            documents = documents.documents(batch * length * cp.size, cp.size)
-            documents.check(batch, length * cp.size)
+            documents = documents.documents(batch * full_length, self.layout.group.size)
+            documents.check(batch, full_length)
+        layout = self.layout.with_documents(documents)
         if position_ids is not None and self.training and self.config.attention_dropout:
             raise UserError("position_ids: samples that share a row train with attention_dropout 0")
         embeddings = self.rotary_pos_emb, self.rotary_pos_emb_local
         if position_ids is None:
-            rotary, rotary_local = (None if each is None else each(length, device, cp) for each in embeddings)
+            rotary, rotary_local = (None if each is None else each(length, device, layout) for each in embeddings)
         else:
             rotary, rotary_local = (None if each is None else each.tables(position_ids[0]) for each in embeddings)
+        samples = self.samples(batch, sample_index, device) if self.training else None
+        dropout = None if samples is None else self.dropout_coordinates(layout, length, samples, position_ids)
         return ForwardContext(
-            rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, packed_seq_params=documents,
-            dropout=self.dropout_coordinates(batch, length, sample_index, device, position_ids), **more,
-        )  # fmt: skip
+            layout=layout, rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, dropout=dropout, **more
+        )
 
-    def local_positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the int64 positions in the full sequence of this context-parallel rank's ``length`` tokens (zig-zag
-        order).
-        """
-        cp = self.groups.cp
-        return zigzag.positions(length * cp.size, cp.rank, cp.size, device)
-
-    def _default_positions(self, input_ids: Tensor) -> Tensor:
+    def _default_positions(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
         """Return int64 positions [b, s] of full rows; raise UserError if the embedding has learned positions."""
         if self.pre_process and self.embedding.position_embeddings is not None:
             raise UserError("position_ids: None, but the model has learned positions; pass them, int64 [b, s]")
-        return self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
+        return layout.positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
 
     def dropout_coordinates(
-        self, batch: int, length: int, sample_index: Tensor | None, device: torch.device,
-        position_ids: Tensor | None = None,
-    ) -> DropoutCoordinates | None:  # fmt: skip
+        self, layout: TokenLayout, length: int, samples: Tensor, position_ids: Tensor | None = None
+    ) -> DropoutCoordinates:
         """Return sample index and position of each token of this rank's part of the residual stream, from which dropout
-        masks are computed; None in evaluation. Packed rows have one sample index per token, and ``position_ids`` [1, s]
-        replaces the positions."""
-        if not self.training:
-            return None
-        stream = self._stream_split
-        samples = self.samples(batch, sample_index, device)
+        masks are computed. Packed rows have one sample index per token, and ``position_ids`` [1, s] replaces the
+        positions."""
         if samples.dim() > 1:  # one entry per token of the packed row
-            samples = samples[0].chunk(stream.size)[stream.rank]
-        positions = self.local_positions(length, device) if position_ids is None else position_ids[0]
-        return DropoutCoordinates(self.dropout_stream, samples, positions.chunk(stream.size)[stream.rank])
+            samples = layout.stream_part(samples[0])
+        positions = layout.positions(length, samples.device) if position_ids is None else position_ids[0]
+        return DropoutCoordinates(self.dropout_stream, samples, layout.stream_part(positions))
 
     def samples(self, batch: int, sample_index: Tensor | None, device: torch.device) -> Tensor:
-        """Return ``sample_index``. If None, number the samples consecutively over calls: masks then differ between
-        calls, but do not depend on the data's position in the run.
-        """
+        """Return ``sample_index``. If None, number the samples consecutively over calls on this object: masks then
+        differ between calls, but do not depend on the data's position in the run."""
         if sample_index is None:
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
@@ -291,7 +283,8 @@ class LanguageModule(MegatronModule):
 
 
 def program_groups(pg_collection: Any, groups: ProcessGroups | None) -> ProcessGroups | None:
-    """Return ``groups`` after checking them against a program's ``pg_collection`` of torch groups.
+    """Return ``groups``, also if None, after checking them (None: ``parallel_state``'s) against a program's
+    ``pg_collection`` of torch groups. Groups that it lacks are not checked.
 
     Raises:
         UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks.
@@ -329,8 +322,9 @@ class Positions:
         return self.kind == "learned_absolute"
 
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of ``config``: of the rope dimension for latent attention, with yarn or llama3
-        scaling if configured; None for positions without rotation. Raises UserError for an unknown kind."""
+        """Return the rotary embedding of ``config`` at ``base``: with latent attention over its rope dims for every
+        kind, else over ``kv_channels`` for "rope" (with ``llama3`` scaling if set) and "yarn"; None for other kinds.
+        Raises UserError for an unknown kind."""
         if self.kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {self.kind!r}: choose learned_absolute, rope, yarn or none")
         if config.multi_latent_attention:
@@ -344,11 +338,13 @@ class Positions:
         )  # fmt: skip
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of sliding-window layers if ``config.rotary_base_local`` is set, else None."""
+        """Return the rotary embedding of sliding-window layers at base ``config.rotary_base_local``, unscaled; None if
+        that is unset, for kinds other than "rope" and "yarn", and for latent attention."""
         if self.kind not in ("rope", "yarn") or config.rotary_base_local is None or config.multi_latent_attention:
             return None
         return RotaryEmbedding(
             config.kv_channels, self.percent, rotary_base=config.rotary_base_local, dtype=config.params_dtype
         )
+
 
 serve_other_names(__name__)

@@ -1,5 +1,5 @@
 """GPT models."""
 
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron import serve_other_names
 
-__all__ = ["GPTModel"]
+serve_other_names(__name__)

@@ -21,8 +21,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.models.common.relative_positions import RelativePositionEmbedding, position_bias
+from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
-from megatron.core.models.t5_description import EncoderDecoder, describe_t5
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -91,6 +91,9 @@ class T5Model(LanguageModule):
         add_encoder: bool = True,
         add_decoder: bool = True,
     ) -> None:
+        """Build this stage's embedding, relative-position tables (first stage only), layers of both stacks and
+        ``lm_head``. Each stack's final norm is on the stage with its last layer. ``fp16_lm_cross_entropy`` is ignored.
+        Raises UserError if ``add_encoder`` or ``add_decoder`` is False."""
         if not (add_encoder and add_decoder):
             raise UserError("add_encoder and add_decoder: must be True; a pipeline stage has a range of both stacks")
         relative = position_embedding_type == "relative"
@@ -140,7 +143,7 @@ class T5Model(LanguageModule):
         """Return the local shapes of the :class:`Streams` that stages send, for the full (encoder, decoder)
         ``lengths``.
         """
-        ranks, hidden = self.groups.cp.size * self._stream_split.size, self.config.hidden_size
+        ranks, hidden = self.layout.group.size * self.layout.stream.size, self.config.hidden_size
         shapes: list[tuple[int, ...]] = [(length // ranks, micro_batch_size, hidden) for length in lengths]
         if self.num_buckets:
             shapes += 2 * [(self.num_buckets, self.config.num_attention_heads // self.groups.tp.size)]
@@ -200,9 +203,10 @@ class T5Model(LanguageModule):
         samples = self.samples(batch, sample_index, device)
         source, target = (self.forward_context(ids, samples) for ids in (encoder_input_ids, decoder_input_ids))
         if encoder_lengths is not None:
-            whole, whole_target = (each * self.groups.cp.size for each in (length, target_length))
+            whole, whole_target = (self.layout.full_length(each) for each in (length, target_length))
             own, keys = _documents(encoder_lengths, whole, whole_target, device)
-            source, target = replace(source, packed_seq_params=own), replace(target, encoder_documents=keys)
+            source = replace(source, layout=source.layout.with_documents(own))
+            target = replace(target, encoder_documents=keys)
         if self.pre_process:
             streams = self._embedded((encoder_input_ids, source), (decoder_input_ids, target))
         else:
@@ -223,7 +227,7 @@ class T5Model(LanguageModule):
         """Embed the ids [b, s] of encoder and decoder on the first stage, each with its context's dropout. Returns the
         streams [s, b, h] and, with relative positions, the bias tables, which are sent along the pipeline."""
         encoder, decoder = (
-            self.embedding(ids, self.local_positions(ids.shape[1], ids.device).expand(ids.shape), context.dropout)
+            self.embedding(ids, context.layout.positions(ids.shape[1], ids.device).expand(ids.shape), context.dropout)
             for ids, context in inputs
         )
         if not self.num_buckets:
@@ -233,12 +237,12 @@ class T5Model(LanguageModule):
     def _with_bias(
         self, context: ForwardContext, table: Tensor | None, stack: TransformerBlock, length: int
     ) -> ForwardContext:  # fmt: skip
-        """Return ``context`` with the relative-position bias of ``stack``; unchanged if the stack has no layers on this
-        stage.
-        """
+        """Return ``context`` with the relative-position bias of ``stack`` over full sequences (``length`` local
+        tokens), bidirectional for the encoder; ``context`` itself without a ``table`` or if the stack has no layers on
+        this stage."""
         if table is None or not len(stack.layers):
             return context
-        whole, both = length * self.groups.cp.size, stack is self.encoder
+        whole, both = context.layout.full_length(length), stack is self.encoder
         bias = position_bias(table, whole, max_distance=self.max_distance, bidirectional=both)
         return replace(context, position_bias=bias)
 

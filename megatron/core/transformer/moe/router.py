@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
@@ -89,6 +89,9 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
+        """Build weight, bias, buffers, the routing and loss rules (UserError for contradictions) and the step
+        statistics. Triton kernels are used where supported, with ``moe_fusion`` and without Sinkhorn, for the choice
+        also only without expert groups."""
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.groups, self.layer_number = config, groups, layer_number
@@ -108,9 +111,9 @@ class TopKRouter(nn.Module):
             self._weigh = ByDevice(self._weigh_in_kernel, self._weigh_plain)
         if fused and self.rule.num_groups is None:
             self._choose_by_score = ByDevice(self._choose_in_kernel, self.rule.choose)
-        self.sharers = groups.tp_cp if config.sequence_parallel else groups.cp
-        self.stream = groups.stream(config.sequence_parallel)
-        shared: dict[str, Any] = {"groups": groups, "partial": ("tp",) if self.stream.size > 1 else ()}
+        layout = TokenLayout.of(groups, config.sequence_parallel)
+        self._needs_layout = layout.sharers.size > 1
+        shared: dict[str, Any] = {"groups": groups, "partial": ("tp",) if layout.stream.size > 1 else ()}
         shared["dtype"] = config.params_dtype
         self.weight = parameter((self.num_experts, config.hidden_size), init=weight_init(config), **shared)
         self.bias = parameter((self.num_experts,), init=Zeros(), **shared) if config.add_bias_linear else None
@@ -126,8 +129,8 @@ class TopKRouter(nn.Module):
 
     def _register_buffers(self) -> None:
         """Register ``expert_bias`` fp32 [e] (with ``moe_router_enable_expert_bias`` or quantile balancing, else None)
-        and ``last_choices`` int64 [e], which global_aux_loss reads. Raises UserError for an expert bias together with
-        quantile balancing or softmax scores."""
+        and ``last_choices`` int64 [e], both zeros; set ``counts_choices`` (global_aux_loss). Raises UserError for an
+        expert bias together with quantile balancing or softmax scores."""
         biased = self.config.moe_router_enable_expert_bias
         if biased and self.rule.quantiles:
             raise UserError("quantile_balancing has a separate bias; disable moe_router_enable_expert_bias")
@@ -149,17 +152,19 @@ class TopKRouter(nn.Module):
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> routing.Routing:
         """Route ``hidden_states`` [s, b, h]. In training it also adds statistics and attaches the losses of
         ``ctx.aux_losses``; recomputation adds no statistics and replays the choices. In training with Sinkhorn,
-        quantile balancing, ``aux_loss`` or ``seq_aux_loss`` it is collective over ``sharers``, the ranks that hold the
-        other tokens of the same sequences.
+        quantile balancing, ``aux_loss`` or ``seq_aux_loss`` it is collective over ``ctx.layout.sharers``, the ranks
+        that hold the other tokens of the same sequences. Raises ValueError if there are such ranks and no layout.
         """
+        if self._needs_layout and ctx.layout.is_default:
+            raise ValueError("a router whose tokens are spread over ranks needs ctx.layout")
         logits = self._logits(self._jittered(hidden_states, ctx))
-        experts = choose(lambda: self._choose(logits))
+        experts = choose(lambda: self._choose(logits, ctx.layout))
         weights, sums = self._weigh(logits, experts, self.training)
         kept_experts, weights = self._within_capacity(experts.flatten(0, 1), weights.flatten(0, 1))
         if sums is not None:
             weights = self._with_side_losses(weights, logits, sums, ctx)
             if not is_recomputing():
-                self._count(logits, sums, kept_experts)
+                self._count(logits, sums, kept_experts, ctx.layout)
         return routing.Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
 
     def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -178,7 +183,8 @@ class TopKRouter(nn.Module):
         return x * factor.to(x.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return [s, b, e] in ``moe_router_dtype``, by default the dtype of ``x``."""
+        """Return logits [s, b, e] in ``moe_router_dtype`` if that is wider than the dtype of ``x``, else in the
+        latter."""
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", x.dtype)
         if dtype.itemsize <= x.dtype.itemsize:
             return parallel_linear(x, self.weight, self.bias, self._traits)
@@ -191,18 +197,15 @@ class TopKRouter(nn.Module):
         forced = self.config.moe_router_force_load_balancing
         return forced or (self.expert_bias is None and self.rule.num_groups is None and not self.rule.sinkhorn)
 
-    def _choose(self, logits: Tensor) -> Tensor:
-        """Return top-k experts int64 [s, b, k]. Forced balancing ignores the logits and assigns experts round-robin by
-        position. Sinkhorn in training all-reduces over ``sharers``.
-        """
+    def _choose(self, logits: Tensor, layout: TokenLayout) -> Tensor:
+        """Return top-k experts int64 [s, b, k], by score plus ``expert_bias``. Forced balancing instead takes them
+        round-robin by position in the full sequence, equal for all sequences and layouts. Sinkhorn in training, which
+        has no bias, all-reduces over the layout's ``sharers``."""
         length, batch = logits.shape[:2]
         if self.config.moe_router_force_load_balancing:
-            cp, whole = self.groups.cp, length * self.sharers.size
-            position = zigzag.positions(whole, cp.rank, cp.size, logits.device)
-            own = position.chunk(self.stream.size)[self.stream.rank]
-            return routing.round_robin(own, batch, self.num_experts, self.k)
+            return routing.round_robin(layout.stream_positions(length, logits.device), batch, self.num_experts, self.k)
         if self.rule.sinkhorn and self.training:
-            return routing.top_k(routing.sinkhorn_scores(logits, self.sharers), self.k)
+            return routing.top_k(routing.sinkhorn_scores(logits, layout.sharers), self.k)
         return self._choose_by_score(logits, self.expert_bias)
 
     def _choose_in_kernel(self, logits: Tensor, bias: Tensor | None) -> Tensor:
@@ -228,11 +231,12 @@ class TopKRouter(nn.Module):
         return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
 
     def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
-        """Return ``weights`` with the auxiliary losses attached to their backward; add the losses to the statistics,
-        except during recomputation. May all-reduce choice counts over ``sharers``.
-        """
+        """Return ``weights`` with the auxiliary losses attached to their backward, and add the losses to the
+        statistics, except during recomputation. Without ``ctx.aux_losses`` attaches nothing and adds zero tokens;
+        without losses returns ``weights``. All-reduces choice counts over the layout's ``sharers`` for ``aux_loss`` and
+        ``seq_aux_loss``."""
         rule, counting, shares = self.losses, not is_recomputing(), {}
-        side, (length, batch) = ctx.aux_losses, logits.shape[:2]
+        side, (length, batch), sharers = ctx.aux_losses, logits.shape[:2], ctx.layout.sharers
         if not rule.statistics:
             return weights
         if rule.coefficient_of:
@@ -241,18 +245,19 @@ class TopKRouter(nn.Module):
                 choices_be = choice_counts(choose(lambda: routing.top_k(logits.detach(), self.k)), self.num_experts)
             if counting and self.counts_choices:
                 self.statistics.add("_choices_per_expert", choices_be.sum(0))
-            num_choices = length * self.sharers.size * self.k
-            shares = fractions(rule, choices_be.to(sums.z_b.dtype), num_choices, self.last_choices, self.sharers)
+            num_choices = length * sharers.size * self.k
+            shares = fractions(rule, choices_be.to(sums.z_b.dtype), num_choices, self.last_choices, sharers)
         tokens_b = sums.z_b.new_zeros(batch) if side is None else side.tokens_b
-        loss, statistics = side_loss(rule, sums, shares, tokens_b, (length, length * self.sharers.size))
+        loss, statistics = side_loss(rule, sums, shares, tokens_b, (length, length * sharers.size))
         for name, values in statistics.items() if counting else ():
             self.statistics.add(name, values)
         return weights if side is None else attach_loss(weights, loss, side.scale)
 
     @torch.no_grad()
-    def _count(self, logits: Tensor, sums: Summary, experts: Tensor) -> None:
-        """Add the statistics of one forward pass: choices per expert (within the capacity), dropped choices, non-finite
-        logits. With quantile balancing also computes each expert's threshold, collective over ``sharers``."""
+    def _count(self, logits: Tensor, sums: Summary, experts: Tensor, layout: TokenLayout) -> None:
+        """Add the statistics of one forward pass: choices per expert (within the capacity), non-finite logits, and with
+        a capacity factor dropped choices. With quantile balancing also computes each expert's threshold, collective
+        over the layout's ``sharers``. ``experts`` [t, k] are the choices after dropping."""
         counts_e = sums.choices_be.sum(0)
         if self.config.moe_expert_capacity_factor:
             counts_e = choice_counts(experts[:, None], self.num_experts)[0]
@@ -261,9 +266,9 @@ class TopKRouter(nn.Module):
         self.statistics.add("nonfinite_router_logit", sums.nonfinite_b.sum())
         if self.rule.quantiles:
             assert self.expert_bias is not None
-            level_e = routing.quantile_levels(logits, self.expert_bias, self.k, self.sharers).double()
+            level_e = routing.quantile_levels(logits, self.expert_bias, self.k, layout.sharers).double()
             # all sharers have the same thresholds: each adds a fraction, so that sums do not depend on their number
-            self.statistics.add("_levels", torch.cat((level_e, level_e.new_ones(1))) / self.sharers.size)
+            self.statistics.add("_levels", torch.cat((level_e, level_e.new_ones(1))) / layout.sharers.size)
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:

@@ -5,10 +5,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron.core.attention.choose import choose_kernel
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.kernels.base import Request
 from megatron.core.attention.kernels.flash_attn import FlashAttentionPackage
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import flash_attn
@@ -116,12 +118,12 @@ def test_cudnn_gets_only_what_it_computes_right(backend, lengths, mask, kernels,
             attention_backend=backend,
         ), 1, groups=SINGLE_PROCESS,
     )  # fmt: skip
-    assert core.form.kernel._kernels(*lengths, mask) == kernels
+    assert core.kernel._kernels(*lengths, mask) == kernels
     if backend == "fused":
         with pytest.raises(ValueError, match="--attention-backend fused: 192 queries .* multiples of 128"):
-            core.form.kernel._kernels(192, 192, None)
+            core.kernel._kernels(192, 192, None)
         with torch.no_grad():  # it is the backward pass that goes wrong
-            assert core.form.kernel._kernels(192, 192, None) == [SDPBackend.CUDNN_ATTENTION]
+            assert core.kernel._kernels(192, 192, None) == [SDPBackend.CUDNN_ATTENTION]
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -137,20 +139,20 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
     reference = reference_attention(config, 1, mask_type)
     monkeypatch.setattr("megatron.core.attention.dot_product_attention.build_request", lambda *_, **__: hopper)
     core = CoreAttention(config, 1, mask_type, groups=SINGLE_PROCESS)
-    assert isinstance(core.form.kernel, FlashAttentionPackage) and core.choice.kernel == f"flash-attn {version}"
+    assert isinstance(core.kernel, FlashAttentionPackage) and core.choice.kernel == f"flash-attn {version}"
     query, key, value = (torch.randn(9, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     documents = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 9, 10, 18], dtype=torch.int32), max_seqlen_q=8)
     for packed in (None, documents):
         results = []
         for each in (core, reference):
-            mixed = each(query, key, value, None, packed)
+            mixed = each(query, key, value, AttentionContext(layout=TokenLayout(documents=packed)))
             gradients = torch.autograd.grad((mixed * torch.arange(24)).sum(), (query, key, value))
             results.append((mixed, *gradients))
         for found, expected in zip(*results):
             torch.testing.assert_close(found, expected)
     assert calls == ["dense", "packed"]
     with pytest.raises(ValueError, match="takes no dense masks"):
-        core(query, key, value, torch.zeros(9, 9, dtype=torch.bool))
+        core(query, key, value, AttentionContext(attention_mask=torch.zeros(9, 9, dtype=torch.bool)))
 
 
 def test_a_missing_package_is_found_without_importing(monkeypatch):

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils.reference_attention import reference_attention
@@ -95,7 +97,7 @@ def test_heads_of_latent_attention_equal_the_reference(backend, packed, sink, ke
     tensors = [torch.randn(shape, **draw).requires_grad_() for shape in shapes]
     bounds = list(range(0, LENGTH * BATCH + 1, 256))
     documents = PackedSeqParams(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32, device="cuda")) if packed else None
-    mixed = core(*tensors, packed_seq_params=documents)
+    mixed = core(*tensors, AttentionContext(layout=TokenLayout(documents=documents)))
     exact = [x.detach().double().permute(1, 2, 0, 3).requires_grad_() for x in tensors]
     place = torch.arange(LENGTH, device="cuda")
     visible = place[:, None] >= place
@@ -127,8 +129,9 @@ def test_documents_equal_the_reference_in_one_call(choice, groups):
     documents = PackedSeqParams(cu_seqlens_q=bounds, max_seqlen_q=max(lengths))
     tensors = inputs(groups)
     exact = [x.detach().float().requires_grad_() for x in tensors]
-    reference = reference_attention(config, 1)(*exact, None, documents)
-    mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, None, documents)
+    context = AttentionContext(layout=TokenLayout(documents=documents))
+    reference = reference_attention(config, 1)(*exact, context)
+    mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, context)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
@@ -167,8 +170,9 @@ def test_under_a_dense_mask_rows_of_small_logits_have_gradients(groups):
     exact = [x.detach().float().requires_grad_() for x in tensors]
     mask = torch.zeros(1, 1, 192, 192, dtype=torch.bool, device="cuda")
     mask[..., :7] = torch.arange(192, device="cuda").view(-1, 1) > 7
-    reference = reference_attention(config, 1)(*exact, mask)
-    mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, mask)
+    context = AttentionContext(attention_mask=mask)
+    reference = reference_attention(config, 1)(*exact, context)
+    mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, context)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))

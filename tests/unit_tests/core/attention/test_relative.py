@@ -6,10 +6,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.attention.context_parallel.forms import FullSequence
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.kernels.relative import RelativeAttention
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import SINGLE_PROCESS
@@ -42,10 +43,12 @@ def assert_equal_to_plain_torch(case, length, batch, heads, groups, channels, dt
         )  # fmt: skip
         core = CoreAttention(config, 1, mask, "relative", groups=SINGLE_PROCESS)
         if kernel is not None and DEVICE == "cpu":
-            core.form = FullSequence(RelativeAttention(channels**-0.5))
+            core.kernel = RelativeAttention(channels**-0.5)
         leaves = [x.to(number, copy=True).requires_grad_() for x in inputs]
         bias = position_bias(leaves[3], length, max_distance=20, bidirectional=mask is AttnMaskType.padding)
-        mixed = core.to(DEVICE)(*leaves[:3], None, documents, None, bias)
+        mixed = core.to(DEVICE)(
+            *leaves[:3], AttentionContext(layout=TokenLayout(documents=documents), position_bias=bias)
+        )
         results.append([mixed, *torch.autograd.grad(mixed, leaves, upstream.to(number))])
     for expected, found in zip(*results, strict=True):
         assert found.dtype == dtype
@@ -56,7 +59,7 @@ def assert_equal_to_plain_torch(case, length, batch, heads, groups, channels, dt
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_plain_torch(case):
     core = assert_equal_to_plain_torch(case, 40, 2, 2, 1, 16, torch.float32)
-    assert isinstance(core.form.kernel, RelativeAttention) or DEVICE == "cuda"
+    assert isinstance(core.kernel, RelativeAttention) or DEVICE == "cuda"
 
 
 @pytest.mark.gpu

@@ -7,11 +7,13 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.choose import choose_kernel
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.kernels.base import Request
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryEmbedding, yarn_scaling
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import select_activation
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
@@ -66,12 +68,13 @@ def results(function, tensors, sinks, grad):
     return [output.detach(), *(x.grad for x in leaves)]
 
 
-def of_core(core, documents=None):
+def of_core(core, documents=None, groups=SINGLE_PROCESS):
     """A function of query, key, value and sinks."""
+    context = AttentionContext(layout=TokenLayout.of(groups).with_documents(documents))
 
     def attend(query, key, value, sinks):
         core.softmax_offset = torch.nn.Parameter(torch.zeros_like(sinks))
-        return torch.func.functional_call(core, {"softmax_offset": sinks}, (query, key, value, None, documents))
+        return torch.func.functional_call(core, {"softmax_offset": sinks}, (query, key, value, context))
 
     return attend
 
@@ -113,7 +116,7 @@ def differences_over_ranks(rank, size, form, levels):
         expected = results(lambda *leaves, seen=seen: by_definition(*leaves, seen), tensors, SINKS, grad)
         local = [zigzag.local_part(x, rank, size, dim=0) for x in (*tensors, grad)]
         *own, share = results(
-            of_core(CoreAttention(config, 1, groups=groups), packed), local[:3], SINKS, local[3]
+            of_core(CoreAttention(config, 1, groups=groups), packed, groups), local[:3], SINKS, local[3]
         )
         parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected[:-1]]
         off = max((one - other).abs().max().item() for one, other in zip(own, parts, strict=True))
@@ -198,7 +201,7 @@ def test_the_layer_is_that_of_gpt_oss(layer):
         getattr(ours.linear_proj, kind).data = getattr(weights.o_proj, kind).data
     ours.core_attention.softmax_offset.data = weights.sinks.data
     rotary = RotaryEmbedding(8, 1.0, rotary_base=150.0, dtype=torch.float64, scaling=yarn_scaling(config, LENGTH))
-    context = ForwardContext(rotary_pos_emb=rotary(LENGTH, torch.device("cpu"), SINGLE_PROCESS.cp))
+    context = ForwardContext(rotary_pos_emb=rotary(LENGTH, torch.device("cpu")))
     x = torch.randn(BATCH, LENGTH, HEADS * CHANNELS, dtype=torch.float64)
     found = ours(x.transpose(0, 1), context)
     found = (found[0] if isinstance(found, tuple) else found).transpose(0, 1)

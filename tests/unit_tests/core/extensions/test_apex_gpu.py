@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron.core.extensions.apex import EXTENSIONS, ApexAdam, ApexNormalize, ApexWeightGradient, what_is_missing
-from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_
-from megatron.core.fusions.master_weights import Copy, Master, OptimizerEntry, Remainder
+from megatron.core.fusions.adam import AdamStep, adam_reference_
 from megatron.core.fusions.residual_norm import NormTraits, normalize_plain
-from megatron.core.tensor_parallel.linear import accumulate_product
+from megatron.core.fusions.storage import Copy, OptimizerEntry, Remainder, Storage
+from megatron.core.tensor_parallel.gemms import accumulate_product
 from tests.test_utils import fake_apex
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_norms_equal_ours(centred, dtypes, needs):
         torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", [Master, Copy, Remainder])
+@pytest.mark.parametrize("kind", [Storage, Copy, Remainder])
 @pytest.mark.parametrize("changes", [{}, {"decoupled": False, "factor": None}, {"skip": 1.0}])
 def test_adam_equals_ours(kind, changes, needs):
     needs("adam")
@@ -72,14 +72,14 @@ def test_adam_equals_ours(kind, changes, needs):
     for update in (adam_reference_, ApexAdam()):
         tensors = []
         for size in (5, 4097, 200_000):
-            master = kind(random(size, dtype=torch.float32 if kind is Master else torch.bfloat16))
+            master = kind(random(size, dtype=torch.float32 if kind is Storage else torch.bfloat16))
             if kind.kept_dtype is not None:
                 master.kept = torch.zeros(size, dtype=kind.kept_dtype, device="cuda")
                 master.refresh()
             moments = (random(size, seed=1), random(size, seed=2).square())
-            tensors.append(OptimizerEntry(master, random(size, seed=3), moments))
-        update([AdamGroup(tensors, 0.01, 0.1)], AdamStep(0.9, 0.999, 1e-8, numbers["decoupled"], step, skip, factor))
-        results.append([value for each in tensors for value in (each.master.read(), *each.moments)])
+            tensors.append(OptimizerEntry(master, random(size, seed=3), moments, 0.01, 0.1))
+        update(tensors, AdamStep(0.9, 0.999, 1e-8, numbers["decoupled"], step, skip, factor))
+        results.append([value for each in tensors for value in (each.storage.read(), *each.moments)])
     for theirs, ours in zip(results[1], results[0]):
         torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
 

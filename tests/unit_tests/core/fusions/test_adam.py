@@ -1,16 +1,19 @@
 """The AdamW kernel against torch's operator; 16-bit master remainders; moments in bf16."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from megatron.core.fusions import adam
-from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
-from megatron.core.fusions.master_weights import (
+from megatron.core.fusions.adam import AdamStep, adam_reference_, choose_adam
+from megatron.core.fusions.storage import (
     Copy,
-    FSDPMaster,
-    Master,
+    FSDPStorage,
     OptimizerEntry,
     Remainder,
+    Storage,
+    by_rates,
     join_fp32,
     nudge_rounding_ties_,
     split_fp32,
@@ -28,7 +31,8 @@ def updated(size, weight, kind, moments, gradient, device="cpu", seed=0):
         master.write(exact)
     first, second = (0.1 * torch.randn(size, generator=generator).to(device) for _ in range(2))
     states = (first.to(moments[0]), second.square().to(moments[1]))
-    return OptimizerEntry(master, torch.randn(size, generator=generator).to(device, gradient), states)
+    made = torch.randn(size, generator=generator).to(device, gradient)
+    return OptimizerEntry(master, made, states, 1e-3, 0.1)
 
 
 def numbers(device="cpu", skip=0.0, factor=0.3, decoupled=True, step=3.0):
@@ -38,30 +42,29 @@ def numbers(device="cpu", skip=0.0, factor=0.3, decoupled=True, step=3.0):
 
 
 FORMATS = {
-    "fp32": (torch.float32, Master, (torch.float32, torch.float32), torch.float32),
+    "fp32": (torch.float32, Storage, (torch.float32, torch.float32), torch.float32),
     "bf16, copy": (torch.bfloat16, Copy, (torch.float32, torch.float32), torch.bfloat16),
     "fp16, copy": (torch.float16, Copy, (torch.float32, torch.float32), torch.float32),
-    "fp32, gathered": (torch.float32, FSDPMaster, (torch.float32, torch.float32), torch.float32),
+    "fp32, gathered": (torch.float32, FSDPStorage, (torch.float32, torch.float32), torch.float32),
     "bf16, remainder": (torch.bfloat16, Remainder, (torch.float32, torch.float32), torch.float32),
     "all in 16 bits": (torch.bfloat16, Remainder, (torch.bfloat16, torch.bfloat16), torch.bfloat16),
-    "one moment in 16 bits": (torch.float32, Master, (torch.bfloat16, torch.float32), torch.float32),
+    "one moment in 16 bits": (torch.float32, Storage, (torch.bfloat16, torch.float32), torch.float32),
 }
 
 
-def groups_of(make):
-    tensors = [make(size) for size in SIZES]
-    return [AdamGroup(tensors[:2], 0.01, 0.1), AdamGroup(tensors[2:], 0.02, 0.0)]
+def entries_of(make):
+    rates = [(0.01, 0.1), (0.01, 0.1), (0.02, 0.0), (0.02, 0.0)]
+    return [dataclasses.replace(make(size), lr=lr, weight_decay=decay) for size, (lr, decay) in zip(SIZES, rates)]
 
 
 def compare(kernel, name, device):
     make = lambda size: updated(size, *FORMATS[name], device)  # noqa: E731
     for changes in ({}, {"factor": None, "decoupled": False}, {"skip": 1.0}):
-        ours, theirs, before = (groups_of(make) for _ in range(3))
+        ours, theirs, before = (entries_of(make) for _ in range(3))
         kernel(ours, numbers(device, **changes))
         adam_reference_(theirs, numbers(device, **changes))
-        for group, other, start in zip(ours, theirs, before):
-            for mine, reference, old in zip(group.tensors, other.tensors, start.tensors):
-                check(mine, reference, old, bool(changes.get("skip")))
+        for mine, reference, old in zip(ours, theirs, before):
+            check(mine, reference, old, bool(changes.get("skip")))
 
 
 def check(mine, reference, old, skipped):
@@ -69,14 +72,14 @@ def check(mine, reference, old, skipped):
     for found, wanted in zip(mine.moments, reference.moments):
         wide = found.dtype == torch.float32
         torch.testing.assert_close(found, wanted, rtol=1e-5 if wide else 2**-7, atol=1e-7)
-    exact = mine.master.read()
-    torch.testing.assert_close(exact, reference.master.read(), rtol=1e-5, atol=1e-6)
-    weight = mine.master.weight
-    if weight.is_cuda or weight.dtype != torch.bfloat16 or isinstance(mine.master, Remainder):
+    exact = mine.storage.read()
+    torch.testing.assert_close(exact, reference.storage.read(), rtol=1e-5, atol=1e-6)
+    weight = mine.storage.weight
+    if weight.is_cuda or weight.dtype != torch.bfloat16 or isinstance(mine.storage, Remainder):
         assert torch.equal(weight, exact.to(weight.dtype))
     else:
         torch.testing.assert_close(weight, exact.to(weight.dtype), rtol=2**-7, atol=0.0)
-    assert torch.equal(exact, old.master.read()) == skipped
+    assert torch.equal(exact, old.storage.read()) == skipped
     if skipped:
         assert all(torch.equal(a, b) for a, b in zip(mine.moments, old.moments))
 
@@ -86,22 +89,42 @@ def check(mine, reference, old, skipped):
 def test_the_kernel_equals_torch(name):
     kernel = adam.TritonAdam()
     compare(kernel, name, "cpu")
-    groups = groups_of(lambda size: updated(size, *FORMATS[name]))
-    first, second = (kernel._current(0, groups[0].tensors) for _ in range(2))
+    group = next(iter(by_rates(entries_of(lambda size: updated(size, *FORMATS[name]))).values()))
+    first, second = (kernel._current(0, group) for _ in range(2))
     assert first is second, "tables are built anew only when something moved"
+
+
+class Declared(Copy):
+    """A storage that the kernel does not know: its weight is the negative of the exact value."""
+
+    def write(self, value):
+        super().write(value)
+        self.weight.neg_()
+
+
+@pytest.mark.skipif(adam.triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_declared_storages_are_updated_without_the_kernel():
+    kinds = {"mine": Declared, "built in": Copy}
+    formats = {name: (torch.bfloat16, kind, *FORMATS["bf16, copy"][2:]) for name, kind in kinds.items()}
+    ours, theirs = ([updated(100, *each) for each in formats.values()] for _ in range(2))
+    adam.TritonAdam()(ours, numbers())
+    adam_reference_(theirs, numbers())
+    assert torch.equal(ours[0].storage.weight, theirs[0].storage.weight)
+    assert torch.equal(ours[0].storage.weight, -ours[0].storage.read().bfloat16())
+    check(ours[1], theirs[1], updated(100, *formats["built in"]), False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernel_equals_torch_on_a_gpu(name):
-    chosen = choose_adam([updated(3, *FORMATS[name], "cuda").master])
+    chosen = choose_adam([updated(3, *FORMATS[name], "cuda").storage])
     assert isinstance(chosen, adam.TritonAdam)
     compare(chosen, name, "cuda")
     results = []
     for _ in range(2):
-        groups = groups_of(lambda size: updated(size, *FORMATS[name], "cuda"))
-        chosen(groups, numbers("cuda"))
-        results.append([each.master.read().clone() for group in groups for each in group.tensors])
+        entries = entries_of(lambda size: updated(size, *FORMATS[name], "cuda"))
+        chosen(entries, numbers("cuda"))
+        results.append([each.storage.read().clone() for each in entries])
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
@@ -125,16 +148,16 @@ def test_a_remainder_gives_every_fp32_number_back():
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_masters_of_bf16_walk_the_same_path(decoupled):
     """From values that are halves, too."""
-    kinds = {Remainder: torch.bfloat16, Copy: torch.bfloat16, FSDPMaster: torch.float32}
+    kinds = {Remainder: torch.bfloat16, Copy: torch.bfloat16, FSDPStorage: torch.float32}
     many = [updated(4001, dtype, kind, (torch.float32, torch.float32), torch.float32) for kind, dtype in kinds.items()]
     for each in many:
-        each.master.write(many[0].master.read().view(torch.int32).bitwise_or(0x8000).view(torch.float32))
+        each.storage.write(many[0].storage.read().view(torch.int32).bitwise_or(0x8000).view(torch.float32))
     for step in range(8):
         gradient = torch.randn(4001, generator=torch.Generator().manual_seed(step))
         for each in many:
             each.gradient.copy_(gradient)
-            adam_reference_([AdamGroup([each], 1e-3, 0.1)], numbers(step=step + 1.0, decoupled=decoupled))
+            adam_reference_([each], numbers(step=step + 1.0, decoupled=decoupled))
         for each in many[1:]:
-            assert torch.equal(each.master.read(), many[0].master.read())
+            assert torch.equal(each.storage.read(), many[0].storage.read())
         for each in many[:2]:
-            assert torch.equal(each.master.weight, each.master.read().bfloat16())
+            assert torch.equal(each.storage.weight, each.storage.read().bfloat16())

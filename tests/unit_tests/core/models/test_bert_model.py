@@ -14,7 +14,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel, heads
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
 from megatron.core.models.bert.bert_model import LabelsAt
-from megatron.core.models.bert_description import describe_bert, with_head_on
+from megatron.core.models.bert.description import describe_bert, with_head_on
 from megatron.core.models.common import language_module
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt import GPTModel

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import Piece
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.transformer.norm import build_norm
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -153,7 +153,7 @@ def test_windows_count_their_band(window, skip):
 
 
 def test_descriptions_need_no_torch():
-    program = "import sys, megatron.core.models.gpt_description; sys.exit('torch' in sys.modules)"
+    program = "import sys, megatron.core.models.gpt.description; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

@@ -9,11 +9,11 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.models.gpt_description import describe_gpt
 from tests.test_utils.specs import unique_parameter_count
 
 VOCAB, LENGTH, BATCH = 50, 12, 3
@@ -401,3 +401,13 @@ def test_a_model_that_was_run_in_inference_mode_can_be_trained(backend):
     losses = model(tokens, positions, labels=labels)
     assert torch.equal(losses, expected)
     losses.sum().backward()
+
+
+def test_both_factors_of_embeddings_are_multiplied():
+    plain, both = (
+        make_model(apply_embedding_scaling=scaled, embedding_multiplier=factor).embedding
+        for scaled, factor in ((False, 1.0), (True, 3.0))
+    )
+    tokens, _, positions = batch()
+    expected = plain(tokens, positions) * plain.word_embeddings.weight.shape[1] ** 0.5 * 3.0
+    torch.testing.assert_close(both(tokens, positions), expected)

@@ -8,8 +8,8 @@ import torch
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.sharding.placement import Partial
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -108,6 +108,9 @@ def test_the_last_stages_copy_of_the_embedding_for_later_tokens_begins_equal(pos
     )
     mine, copy = (dict(stage.embedding.named_parameters()) for stage in (first, last))
     assert mine.keys() == copy.keys() and all(torch.equal(mine[name], copy[name]) for name in mine)
+    for name, weight in copy.items():
+        assert weight.spec.tied_to == f"embedding.{name}" and mine[name].spec.tied_to is None
+        assert weight.spec.grad["embedding"] == mine[name].spec.grad["embedding"] == Partial(), name
 
 
 def held(model):

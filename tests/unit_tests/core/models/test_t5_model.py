@@ -20,15 +20,15 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
+from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import (
     get_t5_block_specs,
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
-from megatron.core.models.t5_description import EncoderDecoder, describe_t5
-from megatron.core.transformer.context import NO_CONTEXT
+from megatron.core.transformer.context import ForwardContext
 from tests.reference import settings
 from tests.reference.t5 import T5, bucket, initial_weights
 
@@ -155,7 +155,7 @@ def test_messages_are_of_a_ranks_positions_and_heads():
                     groups=dataclasses.replace(SINGLE_PROCESS, cp=three, tp=two))  # fmt: skip
     assert model.message_shapes((24, 12), 5) == [(4, 5, 32), (2, 5, 32), (8, 2), (8, 2)]
     table = model.encoder_relative_pos_emb.table
-    context = model._with_bias(NO_CONTEXT, table, model.encoder, 4)  # 4 of 12 tokens
+    context = model._with_bias(ForwardContext(model.layout), table, model.encoder, 4)  # 4 of 12 tokens
     assert table.shape == (8, 2) and context.position_bias.shape == (2, 2 * 12 - 1)
 
 

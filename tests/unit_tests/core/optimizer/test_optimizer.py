@@ -127,9 +127,9 @@ def test_steps_are_bit_reproducible():
 def test_bf16_keeps_updates_that_bf16_weights_would_lose():
     net = network(torch.bfloat16)
     optimizer = get_megatron_optimizer(settings(lr=1e-5, bf16=True), [ddp := wrapped(net)])
-    start = optimizer.masters["0.weight"].read().detach().clone()
+    start = optimizer.storage["0.weight"].read().detach().clone()
     train(ddp, optimizer, 3)
-    main = optimizer.masters["0.weight"].read()
+    main = optimizer.storage["0.weight"].read()
     assert main.dtype == torch.float32 and not torch.equal(start, main)
     assert torch.equal(net[0].weight, main.bfloat16())
 
@@ -278,11 +278,11 @@ def test_state_that_does_not_fit_is_refused_with_every_name():
 def test_new_weights_reach_the_main_copies(remainders):
     net = network(torch.bfloat16)
     optimizer = get_megatron_optimizer(settings(store_param_remainders=remainders), [net])
-    optimizer.masters["0.weight"].write(torch.full_like(optimizer.masters["0.weight"].read(), 1.0001))
+    optimizer.storage["0.weight"].write(torch.full_like(optimizer.storage["0.weight"].read(), 1.0001))
     with torch.no_grad():
         net[0].weight.fill_(3.0)
     optimizer.reload_model_params()
-    assert optimizer.masters["0.weight"].read().unique().tolist() == [3.0]
+    assert optimizer.storage["0.weight"].read().unique().tolist() == [3.0]
 
 
 def test_a_state_with_a_loss_scale_is_for_any_optimizer():
@@ -295,3 +295,13 @@ def test_a_state_with_a_loss_scale_is_for_any_optimizer():
     before = scaled.get_loss_scale()
     scaled.load_state_dict(scaled.state_dict() | {"grad_scaler": plain.state_dict()["grad_scaler"]})
     assert scaled.get_loss_scale() == before
+
+
+def test_an_overflow_restarts_the_window_of_finite_steps():
+    """Only consecutive finite steps count for the growth of the scale."""
+    scaler = DynamicGradScaler(initial_scale=16.0, min_scale=2.0, growth_interval=3, hysteresis=9)
+    scales = []
+    for overflow in (False, False, True, False, False, True, False, False, False):
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == [16] * 8 + [32]

@@ -67,8 +67,8 @@ def distance(first, second):
 def test_remainders_and_copies_are_the_same_numbers():
     split, copies = Run("remainders").train(6), Run("copies").train(6)
     assert same(split.bits(), copies.bits())
-    for name, master in split.optimizer.masters.items():
-        assert master.kept.dtype == torch.int16 and copies.optimizer.masters[name].kept.dtype == torch.float32
+    for name, master in split.optimizer.storage.items():
+        assert master.kept.dtype == torch.int16 and copies.optimizer.storage[name].kept.dtype == torch.float32
         assert torch.equal(master.weight, master.read().bfloat16())
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.gpt.description import describe_gpt
 from megatron.core.pipeline_parallel.balance import ModelCosts, balanced_counts, slowest
 from megatron.core.pipeline_parallel.stages import (
     DECODER_LAYER,

@@ -9,6 +9,7 @@ import torch
 from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, RingAttention
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import MLATransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -68,7 +69,7 @@ def test_heads_of_two_sizes_attend_as_their_formula(sizes, softmax_type):
     for mine, theirs in zip(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad)):
         torch.testing.assert_close(mine, theirs)
     filled = keys != values and in_blocks
-    assert isinstance(core.form, EqualHeads if filled else RingAttention if in_blocks else FullSequence)
+    assert isinstance(core.form(TokenLayout()), EqualHeads if filled else RingAttention if in_blocks else FullSequence)
     assert (f"heads of {keys} and {values} channels filled up" in core.description) == filled
 
 

@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.multi_token_prediction import shifted_tokens
 
@@ -74,7 +76,9 @@ def objective(model, ids, positions, labels, mask, packed):
         logits = hidden.transpose(0, 1) @ output[:VOCAB].T
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
-    context = ForwardContext(packed_seq_params=PackedSeqParams(cu_seqlens_q=BOUNDS) if packed else None)
+    context = ForwardContext(
+        layout=TokenLayout(documents=PackedSeqParams(cu_seqlens_q=BOUNDS) if packed else None)
+    )
     hidden = model.decoder(embed(ids, positions), context)
     total, means, depths = (losses_of(hidden, labels) * mask).sum(), [], model.mtp.num_depths
     for depth in range(1, depths + 1):
@@ -146,13 +150,14 @@ def gradients_under_every_mask(rank, size, cp_size, depths):
     """Mask -> gradients of the sum over all ranks, each rank with its rows and its part of the sequences."""
     groups = parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     model = make_model(groups=groups, mtp_num_layers=depths, context_parallel_size=cp_size)
-    model.set_loss_scale(torch.tensor(5.0, dtype=torch.float64))
+    weights = MainLoss(torch.tensor(5.0, dtype=torch.float64))
     *tokens, _ = batch()
     found = {}
     for name, mask in MASKS.items():
         rows = (each.chunk(groups.dp.size)[groups.dp.rank] for each in (*tokens, mask))
         ids, positions, labels, own = (zigzag.local_part(each, groups.cp.rank, cp_size) for each in rows)
-        ((model(ids, positions, labels=labels, loss_mask=own) * own).sum() * 5).backward()
+        losses = model(ids, positions, labels=labels, loss_mask=own, main_loss=weights)
+        ((losses * own).sum() * 5).backward()
         found[name] = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
         if size > 1:
             torch.distributed.all_reduce(found[name])
@@ -196,8 +201,8 @@ def shifted_parts(rank, size):
     ids, positions, labels, mask = batch()
     packed = PackedSeqParams(cu_seqlens_q=BOUNDS)
     local = [zigzag.local_part(each, rank, size) for each in (ids, positions, labels, mask)]
-    found = shifted_tokens(local[:3], local[3], 3, groups.cp, packed)
-    whole = shifted_tokens((ids, positions, labels), mask, 3, SINGLE_PROCESS.cp, packed)
+    found = shifted_tokens(local[:3], local[3], 3, TokenLayout(groups.cp, documents=packed))
+    whole = shifted_tokens((ids, positions, labels), mask, 3, TokenLayout(documents=packed))
     parts = [(*(zigzag.local_part(each, rank, size) for each in tokens[:4]), tokens.weight_b) for tokens in whole]
     return all(torch.equal(one, other) for a, b in zip(found, parts) for one, other in zip(a, b, strict=True))
 
@@ -209,7 +214,7 @@ def test_context_parallel_ranks_shift_over_their_borders(gloo_pool, size):
 
 def test_shifts_longer_than_a_sequence_leave_nothing():
     ids = torch.arange(3).view(1, 3)
-    last = shifted_tokens((ids, ids, ids), None, 5, SINGLE_PROCESS.cp, None)[-1]
+    last = shifted_tokens((ids, ids, ids), None, 5, TokenLayout())[-1]
     assert not last.loss_mask.any() and not last.input_ids.any() and last.weight_b.tolist() == [0.0]
 
 

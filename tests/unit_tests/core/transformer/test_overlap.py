@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import autograd_handle, linear
+from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.tensor_parallel import autograd_handle, gemms, linear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.overlap import alternate, drain
 from tests.test_utils.training_steps import BATCH, LENGTH, VOCAB, build
@@ -29,7 +30,7 @@ def test_two_computations_alternate_with_the_first_two_segments_ahead():
 
 
 def test_a_context_splits_what_belongs_to_sequences():
-    assert NO_CONTEXT.can_be_halved and not ForwardContext(packed_seq_params=object()).can_be_halved
+    assert NO_CONTEXT.can_be_halved and not ForwardContext(layout=TokenLayout(documents=object())).can_be_halved
     mask = torch.arange(4).view(4, 1, 1, 1)
     halves = ForwardContext(attention_mask=mask).halves(4)
     assert [half.attention_mask.flatten().tolist() for half in halves] == [[0, 1], [2, 3]]
@@ -80,10 +81,10 @@ class _Recorder:
             self.events.append("*")
             return gradient(*args)
 
-        multiply, gradient = linear.F.linear, linear._weight_gradient
+        multiply, gradient = gemms.F.linear, linear._weight_gradient
         for name in ("begin_all_gather", "begin_reduce_scatter"):
             monkeypatch.setattr(autograd_handle, name, recorded(getattr(autograd_handle, name)))
-        monkeypatch.setattr(linear, "F", SimpleNamespace(linear=product))
+        monkeypatch.setattr(gemms, "F", SimpleNamespace(linear=product))
         monkeypatch.setattr(linear, "_weight_gradient", weight_gradient)
 
 

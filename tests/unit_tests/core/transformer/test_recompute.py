@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer.recompute import (
+    choose,
     keep,
     layer_runs,
     recompute,
@@ -188,3 +189,19 @@ def test_incomplete_settings_are_refused():
         layer_runs(RecomputeConfig(recompute_granularity="full"), 2, SINGLE_PROCESS)
     with pytest.raises(ValueError, match=r"\['mlps'\]: choose from core_attn, mlp, layernorm"):
         recomputed_modules(RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlps"]))
+
+
+def test_each_recomputation_replays_the_choices_of_the_first_pass():
+    """Two backward passes over one graph recompute twice."""
+    made = []
+
+    def function(x):
+        for factor in (3.0, 5.0):
+            x = x * choose(lambda factor=factor: made.append(factor) or torch.tensor(factor))
+        return x.square().sum()
+
+    x = torch.ones(2, requires_grad=True)
+    loss = recompute(function, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert made == [3.0, 5.0] and x.grad.tolist() == [2 * 2 * 15.0**2] * 2

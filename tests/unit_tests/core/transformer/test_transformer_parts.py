@@ -80,14 +80,14 @@ def test_fused_and_unfused_cores_agree(mask_type, window):
     config = make_config(num_query_groups=2, window_size=window)
     query, key, value = torch.randn(9, 2, 4, 6, dtype=DOUBLE), *torch.randn(2, 9, 2, 2, 6, dtype=DOUBLE)
     fused = CoreAttention(config, 1, mask_type, groups=SINGLE_PROCESS)
-    assert isinstance(fused.form.kernel, TorchAttention)
+    assert isinstance(fused.kernel, TorchAttention)
     unfused = reference_attention(config, 1, mask_type)(query, key, value)
     torch.testing.assert_close(fused(query, key, value), unfused)
 
 
 def test_the_core_is_chosen_once_by_configuration():
     def kernel_of(**settings):
-        return CoreAttention(make_config(**settings), 1, groups=SINGLE_PROCESS).form.kernel
+        return CoreAttention(make_config(**settings), 1, groups=SINGLE_PROCESS).kernel
 
     assert isinstance(kernel_of(attention_backend="auto"), TorchAttention)
     assert isinstance(kernel_of(attention_backend="unfused"), UnfusedAttention)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, staging, writer
+from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import read_tracker, saved_iterations
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 from tests.unit_tests.training.test_checkpoint_damage import PHASES, outlive_death
@@ -305,3 +306,26 @@ def test_copies_off_a_gpu_hold_the_moment_of_the_save(tmp_path, gb, monkeypatch)
     assert ours[1] == theirs[1] and {k: v for k, v in ours[0].items() if k[:4] != "rng."} == {
         k: v for k, v in theirs[0].items() if k[:4] != "rng."
     }
+
+
+def saves_of_different_speed(rank, world):
+    """Seconds after which each rank hears of the end of a save, and the bytes that it hears of."""
+    world_group = parallel_state.initialize_model_parallel().world
+    behind = BackgroundWriter(world_group, "cpu", None, 60.0)
+    began = time.perf_counter()
+
+    def work(group, blocks, fault):
+        time.sleep(0.8 if rank == 1 else 0.0)
+        return 7
+
+    behind.start(writer.WritePlan([], {}), work, lambda phase: None, "a save")
+    while not behind.done(wait=False):
+        time.sleep(0.01)
+    seconds, found = time.perf_counter() - began, (behind.busy, behind.take()[0])
+    behind.close()
+    return seconds, found
+
+
+def test_a_save_has_ended_when_the_slowest_rank_has_written(gloo_pool):
+    for seconds, found in gloo_pool.run(saves_of_different_speed, 2):
+        assert seconds > 0.75 and found == (False, 7)

@@ -165,7 +165,7 @@ def test_weights_only_starts_at_zero(two, snapshots):
         assert run.net.state_dict().keys() == Run(settings()).net.state_dict().keys()
         assert run.bits()[0]["0.weight"] == snapshots[2][0]["0.weight"]
         assert run.optimizer.step_count == 0
-        assert torch.equal(run.optimizer.masters["0.weight"].read(), run.net[0].weight.float())
+        assert torch.equal(run.optimizer.storage["0.weight"].read(), run.net[0].weight.float())
     (two / "iter_0000002").rename(two / "release")
     (two / TRACKER).write_text("release")
     run = Run(settings(two, save=None))

@@ -156,7 +156,7 @@ def flip_a_bit_of_a_weight(parts):
 
 def flip_a_bit_of_a_main_parameter(parts):
     """One bit of a norm in this rank's shard of the optimizer: its tensor-parallel peers hold copies."""
-    masters = parts.optimizer.masters
+    masters = parts.optimizer.storage
     name = next(name for name in masters if name.endswith("layernorm.weight"))
     masters[name].kept[0] ^= 1
 

@@ -7,12 +7,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.core.timers import Timers
+from megatron.training.config.logging import LoggingConfig
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.build import only_for
-from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
-from megatron.training.hooks.scalars import Tags
-from megatron.training.hooks.tensorboard import TensorBoardHook
-from megatron.training.hooks.timing import Clock
+from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, scalars
 from megatron.training.observe.metrics import EvalResult, MetricsFile, eval_record
 from megatron.training.observe.throughput import Throughput
 
@@ -23,16 +21,22 @@ def event_files_sort_in_the_order_of_their_making(monkeypatch):
     monkeypatch.setattr(event_file_writer._global_uid, "get", iter(range(100, 1000)).__next__)
 
 
-ALL_TAGS = Tags(validation_perplexity=True, throughput=True, memory=True, world_size=2)
+ALL_TAGS = {
+    "log_validation_ppl_to_tensorboard": True,
+    "log_throughput": True,
+    "log_memory_to_tensorboard": True,
+    "log_world_size_to_tensorboard": True,
+}
 
 
 def hooks_of(folder, log_interval=5, point_interval=1, tags=ALL_TAGS):
     files = [MetricsFile(folder / "metrics.jsonl"), MetricsFile(folder / "timing.jsonl")]
     clock = Clock(Throughput(2, "NVIDIA H200"), Timers())
-    tensorboard = TensorBoardHook(
-        {"log_dir": str(folder / "tb")}, tags, clock, point_interval=point_interval, history=files
+    cfg = LoggingConfig(tensorboard_dir=str(folder / "tb"), tensorboard_log_interval=point_interval, **tags)
+    metrics = FileSink(files[0], ("train", "valid", "test"), clock)
+    return Hooks(
+        log_interval, [metrics, FileSink(files[1], ("timing",), clock), TensorBoardSink(cfg, clock, files)]
     )
-    return Hooks(log_interval, [MetricsRecorder(files[0]), TimingRecorder(files[1], clock), tensorboard])
 
 
 def points(folder, tag):
@@ -88,24 +92,23 @@ def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, 
 
 
 def test_test_results_do_not_overwrite_validation():
-    tags = Tags(validation_perplexity=True)
-    assert set(tags.of(eval_record(1, 8, EvalResult("test", "code", {"lm loss": 1.0})))) == {
-        "lm loss test-code",
-        "lm loss test-code ppl",
-    }
+    test = eval_record(1, 8, EvalResult("test", "code", {"lm loss": 1.0}))
+    perplexity = LoggingConfig(log_validation_ppl_to_tensorboard=True)
+    assert set(scalars(test, perplexity, 1)) == {"lm loss test-code", "lm loss test-code ppl"}
     validation = eval_record(1, 8, EvalResult("validation", "web", {"lm loss": 1.0}))
-    assert set(Tags().of(validation)) == {"lm loss validation-web"}
+    assert set(scalars(validation, LoggingConfig(), 1)) == {"lm loss validation-web"}
 
 
 def test_optional_tags_follow_their_flags(tmp_path, simulated_run):
-    simulated_run(eval_interval=2).train(hooks_of(tmp_path, tags=Tags(loss_scale=False)), 1, 5)
+    simulated_run(eval_interval=2).train(hooks_of(tmp_path, tags={"log_loss_scale_to_tensorboard": False}), 1, 5)
     optional = {"loss-scale", "world-size", "throughput", "mfu", "lm loss validation ppl", "mem-resident-bytes"}
     assert not optional & tags_of(tmp_path)
 
 
 def test_timers_become_seconds():
     record = {"kind": "timing", "seconds_per_iteration": 1.0, "timers_ms": {"optimizer": 20.0}, "memory": {}}
-    assert Tags(timers=True).of(record) == {"iteration-time": 1.0, "optimizer-time": 0.02}
+    expected = {"iteration-time": 1.0, "optimizer-time": 0.02}
+    assert scalars(record, LoggingConfig(log_timers_to_tensorboard=True), 1) == expected
 
 
 def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, caplog):

@@ -10,10 +10,10 @@ wandb = pytest.importorskip("wandb")
 internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
 from megatron.core.timers import Timers  # noqa: E402
+from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.hooks.base import Hooks  # noqa: E402
-from megatron.training.hooks.scalars import Tags  # noqa: E402
-from megatron.training.hooks.timing import Clock  # noqa: E402
-from megatron.training.hooks.wandb_ import WandbHook  # noqa: E402
+from megatron.training.hooks.sinks import Clock, WandbSink  # noqa: E402
+from megatron.training.observe.metrics import save_record  # noqa: E402
 from megatron.training.observe.throughput import Throughput  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
@@ -57,10 +57,10 @@ def offline(monkeypatch):
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")  # its service process may start slowly on a loaded machine
 
 
-def hook_in(folder, log_interval=5, **options):
+def hook_in(folder, log_interval=5, point_interval=1):
     clock = Clock(Throughput(1, "CPU"), Timers())
     init = {"project": "p", "name": "n", "entity": None, "dir": str(folder), "config": {"lr": 0.1}}
-    return Hooks(log_interval, [WandbHook(init, Tags(), clock, **options)])
+    return Hooks(log_interval, [WandbSink(LoggingConfig(tensorboard_log_interval=point_interval), clock, init)])
 
 
 def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simulated_run, offline):
@@ -110,6 +110,16 @@ def test_point_interval_thins_rows_but_no_evaluation(tmp_path, simulated_run, mo
     assert "lm loss validation" in fake.rows[5]
 
 
+def test_a_background_save_is_in_the_latest_row(tmp_path, simulated_run, monkeypatch):
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: fake)
+    hooks = hook_in(tmp_path, 1)
+    simulated_run().train([hooks], 1, 5, crash=True)
+    hooks.on_save_timed(save_record(3, 24, seconds=2.0, stall=0.5, num_bytes=10**9, background=True))
+    expected = {"save-checkpoint-time": 2.0, "save-checkpoint-stall-time": 0.5, "save-checkpoint-gb-per-second": 0.5}
+    assert expected.items() <= fake.rows[5].items() and not expected.keys() & fake.rows[3].keys()
+
+
 def test_a_continued_run_that_is_ahead_is_reported(tmp_path, simulated_run, monkeypatch, caplog):
     fake = FakeRun(step=50)
     monkeypatch.setattr(wandb, "init", lambda **options: fake)
@@ -117,8 +127,7 @@ def test_a_continued_run_that_is_ahead_is_reported(tmp_path, simulated_run, monk
     assert "at step 50, training at iteration 40" in caplog.text
 
 
-def test_without_the_package_the_error_names_flag_and_remedy(monkeypatch):
+def test_without_the_package_the_error_names_flag_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "megatron.training.hooks.wandb_")
     with pytest.raises(ValueError, match="--wandb-project needs the wandb package .*pip install wandb"):
-        import megatron.training.hooks.wandb_  # noqa: F401
+        hook_in(tmp_path)

@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.data.indexed_dataset import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.arguments import core_transformer_config_from_args, flag_specs, parse_args, validate_args
-from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report, known_vocab_size, preflight
 from megatron.training.report.pipeline import (
     bubble_fraction,
@@ -41,13 +40,13 @@ def test_gpt2_and_llama_have_their_known_sizes():
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
         "--vocab-size 50257 --make-vocab-size-divisible-by 1"
     )
-    assert describe_run(settings(gpt2), 50257).num_parameters == 124_439_808
+    assert settings(gpt2).describe(50257).num_parameters == 124_439_808
     llama = (
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
         "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
         "--untie-embeddings-and-output-weights --vocab-size 128256"
     )
-    assert describe_run(settings(llama), 128256).num_parameters == 8_030_261_248
+    assert settings(llama).describe(128256).num_parameters == 8_030_261_248
 
 
 def test_report_names_layout_batches_and_schedule():
@@ -80,7 +79,7 @@ def test_report_of_experts_tells_their_ranks_and_what_a_token_meets():
         " --expert-tensor-parallel-size 1 --swiglu --disable-bias-linear"
     )
     cfg = settings(text, 8)
-    report, model = dry_run_report(cfg), describe_run(cfg, 100)
+    report, model = dry_run_report(cfg), cfg.describe(100)
     idle = cfg.num_layers * (8 - 2) * 3 * 64 * 40
     assert model.num_active_parameters == model.num_parameters - idle
     for part in (
@@ -168,7 +167,7 @@ def test_counted_parameters_are_those_of_the_model(text):
         position_embedding_type=cfg.position_embedding_type,
         share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
     )
-    described = describe_run(cfg, cfg.vocab_size)
+    described = cfg.describe(cfg.vocab_size)
     stored = described.num_parameters + described.padding
     assert sum(parameter.numel() for parameter in model.parameters()) == stored
     assert unique_parameter_count(model) == described.num_parameters
@@ -176,7 +175,7 @@ def test_counted_parameters_are_those_of_the_model(text):
 
 def test_report_says_parameters_as_the_self_check_counts_them_and_what_padding_adds():
     report = dry_run_report(settings("--vocab-size 1001 --tensor-model-parallel-size 2 --dry-run", 2))
-    number = describe_run(settings("--vocab-size 1001", 1), 1001).num_parameters
+    number = settings("--vocab-size 1001", 1).describe(1001).num_parameters
     assert f"{number:,}, of which" in report and f"{(1024 - 1001) * 64:,} more of padding" in report
 
 

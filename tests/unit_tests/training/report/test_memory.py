@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.core.models.bert.bert_model import LabelsAt
+from megatron.core.models.bert.description import predicted_per_rank
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.model_description import describe_run, predicted_per_rank
 from megatron.training.report import memory as memory_estimate
 from megatron.training.report.memory import estimate_memory, memory_rows, stage_activations
 from megatron.training.report.pipeline import run_stages
@@ -206,7 +206,7 @@ def test_kept_activations_are_near_the_estimate(gloo_pool, name):
     text, world_size = ACTIVATIONS[name]
     text = f"{WIDE}{text}"
     cfg = settings(text, world_size)
-    expected = stage_activations(cfg, describe_run(cfg, 512), run_stages(cfg, 512)[0])
+    expected = stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0])
     found = gloo_pool.run(kept, world_size, text)[0]
     assert found == pytest.approx(expected, rel=0.2), found / expected
 
@@ -215,7 +215,7 @@ def test_kept_activations_are_near_the_estimate(gloo_pool, name):
 def test_kept_activations_of_encoders_are_near_the_estimate(gloo_pool, name):
     family, text = ENCODERS[name]
     cfg = settings(f"{WIDE}{text}", 1, family)
-    expected = stage_activations(cfg, describe_run(cfg, 512), run_stages(cfg, 512)[0])
+    expected = stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0])
     found = gloo_pool.run(kept, 1, f"{WIDE}{text}", family)[0]
     assert found == pytest.approx(expected, rel=0.2), found / expected
 

@@ -41,9 +41,8 @@ def settings(text, world_size):
 @pytest.mark.parametrize("model", MODELS)
 def test_activations_by_kind_add_up(model):
     cfg = settings(MODELS[model] + "--pipeline-model-parallel-size 2", 8)
-    from megatron.training.model_description import describe_run
 
-    described = describe_run(cfg, 128256)
+    described = cfg.describe(128256)
     for rank, stage in enumerate(run_stages(cfg, 128256)):
         kinds = activations_by_kind(cfg, described, stage)
         assert int(sum(kinds.values())) == stage_activations(cfg, described, stage)

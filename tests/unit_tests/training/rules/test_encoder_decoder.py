@@ -4,6 +4,7 @@ import pytest
 
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
+from megatron.training.notices import notices
 from megatron.training.rules.run_all import check
 
 TINY = (
@@ -68,4 +69,32 @@ def test_what_they_can_be_passes(text, world_size):
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_settings_of_two_stacks_are_refused_elsewhere(text, family):
     (problem,) = problems(text, family=family)
-    assert problem.startswith(text.split()[0]) and "requires pretrain_t5.py" in problem
+    assert problem.startswith(text.split()[0]) and "is supported only by pretrain_t5.py" in problem
+
+
+def test_bucket_sizes_without_relative_positions_give_one_notice():
+    given = parse_args((TINY + DECODER + "--relative-attention-num-buckets 8").split(), model_family="t5")
+    (notice,) = (each for each in notices(given, resolve(given, 1)) if each.startswith("--relative"))
+    assert notice == "--relative-attention-num-buckets: no effect without --position-embedding-type relative"
+
+
+@pytest.mark.parametrize("family, text, flag, programs", [
+    ("bert", "--num-experts 8", "--num-experts 8", "pretrain_gpt.py and pretrain_moe.py"),
+    ("t5", DECODER + "--spec my.module layers", "--spec my.module layers", "pretrain_gpt.py and pretrain_moe.py"),
+    ("t5", DECODER + "--use-packed-sequence", "--use-packed-sequence", "pretrain_bert.py"),
+])  # fmt: skip
+def test_flags_of_other_families_are_rejected_with_their_programs(family, text, flag, programs):
+    assert problems(text, family=family) == [f"{flag}: is supported only by {programs}; remove it"]
+
+
+@pytest.mark.parametrize("text, programs", [
+    ("--mask-prob 0.2", "pretrain_bert.py and pretrain_t5.py"), ("--bert-no-binary-head", "pretrain_bert.py"),
+])  # fmt: skip
+def test_harmless_flags_of_other_families_give_one_notice(text, programs):
+    given = parse_args((TINY + text).split())
+    assert f"{text.split()[0]}: no effect here, only in {programs}" in notices(given, resolve(given, 1))
+    assert not problems(text, family="gpt")
+
+
+def test_the_local_spec_is_accepted_by_every_family():
+    assert not problems("--spec local", family="bert")

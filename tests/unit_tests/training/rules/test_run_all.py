@@ -1,18 +1,19 @@
 """Every contradiction is named with its flag, its value, the reason and a way out; consistent settings pass."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 
-from megatron.core.config.cli import ConfigError, group_flags
+from megatron.core.config.cli import ConfigError, flags_of
+from megatron.core.config.problems import collect_rules
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.data import parse_split
-from megatron.training.config.pretrain_config import GROUPS
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import resolve
 from megatron.training.notices import notices
 from megatron.training.rules import checkpoints as rules_checkpoints
 from megatron.training.rules import data as rules_data
-from megatron.training.rules.run_all import RULES, check, collect_rules
+from megatron.training.rules.run_all import RULES, check
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32"
 BATCH = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
@@ -286,19 +287,19 @@ def test_rules_have_names_and_run_once():
 
 def test_an_empty_path_is_refused():
     """`--save "$OUT"` with OUT unset is an empty path."""
-    paths = {spec.field: spec for spec in group_flags(*GROUPS) if spec.field in rules_checkpoints.PATHS}
+    paths = {spec.field: spec for spec in flags_of(PretrainConfig) if spec.field in rules_checkpoints.PATHS}
     assert paths.keys() == set(rules_checkpoints.PATHS)
     for field, spec in paths.items():
         for value in ("", "  "):
             given = ["a", value] if spec.nargs else value
-            cfg = SimpleNamespace(**{**dict.fromkeys(rules_checkpoints.PATHS), field: given})
+            cfg = dataclasses.replace(PretrainConfig(), **{field: given})
             [found] = rules_checkpoints.paths_not_empty(cfg)
             assert found.flag == spec.names[0] and "check whether a shell variable is unset" in str(found)
 
 
 def test_every_flag_that_names_a_place_is_checked_for_emptiness():
     suffixes = ("_path", "_dir", "_file", "_cfg", "_checkpoint", "_config_path")
-    text = {spec.field for spec in group_flags(*GROUPS) if spec.type_name == "str" and not spec.choices}
+    text = {spec.field for spec in flags_of(PretrainConfig) if spec.type_name == "str" and not spec.choices}
     assert {name for name in text if name.endswith(suffixes)} <= set(rules_checkpoints.PATHS)
 
 
@@ -310,7 +311,6 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
         ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
         ("--recompute-method block", "--recompute-method block: no effect without --recompute-granularity full"),
         ("--distribute-saved-activations", "distribute_saved_activations: off, as --tensor-model-parallel-size is 1"),
-        ("--relative-attention-num-buckets 8", "--relative-attention-num-buckets: no effect without --position-emb"),
     ],
 )
 def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):

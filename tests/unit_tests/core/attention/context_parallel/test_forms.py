@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import forms, zigzag
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.enums import AttnMaskType
-from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,22 +56,24 @@ def coordinates(positions):
     return DropoutCoordinates(DropoutStream(1), torch.tensor([5, 9]), positions)
 
 
-def attend(core, inputs, packed, positions, bias=None):
+def attend(core, inputs, packed, layout, bias=None):
     """Output and gradients of query, key, value, and bias if there is one."""
     leaves = [x.clone().requires_grad_() for x in (*inputs[:3], *([] if bias is None else [bias]))]
     bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)
-    output = core(*leaves[:3], None, PackedSeqParams(cu_seqlens_q=bounds) if packed else None,
-                  coordinates(positions), *leaves[3:])  # fmt: skip
+    positions = layout.positions(len(leaves[0]), torch.device("cpu"))
+    layout = layout.with_documents(PackedSeqParams(cu_seqlens_q=bounds) if packed else None)
+    context = AttentionContext(layout=layout, dropout=coordinates(positions), position_bias=[*leaves[3:], None][0])
+    output = core(*leaves[:3], context)
     output.backward(inputs[3])
     return [output.detach(), *(x.grad for x in leaves)]
 
 
-def largest_differences(rank, size, form, levels, heads, kv_groups):
+def largest_differences(rank, size, form, levels, heads, kv_groups, order="zigzag"):
     """Case -> largest relative difference between this rank's results and its part of one rank's."""
     groups = parallel_state.initialize_model_parallel(
         context_parallel_size=size, hierarchical_context_parallel_sizes=levels
     )
-    differences = {}
+    differences, layout = {}, TokenLayout.of(groups, order=order)
     whole = tensors(heads, kv_groups)
     for name, case in CASES.items():
         case = dict(case)
@@ -80,12 +82,12 @@ def largest_differences(rank, size, form, levels, heads, kv_groups):
         bias = torch.randn(heads, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         bias = bias if biased else None
         reference = reference_attention(make_config(heads, kv_groups, **case), 2, mask)
-        expected = attend(reference, whole, packed, torch.arange(LENGTH), bias)
+        expected = attend(reference, whole, packed, TokenLayout(), bias)
         config = make_config(heads, kv_groups, context_parallel_size=size, cp_comm_type=[form], **case)
         core = CoreAttention(config, 2, mask, "relative" if biased else "self", groups=groups)
-        local = [zigzag.local_part(x, rank, size, dim=0) for x in whole]
-        results = attend(core, local, packed, zigzag.positions(LENGTH, rank, size), bias)
-        parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected[:4]] + expected[4:]
+        local = [layout.local(x, 0) for x in whole]
+        results = attend(core, local, packed, layout, bias)
+        parts = [layout.local(x, 0) for x in expected[:4]] + expected[4:]
         for share in results[4:]:  # every rank has seen some pairs
             torch.distributed.all_reduce(share, group=groups.cp.handle)
         differences[name] = max(
@@ -105,6 +107,12 @@ def test_every_form_equals_one_rank(gloo_pool, form, size, levels, kv_groups):
         assert max(differences.values()) < 1e-12, differences
 
 
+@pytest.mark.parametrize("form, levels", [("p2p", None), ("allgather", None), ("a2a", None), ("a2a+p2p", [2, 2])])
+def test_forms_take_contiguous_tokens_too(gloo_pool, form, levels):
+    for differences in gloo_pool.run(largest_differences, 4, form, levels, 8, 4, "contiguous"):
+        assert max(differences.values()) < 1e-12, differences
+
+
 @pytest.mark.parametrize("form", ["p2p", "allgather"])
 def test_one_key_value_head_serves_any_number_of_ranks(gloo_pool, form):
     for differences in gloo_pool.run(largest_differences, 4, form, None, 3, 1):
@@ -113,5 +121,5 @@ def test_one_key_value_head_serves_any_number_of_ranks(gloo_pool, form):
 
 def test_one_rank_gathers_and_sums_nothing():
     """A group of one has the handle None, which torch would take for the world group."""
-    x = torch.ones(2, 4, 1, 1, 3)
-    assert forms._all_gather_sequence(x, SINGLE_PROCESS.cp) is x and forms._sum_local(x, SINGLE_PROCESS.cp) is x
+    x, layout = torch.ones(2, 4, 1, 1, 3), TokenLayout()
+    assert layout.full(x, 1) is x and layout.sum_local(x, 1) is x and layout.sum(x) is x and layout.local(x, 1) is x

@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 from megatron.compat.training_utils import get_batch_on_this_cp_rank
 from megatron.core import parallel_state
+from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.context_parallel.forms import layer_comm_type, layer_layout
+from megatron.core.attention.context_parallel.forms import kernel_needs, layer_comm_type
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
@@ -89,7 +91,8 @@ def sliced_by_task(rank, size):
     task = object.__new__(Weighted)
     numbers = torch.arange(16).view(1, 16)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)
-    return {name: value.shape[1] for name, value in task.get_batch(iter([batch])).items() if value is not None}
+    return {name: value.shape[1] for name, value in task.get_batch(iter([batch])).items()
+            if value is not None and value.dim() > 1}
 
 
 def test_a_task_names_the_tensors_of_its_own_data(gloo_pool):
@@ -119,12 +122,14 @@ def refusals(rank, size):
     with pytest.raises(ValueError, match="context_parallel_size 1: the process groups have 2 ranks"):
         CoreAttention(make_config(), 1, groups=groups)
     core = CoreAttention(make_config(context_parallel_size=2), 1, groups=groups)
-    query = torch.zeros(4, 1, 4, 6)
+    query, layout = torch.zeros(4, 1, 4, 6), TokenLayout.of(groups)
     with pytest.raises(ValueError, match="attention_mask"):
-        core(query, query, query, torch.zeros(4, 4, dtype=torch.bool))
+        core(query, query, query, AttentionContext(layout, torch.zeros(4, 4, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="attention over 2 context-parallel ranks needs ctx.layout"):
+        core(query, query, query)
     dropping = CoreAttention(make_config(context_parallel_size=2, attention_dropout=0.1), 1, groups=groups)
     with pytest.raises(ValueError, match="coordinates"):
-        dropping(query, query, query)
+        dropping(query, query, query, AttentionContext(layout))
 
 
 def test_what_a_form_cannot_do_is_refused_at_construction(gloo_pool):
@@ -154,6 +159,5 @@ def test_only_rings_and_gathers_merge_blocks(kind, levels, needs):
         name: Group(name, ranks=tuple(range(size)), rank=0)
         for name, size in {"cp": 2, **dict(zip(("cp_a2a", "cp_p2p"), levels))}.items()
     }
-    config = make_config(cp_comm_type=kind, context_parallel_size=2)
-    assert layer_layout(config, 1, replace(SINGLE_PROCESS, **groups)).needs == needs
-    assert layer_layout(config, 1, SINGLE_PROCESS).needs == "whole"
+    assert kernel_needs(kind, TokenLayout.of(replace(SINGLE_PROCESS, **groups)), sink=False) == needs
+    assert kernel_needs(kind, TokenLayout(), sink=False) == "whole"

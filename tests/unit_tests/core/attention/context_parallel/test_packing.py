@@ -16,6 +16,7 @@ from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.packing import group_tiles, kernel_window
 from megatron.core.attention.tiles import Tile, Visibility, plan_tiles
+from megatron.core.attention.token_layout import TokenLayout
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS, SCALE = 32, 3, 4, 2, 6, 0.3
 DOCUMENTS = (0, 7, 8, 26, 32, 32, 45, 64, 65, 66, 96)
@@ -108,9 +109,9 @@ def largest_difference(rank, size, form):
     worst, alone = 0.0, parallel_state.get_process_groups().ep
     for visibility, documents in CASES:
         mask = Mask(visibility, None if documents is None else PackedSeqParams(bounds=documents))
-        expected = results(RingAttention(alone, UnfusedAttention(SCALE)), whole, mask)
+        expected = results(RingAttention(TokenLayout(alone), UnfusedAttention(SCALE)), whole, mask)
         kernel = FlashInTorch()
-        found = results(form(groups.cp, kernel), local, mask)
+        found = results(form(TokenLayout(groups.cp), kernel), local, mask)
         assert kernel.calls > 0
         for x, part in zip(expected, found, strict=True):
             part_of_whole = zigzag.local_part(x, rank, size, dim=0)

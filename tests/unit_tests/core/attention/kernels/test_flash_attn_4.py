@@ -107,7 +107,7 @@ def test_deterministic_algorithms_of_torch_are_asked_of_it_too(monkeypatch, on_h
     fake_attention.install(monkeypatch, 4)
     for asked in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=asked: asked)
-        kernel = core(attention_backend="flash").form.kernel
+        kernel = core(attention_backend="flash").kernel
         assert isinstance(kernel, FlashAttention4) and kernel.deterministic == asked
 
 

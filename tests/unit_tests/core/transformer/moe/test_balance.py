@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.statistics import StatisticsSum
-from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.balance import (
     SideLossRule,
@@ -162,7 +162,8 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
     whole = torch.randn(LENGTH, BATCH, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
     target = torch.randn(LENGTH, BATCH, 2, generator=torch.Generator().manual_seed(6), dtype=DOUBLE)
     valid = torch.tensor([8.0, 3.0, 8.0, 5.0])
-    position = zigzag.positions(LENGTH, groups.cp.rank, cp).chunk(tp)[groups.tp.rank]
+    layout = TokenLayout.of(groups, config.sequence_parallel)
+    position = layout.stream_positions(LENGTH // (tp * cp), torch.device("cpu"))
     samples = torch.arange(BATCH).chunk(groups.dp.size)[groups.dp.rank].split(micro_batch)
     routed, totals = {}, []
     summed = StatisticsSum([router], groups)
@@ -171,7 +172,7 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
             at = DropoutCoordinates(DropoutStream(3), sample_b + step * BATCH, position)
             side = AuxLossWeights(valid[sample_b], torch.tensor(2.0, dtype=DOUBLE))
             x = (whole * (1 + step))[position][:, sample_b]
-            experts, weights, _ = router(x, ForwardContext(dropout=at, aux_losses=side))
+            experts, weights, _ = router(x, ForwardContext(layout, dropout=at, aux_losses=side))
             (weights.view(len(position), -1, 2) * target[position][:, sample_b]).sum().mul(2.0).backward()
             for (s, b), chosen in zip(
                 ((s, b) for s in position.tolist() for b in sample_b.tolist()), experts.tolist()

@@ -1,4 +1,4 @@
-"""Description of the T5 model that ``t5/`` builds. Torch-free.
+"""Description of T5 models. Torch-free.
 
 Bytes per token (see ``core/description/model.py``) are per token of the encoder.
 """
@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.attention.description import describe_cross_attention
+from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece
 from megatron.core.description.parts import norm, residual_branch
 from megatron.core.models.common import description as common
+from megatron.core.pipeline_parallel.stages import BranchNames
 
 OWN_SETTINGS = (
     "decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance", "scale_decoder_outputs",
@@ -35,6 +37,22 @@ class EncoderDecoder:
     def share(self) -> float:
         """Number of decoder tokens per encoder token."""
         return self.decoder_length / self.encoder_length
+
+
+def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
+    """Return the description of the T5 that ``cfg`` defines. The decoder's depth and length default to the
+    encoder's."""
+    depth, length = cfg.decoder_num_layers or cfg.num_layers, cfg.decoder_seq_length or cfg.seq_length
+    return describe_t5(
+        cfg, common.Vocabulary.of_settings(cfg, vocab_size),
+        EncoderDecoder(cfg.seq_length, length, depth, cfg.relative_attention_num_buckets),
+        max_sequence_length=cfg.max_position_embeddings, position_embedding_type=cfg.position_embedding_type,
+    )  # fmt: skip
+
+
+def branches(cfg: Settings) -> BranchNames:
+    """Return the branch names of each layer, the encoder's first."""
+    return [ENCODER_LAYER] * cfg.num_layers + [DECODER_LAYER] * (cfg.decoder_num_layers or cfg.num_layers)
 
 
 def describe_t5(
@@ -94,9 +112,8 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 
 
 def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:
-    """Describe the final norm, the output layer and the loss. A shared output weight has a bias unless
-    ``scale_decoder_outputs`` is set.
-    """
+    """Describe the final norm of the decoder, the output layer and the loss, with costs per encoder token. A shared
+    output weight has a bias unless ``scale_decoder_outputs`` is set."""
     head = common.describe_head(config, output, sizes.decoder_length)
     stored = None if output.stored is None else output.stored[:1]
     bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)

@@ -1,4 +1,4 @@
-"""Master weights: the exact fp32 values of model weights that an optimizer updates, and their storage.
+"""Storage of model weights: their exact values for the optimizer, what an all-gather sends, and what GEMMs read.
 
 If the model computes in half precision, an update is usually smaller than the weight's last bit, so that the master is
 fp32. It is stored as an fp32 copy (4 bytes) or, for bf16, as a 16-bit remainder (2 bytes, ``Remainder``), which gives
@@ -16,11 +16,14 @@ Moments may be stored in bf16: they are widened, updated in fp32, and rounded to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def nudge_rounding_ties_(main: Tensor) -> Tensor:
@@ -47,9 +50,19 @@ def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
-class Master:
-    """Master stored in the model weight itself, which is exact (fp32, fp64); base class of the other kinds. ``weight``:
-    the model weight, or the shard of it that this rank updates; contiguous."""
+class Storage:
+    """Storage of one weight, or the shard of it that this rank updates. This base class is the simplest kind: the
+    weight itself is exact (fp32, fp64), and an all-gather sends it as it is. ``declare(parameter, storage=Kind)``
+    declares another kind for a parameter; without a declaration :func:`build_storage` chooses one.
+
+    A kind that gathers something else (8-bit blocks with scales) sets ``block`` and ``payload_bytes`` and defines
+    :meth:`payload` and :meth:`install`. Buffers start every parameter at a multiple of ``block`` elements and cut
+    shards at such multiples only, so that the blocks do not depend on the number of ranks.
+
+    Args:
+        weight: the model's weight, or the shard of it that this rank updates; contiguous. The storage keeps a
+            reference, and GEMMs read this memory.
+    """
 
     kept_dtype: torch.dtype | None = None
     """Dtype of ``kept``; None without extra storage."""
@@ -57,6 +70,12 @@ class Master:
     """Whether the model computes with the weight in bf16, so that ties must be avoided."""
     is_live = True
     """Whether :meth:`read` returns the storage of the exact value rather than a copy."""
+    saves_master = False
+    """Whether a checkpoint holds the exact value next to the weight, which is rounded."""
+    block: ClassVar[int] = 1
+    """Elements per block of the payload."""
+    payload_bytes: ClassVar[int | None] = None
+    """Bytes of the payload per block; None: an all-gather sends the weight itself, in place."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.detach()
@@ -73,29 +92,46 @@ class Master:
         return self.weight
 
     def write(self, value: Tensor) -> None:
-        """Set the exact value and, rounded, the weight. ``value`` may be the result of :meth:`read`, changed in
-        place; any other tensor is copied and not changed."""
+        """Set the exact value, and the weight as :meth:`install` would write it. ``value`` may be the result of
+        :meth:`read`, changed in place; any other tensor is copied and not changed."""
         if value is not self.weight:
             self.weight.copy_(value)
 
     def refresh(self) -> None:
         """Set the exact value to the weight after the weight was changed from outside."""
 
+    def payload(self) -> Tensor:
+        """Return what an all-gather sends: uint8 [blocks, ``payload_bytes``], the last block padded."""
+        raise NotImplementedError
 
-class FSDPMaster(Master):
-    """fp32 storage of a weight that the model computes with in bf16; ``fully_shard`` rounds it when it all-gathers."""
+    @classmethod
+    def install(cls, payload: Tensor, weight: Tensor) -> None:
+        """Write what GEMMs read: the flat ``weight`` from the ``payload`` uint8 [blocks, ``payload_bytes``] of all its
+        blocks. Runs on every rank for the shards of all ranks."""
+        raise NotImplementedError
 
-    nudges_ties = True
+
+class FSDPStorage(Storage):
+    """fp32 shard of a weight that the model computes with in half precision; ``fully_shard`` rounds it when it
+    all-gathers."""
+
+    saves_master = True
+
+    def __init__(self, weight: Tensor, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(weight)
+        self.nudges_ties = compute_dtype == torch.bfloat16
 
     def write(self, value: Tensor) -> None:
         super().write(value)
-        nudge_rounding_ties_(self.weight)
+        if self.nudges_ties:
+            nudge_rounding_ties_(self.weight)
 
 
-class Copy(Master):
+class Copy(Storage):
     """fp32 copy of a half-precision weight."""
 
     kept_dtype = torch.float32
+    saves_master = True
     kept: Tensor
 
     def __init__(self, weight: Tensor) -> None:
@@ -115,12 +151,12 @@ class Copy(Master):
         self.kept.copy_(self.weight)
 
 
-class Remainder(Master):
+class Remainder(Storage):
     """bf16 weight plus an int16 remainder that together hold the fp32 value."""
 
     kept_dtype = torch.int16
     kept: Tensor
-    nudges_ties, is_live = True, False
+    nudges_ties, is_live, saves_master = True, False, True
 
     def read(self) -> Tensor:
         return join_fp32(self.weight, self.kept)
@@ -134,28 +170,43 @@ class Remainder(Master):
         self.kept.zero_()
 
 
-def build_master(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
-    """Build the master of the weight stored in ``values``, with which the model computes in ``compute_dtype``: with
-    ``split`` a 16-bit remainder for bf16, else an fp32 copy for half precision, else the values themselves. Keeps a
-    reference to ``values``; extra storage is set later."""
+def build_storage(
+    values: Tensor, compute_dtype: torch.dtype, *, split: bool, declared: type[Storage] | None = None
+) -> Storage:
+    """Build the storage of the weight in ``values``, with which the model computes in ``compute_dtype``: of the kind
+    ``declared``; else with ``split`` a 16-bit remainder for bf16, an fp32 copy for half precision, and the values
+    themselves for wider dtypes. Keeps a reference to ``values``; extra storage is set later."""
+    if declared is not None:
+        return declared(values)
     if values.dtype == torch.bfloat16 and split:
         return Remainder(values)
-    if values.dtype in (torch.bfloat16, torch.float16):
+    if values.dtype in HALF:
         return Copy(values)
-    return (FSDPMaster if compute_dtype == torch.bfloat16 else Master)(values)
+    return FSDPStorage(values, compute_dtype) if compute_dtype in HALF else Storage(values)
 
 
-class OptimizerEntry(NamedTuple):
-    """Master weight, gradient and moments of one tensor."""
+@dataclass(slots=True)
+class OptimizerEntry:
+    """Inputs of the update of one tensor."""
 
-    master: Master
+    storage: Storage
     gradient: Tensor
     moments: tuple[Tensor, ...]
+    lr: float
+    weight_decay: float
 
     @property
     def is_plain(self) -> bool:
         """Whether all of its state can be updated in place."""
-        return self.master.is_live and all(moment.dtype == self.master.dtype for moment in self.moments)
+        return self.storage.is_live and all(moment.dtype == self.storage.dtype for moment in self.moments)
+
+
+def by_rates(entries: Iterable[OptimizerEntry]) -> dict[tuple[float, float], list[OptimizerEntry]]:
+    """Group ``entries`` by (learning rate, weight decay), which foreach operators and kernels take as numbers."""
+    found: dict[tuple[float, float], list[OptimizerEntry]] = {}
+    for each in entries:
+        found.setdefault((each.lr, each.weight_decay), []).append(each)
+    return found
 
 
 class Opened(NamedTuple):
@@ -173,7 +224,7 @@ def as_fp32_lists(tensors: Sequence[OptimizerEntry], factor: Tensor | None) -> I
     must run to its end. ``factor`` multiplies gradients, in place if of master dtype; None: 1."""
     plain = [each for each in tensors if each.is_plain]
     for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
-        masters = [each.master.read() for each in batch]
+        masters = [each.storage.read() for each in batch]
         gradients = [each.gradient.to(main.dtype) for each, main in zip(batch, masters)]
         if factor is not None:
             torch._foreach_mul_(gradients, factor.to(masters[0].dtype))
@@ -181,7 +232,7 @@ def as_fp32_lists(tensors: Sequence[OptimizerEntry], factor: Tensor | None) -> I
         moments = [[moment.to(masters[0].dtype) for moment in kind] for kind in kinds]
         yield Opened(masters, gradients, moments)
         for each, main in zip(batch, masters):
-            each.master.write(main)
+            each.storage.write(main)
         for kind, values in zip(kinds, moments):
             for moment, value in zip(kind, values):
                 if moment is not value:

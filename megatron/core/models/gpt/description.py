@@ -1,4 +1,4 @@
-"""Description of the GPT model that ``gpt/`` builds: parameters, FLOPs and memory. Torch-free."""
+"""Description of GPT models: parameters, FLOPs and memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
 from megatron.core.models.common import description as common
+from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.transformer.moe.moe_description import describe_feed_forward
+
+
+def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
+    """Return the description of the GPT that ``cfg`` defines, with the layers of --spec, which imports torch."""
+    return describe_gpt(
+        cfg, vocab_size=vocab_size, seq_length=cfg.seq_length, max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=cfg.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+        make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by, spec=spec_layers(cfg),
+    )  # fmt: skip
 
 
 def describe_gpt(
@@ -26,11 +38,11 @@ def describe_gpt(
     spec: Any = None,
 ) -> ModelDescription:
     """Return the description of the model that :class:`GPTModel` builds from the same arguments, for sequences of
-    ``seq_length`` tokens.
+    ``seq_length`` tokens, with ``config.mtp_num_layers`` prediction depths after the output layer.
 
-    ``vocab_size`` is the unpadded size, or 0 if unknown. ``spec`` is one spec for all layers or one per layer; None
-    describes layers of attention and a feed-forward network without importing torch.
-    """
+    ``vocab_size`` is the unpadded size, or 0 if unknown. ``spec`` is one spec for all layers or one per layer
+    (UserError for another number); None describes layers of attention and a feed-forward network without importing
+    torch."""
     vocabulary = common.Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
     word, output = common.word_tables(config, vocabulary)
     rotary, layers = position_embedding_type in ("rope", "yarn"), []

@@ -1,0 +1,31 @@
+"""Commands in messages and help texts, as the user can type them. Torch-free.
+
+Texts name the scripts of a checkout, ``tools/preprocess_data.py``. An installed package has no scripts: the console
+command ``megatron`` shows its subcommands in their place.
+"""
+
+import re
+import sys
+
+SUBCOMMANDS = {
+    "preprocess_data": "preprocess", "train_tokenizer": "train-tokenizer", "check_dataset": "check-data",
+    "merge_datasets": "merge-data", "make_corpus": "make-corpus", "checkpoint/convert": "convert",
+    "checkpoint/inspect_checkpoint": "inspect", "checkpoint/verify": "verify", "generate": "generate",
+    "fill_mask": "fill-mask", "plot_metrics": "plot", "verify_layout": "verify-layout",
+    "draw_schedule": "draw-schedule", "unigram_baseline": "unigram-baseline",
+}  # fmt: skip
+"""Script below tools/, without .py -> subcommand of ``megatron``."""
+
+_TOOL = re.compile(r"(?:python )?\btools/([a-z_/]+)\.py\b")
+_LAUNCHED = re.compile(r"(\btorchrun (?:-\S+ )*)pretrain_(gpt|bert|t5|moe)\.py\b")
+_PROGRAM = re.compile(r"(?<!--program )(?:python )?\bpretrain_(gpt|bert|t5|moe)\.py\b")
+
+
+def as_typed(text: str) -> str:
+    """Return ``text`` with subcommands in place of scripts if this process is the console command ``megatron``, else
+    unchanged. Values of ``--program`` and unknown scripts stay."""
+    if not sys.argv[0].startswith("megatron "):
+        return text
+    text = _TOOL.sub(lambda m: f"megatron {SUBCOMMANDS[m[1]]}" if m[1] in SUBCOMMANDS else m[0], text)
+    text = _LAUNCHED.sub(r"\1-m megatron pretrain \2", text)
+    return _PROGRAM.sub(r"megatron pretrain \1", text)

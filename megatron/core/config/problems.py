@@ -1,0 +1,73 @@
+"""Problems of settings by field name, for rules. Torch-free.
+
+A rule is a small named generator over a resolved configuration, any dataclass whose bases are groups of flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from inspect import isgeneratorfunction
+from types import ModuleType
+from typing import Any
+
+from megatron.core.config.cli import FlagSpec, Problem, flags_of
+
+Problems = Iterator[Problem]
+Settings = Any
+"""A resolved configuration: a ``PretrainConfig``, or an object with its fields."""
+Rule = Callable[[Settings], Problems]
+
+EXAMPLES = {
+    "num_layers": "12",
+    "hidden_size": "768",
+    "num_attention_heads": "12",
+    "max_position_embeddings": "1024",
+    "seq_length": "1024",
+    "decoder_seq_length": "128",
+    "micro_batch_size": "4",
+    "lr": "3e-4",
+    "vocab_size": "50257",
+    "recompute_method": "uniform",
+    "recompute_num_layers": "1",
+    "num_moe_experts": "8",
+}
+"""Example values of required flags."""
+
+
+def _flags(cfg: Settings) -> dict[str, FlagSpec]:
+    return {spec.field: spec for spec in flags_of(type(cfg))}
+
+
+def as_given(cfg: Settings, field: str) -> str:
+    """Return the field that the user set for ``field``: ``--encoder-seq-length`` may stand for ``--seq-length``."""
+    twin = f"encoder_{field}"
+    return twin if field in ("seq_length", "num_layers") and twin in cfg.explicit - {field} else field
+
+
+def problem(cfg: Settings, field: str, reason: str, fix: str = "") -> Problem:
+    """Return a problem of a field, with its flag and value."""
+    flag, value = _flags(cfg)[as_given(cfg, field)], getattr(cfg, field)
+    without_value = flag.is_bool or value is None
+    return Problem(flag.names[0], reason, fix=fix) if without_value else Problem(flag.names[0], reason, value, fix)
+
+
+def missing(cfg: Settings, field: str, reason: str = "is required", fix: str = "") -> Problem:
+    """Return a problem of a field that has no value."""
+    name = _flags(cfg)[field].names[0]
+    if not fix and field in EXAMPLES:
+        fix = f"for example {name} {EXAMPLES[field]}"
+    return Problem(name, reason, fix=fix)
+
+
+def flag_names(cfg: Settings, *fields: str) -> str:
+    """Return the flags of these fields, joined by commas."""
+    flags = _flags(cfg)
+    return ", ".join(flags[field].names[0] for field in fields)
+
+
+def collect_rules(*files: ModuleType) -> tuple[Rule, ...]:
+    """Return every public generator function that these modules define, in order."""
+    return tuple(
+        member for file in files for name, member in vars(file).items()
+        if isgeneratorfunction(member) and member.__module__ == file.__name__ and not name.startswith("_")
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""GPT, LLaMA and similar decoders, with or without experts, as a model family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.config.mla import LatentAttentionConfig
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.optional import (
+    CustomLayersConfig,
+    DocumentConfig,
+    MultiplierConfig,
+    RopeScalingConfig,
+    UpcyclingConfig,
+)
+from megatron.core.config.problems import Settings, collect_rules
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
+from megatron.core.models.gpt import custom_layers, description, rules
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from megatron.core.inference.sampling import Sampling
+
+
+def data_set(cfg: Settings, options: Options) -> DataSet:
+    """Return (class, configuration) of the data set: MockGPTDataset with --mock-data, else GPTDataset, with the
+    document flags and the tokenizer's vocabulary size (None without tokenizer). ``options`` are the common options.
+    Reads no data."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # imports numpy
+
+    bounds = {name: getattr(cfg, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+    tokenizer = options["tokenizer"]
+    config = GPTDatasetConfig(**options, **bounds, vocab_size=None if tokenizer is None else tokenizer.vocab_size)
+    return MockGPTDataset if cfg.mock_data else GPTDataset, config
+
+
+def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+    """Return ``prompt`` followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
+    eod token. Older tokens than --seq-length are dropped from the context."""
+    from megatron.core.inference import sampling as inference  # imports torch
+
+    tokenizer = trained.tokenizer
+    tokens = inference.generate(
+        trained.model, tokenizer.tokenize(prompt) or [tokenizer.eod], max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.seq_length, stop_token=tokenizer.eod, sampling=sampling,
+    )  # fmt: skip
+    return prompt + tokenizer.detokenize(list(tokens))
+
+
+def logits(model: nn.Module, cfg: Settings, tokens: Tensor) -> Tensor:
+    """Return the logits [b, s, v] for ``tokens`` [b, s]."""
+    import torch
+
+    return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+
+
+FAMILY = ModelFamily(
+    name="gpt",
+    is_default=True,
+    programs=(
+        Program("gpt", "GPT"),
+        Program("moe", "GPT with mixture-of-experts layers", required=("num_moe_experts",)),
+    ),
+    task="megatron.training.tasks.gpt:GPTTask",
+    data_set=data_set,
+    describe=description.describe_settings,
+    branches=custom_layers.branches,
+    groups=(
+        MoEConfig, UpcyclingConfig, MTPConfig, LatentAttentionConfig, MultiplierConfig, RopeScalingConfig,
+        CustomLayersConfig, DocumentConfig,
+    ),
+    rules=collect_rules(rules),
+    sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
+    tool="tools/generate.py",
+    generate=generate,
+    logits=logits,
+    auto_model="AutoModelForCausalLM",
+)  # fmt: skip

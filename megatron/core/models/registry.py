@@ -1,0 +1,77 @@
+"""Registry of model families: every folder of this package with a ``family.py``. Torch-free."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from megatron.core.config.errors import UserError
+from megatron.core.config.optional import OptionalGroup
+from megatron.core.models.family import ModelFamily, Program
+
+
+@functools.cache
+def families() -> dict[str, ModelFamily]:
+    """Return the families of this package by name: the default one first, then in alphabetical order."""
+    names = sorted(path.parent.name for path in Path(__file__).parent.glob("*/family.py"))
+    found = [get_family(f"{__package__}.{name}.family") for name in names]
+    return {each.name: each for each in sorted(found, key=lambda each: not each.is_default)}
+
+
+def default_family() -> str:
+    """Return the name of the family that is meant where none is named."""
+    return next(iter(families()))
+
+
+@functools.cache
+def get_family(name: str) -> ModelFamily:
+    """Return the family ``name``: of this package, or with dots a module with ``FAMILY``, which is imported.
+
+    Raises:
+        UserError: there is no such family.
+    """
+    if "." not in name:
+        if name not in families():
+            raise UserError(f"{name}: there is no model family of this name; choose from {', '.join(families())}")
+        return families()[name]
+    try:
+        return import_module(name).FAMILY
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{name}: {error}; name a module that defines FAMILY") from error
+
+
+def known_family(name: object) -> ModelFamily | None:
+    """Return the family ``name`` of this package or of an imported module, else None. For names in files, which must
+    not choose what is imported."""
+    if not isinstance(name, str):
+        return None
+    return families().get(name) or getattr(sys.modules.get(name), "FAMILY", None)
+
+
+def programs() -> dict[str, tuple[ModelFamily, Program]]:
+    """Return family and program by program name (``gpt``) for all families of this package."""
+    return {program.name: (family, program) for family in families().values() for program in family.programs}
+
+
+def find_program(name: str) -> tuple[ModelFamily, Program]:
+    """Return family and program for ``name``: a program's name or script (``gpt``, ``pretrain_gpt.py``), else with dots
+    the module of a family, which is imported and whose first program it is.
+
+    Raises:
+        UserError: there is no such program.
+    """
+    known = programs()
+    short = name.removeprefix("pretrain_").removesuffix(".py")
+    if short in known:
+        return known[short]
+    if "." not in short:
+        raise UserError(f"{name}: there is no such program; choose from {', '.join(known)}")
+    family = get_family(name)
+    return family, family.programs[0]
+
+
+def scripts_with(group: type[OptionalGroup]) -> str:
+    """Return the entry scripts of all families that list ``group``, joined by ``and``."""
+    return " and ".join(program.script for family, program in programs().values() if group in family.groups)

@@ -1,0 +1,114 @@
+"""T5 as a model family: an encoder and a decoder that share sizes other than their depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from megatron.core.config.cli import flag
+from megatron.core.config.network import ScaledOutputConfig
+from megatron.core.config.optional import MaskedDataConfig, OptionalGroup
+from megatron.core.config.problems import Settings, collect_rules
+from megatron.core.config.ranges import Dim, Layers, Range
+from megatron.core.config.transformer_config import TransformerConfig, config_from_settings
+from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
+from megatron.core.models.t5 import description, rules
+
+if TYPE_CHECKING:
+    from megatron.core.inference.sampling import Sampling
+
+
+@dataclass(kw_only=True)
+class EncoderDecoderConfig(OptionalGroup):
+    """Encoder and decoder (pretrain_t5.py)"""
+
+    CHOICES: ClassVar[Mapping[str, tuple[object, str]]] = {
+        "position_embedding_type": ("relative", "--position-embedding-type rope")
+    }
+
+    decoder_num_layers: Layers = flag()
+    """Decoder layers; default: the number of encoder layers."""
+
+    decoder_seq_length: Dim = flag()
+    """Decoder tokens per sample. Required by pretrain_t5.py."""
+
+    relative_attention_num_buckets: Annotated[int, Range(4, 65536)] = 32
+    """Number of distance buckets of --position-embedding-type relative; even."""
+
+    relative_attention_max_distance: Dim = 128
+    """Distance from which all larger ones use the same bucket; more than half of the buckets."""
+
+
+def transformers(cfg: Settings) -> dict[str, TransformerConfig]:
+    """Return the configurations of both stacks. They are equal: initial weights of the decoder are scaled by the
+    encoder's depth, as Megatron-LM does; the decoder's depth is --decoder-num-layers."""
+    config = config_from_settings(cfg)
+    return {"encoder": config, "decoder": config}
+
+
+def derive(cfg: Settings) -> Options:
+    """Return the decoder's depth, the encoder's by default."""
+    return {"decoder_num_layers": cfg.num_layers} if cfg.decoder_num_layers is None else {}
+
+
+def shrink(cfg: Settings, small: Options) -> Options:
+    """Return the decoder's layers, in the same ratio to the ``small`` encoder, and its shorter sequence length."""
+    ranks = 2 * cfg.context_parallel_size * cfg.tensor_model_parallel_size
+    layers = round(cfg.decoder_num_layers / cfg.num_layers * small["num_layers"])
+    return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
+
+
+def data_set(cfg: Settings, options: Options) -> DataSet:
+    """Return (class, configuration) of the data set: spans of at most 10 full words, lengths from a geometric
+    distribution, and --decoder-seq-length. ``options`` are the common options. Reads no data."""
+    from megatron.core.datasets import t5_dataset  # imports numpy
+
+    config = t5_dataset.T5MaskedWordPieceDatasetConfig(
+        **options, **masking_options(cfg, rules.LONGEST_NGRAM), sequence_length_decoder=cfg.decoder_seq_length,
+        masking_use_geometric_distribution=True,
+    )  # fmt: skip
+    return t5_dataset.T5MaskedWordPieceDataset, config
+
+
+def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+    """Return ``prompt``, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
+    decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for an empty
+    or too long prompt."""
+    from megatron.core.inference.sampling import generate_seq2seq  # imports torch
+
+    tokenizer = trained.tokenizer
+    start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
+    tokens = generate_seq2seq(
+        trained.model, tokenizer.tokenize(prompt), start=start, max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.max_position_embeddings, stop_token=tokenizer.eos, sampling=sampling,
+    )  # fmt: skip
+    return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
+
+
+FAMILY = ModelFamily(
+    name="t5",
+    programs=(Program("t5", "T5"),),
+    task="megatron.training.tasks.t5:T5Task",
+    data_set=data_set,
+    describe=description.describe_settings,
+    transformers=transformers,
+    branches=description.branches,
+    groups=(EncoderDecoderConfig, ScaledOutputConfig, MaskedDataConfig),
+    rules=(*collect_rules(rules), partial(maskable_tokens, special=2), sinks_exclude_cuda_graphs),
+    derive=derive,
+    shrink=shrink,
+    tokenizer_type="BertWordPieceLowerCase",
+    lengths=("seq_length", "decoder_seq_length"),
+    sequence_tensors=frozenset({"text_enc", "text_dec", "labels", "loss_mask"}),
+    weight_settings=description.OWN_SETTINGS,
+    is_causal=False,
+    tool="tools/generate.py",
+    generate=generate,
+    logits=lambda model, cfg, tokens: model(tokens, tokens, tokens.new_ones(tokens.shape)),
+    auto_model="AutoModelForSeq2SeqLM",
+    peer_inputs=lambda tokens: {"decoder_input_ids": tokens, "attention_mask": tokens.new_ones(tokens.shape)},
+)

@@ -1,0 +1,80 @@
+"""Gather shards of a parameter, gradient or moment to the full global tensor, and take this rank's shard from it.
+
+For update rules that own matrices: the shard may be split over the axes of the parameter's mesh (tensor and expert
+parallelism) and by rows over data-parallel ranks (FSDP). The order of elements is the global order, so that results do
+not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.groups.collective_names import all_gather
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding.parameter_shard import ParameterShard
+from megatron.core.sharding.placement import Nested, Shard, local_rectangle, spec_or_replicated, stored_rectangle
+from megatron.core.sharding.rectangles import Rectangle
+
+
+def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups) -> Tensor:
+    """Return the global tensor in its logical shape without padding (for a ``SubTensor``: the part). Every rank passes
+    the elements of its ``shard`` as ``flat``, in any shape. Collective: an all-gather over ``shard.rows_over`` and one
+    over every axis that splits the parameter. Requires a full shard, or ``rows_over`` (assert). Returns new memory if
+    the parameter is split, else a view."""
+    spec = spec_or_replicated(shard.parameter)
+    local = flat.reshape(-1)
+    if shard.rows_over is not None and shard.rows_over.size > 1:
+        local = _gather_rows(local, shard, shard.rows_over)
+    else:
+        assert shard.is_full, "a matrix is cut between ranks"
+    full = local.view(stored_rectangle(spec, groups).lengths)
+    for axis, placement in reversed([*spec.mesh.items()]):  # a later axis splits the shards of an earlier one
+        full = _join(full, placement, getattr(groups, axis))
+    return full[tuple(slice(length) for length in (spec.shape if spec.part is None else spec.part.rectangle.lengths))]
+
+
+def take_shard(full: Tensor, shard: ParameterShard, groups: ProcessGroups) -> Tensor:
+    """Return this rank's elements of the result of :func:`gather_full`, in the shape of ``shard.values``; padding is
+    zero. No collective."""
+    spec = spec_or_replicated(shard.parameter)
+    stored, held = stored_rectangle(spec, groups), local_rectangle(spec, groups)
+    origin = (0,) * len(held.offsets) if spec.part is None else spec.part.rectangle.offsets
+    local = held.of(full, origin)
+    if held.lengths != stored.lengths:
+        padded = full.new_zeros(stored.lengths)
+        Rectangle.whole(held.lengths).of(padded).copy_(local)
+        local = padded
+    return local.reshape(-1)[shard.start : shard.stop].view(shard.values.shape)
+
+
+def _gather_rows(flat: Tensor, shard: ParameterShard, group: Group) -> Tensor:
+    """Return all elements of this rank's mesh shard of the parameter, flat, by an all-gather of ``flat`` over
+    ``group``: the rows that ``fully_shard`` has split into equal chunks. The last ranks may have fewer rows or none."""
+    shape = shard.parameter.shape
+    chunk = -(-shape[0] // group.size) * (shape.numel() // shape[0])
+    sent = flat.new_zeros(chunk)
+    sent[: flat.numel()] = flat
+    received = flat.new_empty(chunk * group.size)
+    all_gather(received, sent, group=group.handle)
+    return received[: shape.numel()]
+
+
+def _join(local: Tensor, placement: Placement | Nested, group: Group) -> Tensor:
+    """All-gather ``local`` over ``group`` and join the shards along the dims of ``placement``, in rank order: a new
+    tensor. For one rank or a replicated placement return ``local`` itself, without collective. Ranks of a replicated
+    part of ``Nested`` send, too; the first copy is used."""
+    terms = (placement.outer, placement.inner) if isinstance(placement, Nested) else (placement,)
+    if group.size == 1 or not any(isinstance(term, Shard) for term in terms):
+        return local
+    received = local.new_empty(group.size * local.numel())
+    all_gather(received, local.reshape(-1), group=group.handle)
+    shards = [each.view(local.shape) for each in received.chunk(group.size)]
+    inner_size = placement.inner_size if isinstance(placement, Nested) else group.size
+    joined = [_concatenate(shards[at : at + inner_size], terms[-1]) for at in range(0, group.size, inner_size)]
+    return _concatenate(joined, terms[0])
+
+
+def _concatenate(shards: list[Tensor], placement: Placement) -> Tensor:
+    return torch.cat(shards, dim=placement.dim) if isinstance(placement, Shard) and len(shards) > 1 else shards[0]

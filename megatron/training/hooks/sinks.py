@@ -1,0 +1,282 @@
+"""Sinks of a run's records: ``metrics.jsonl``, ``timing.jsonl``, TensorBoard and wandb.
+
+:class:`Sink` turns the events of the loop into records; :func:`scalars` turns a record into values by tag, on which
+dashboards of Megatron-LM runs depend. tensorboard and wandb are imported only when their sink is created.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.timers import Timers
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.exits.conditions import every
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.console import perplexity
+from megatron.training.hooks.interval import IntervalSummary, Step
+from megatron.training.observe.metrics import EvalResult, MetricsFile, Record, eval_record, read_metrics, record_losses
+from megatron.training.observe.throughput import Throughput, memory_bytes
+from megatron.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+TAGS = {
+    "train": {
+        "learning-rate": "learning_rate",
+        "batch-size": "global_batch_size",
+        "loss-scale": "loss_scale",
+        "grad-norm": "grad_norm",
+        "num-zeros": "num_zeros",
+        "params-norm": "params_norm",
+        "weight-decay": "weight_decay",
+    },
+    "timing": {
+        "iteration-time": "seconds_per_iteration",
+        "tokens-per-second": "tokens_per_second",
+        "throughput": "tflops_per_device",
+        "mfu": "mfu",
+    },
+    "save": {
+        "save-checkpoint-time": "seconds",
+        "save-checkpoint-stall-time": "stall_seconds",
+        "save-checkpoint-gb-per-second": "gb_per_second",
+    },
+}
+"""Fields of records by kind and tag. Times are in seconds, ``throughput`` in TFLOP/s per device."""
+
+
+def scalars(record: Record, cfg: LoggingConfig, world_size: int) -> dict[str, float]:
+    """Return tag -> value for a record of ``metrics.jsonl`` or ``timing.jsonl``, without absent values and tags that
+    ``cfg`` does not request. Besides `TAGS`: losses and module statistics by name, world-size, the values of
+    `memory_bytes` and NAME-time (s) per timer."""
+    kind = record["kind"]
+    values: Record = {tag: record.get(field) for tag, field in TAGS.get(kind, {}).items()}
+    if kind == "train":
+        if not cfg.log_loss_scale_to_tensorboard:
+            del values["loss-scale"]
+        if cfg.log_world_size_to_tensorboard:
+            values["world-size"] = world_size
+        values |= record_losses(record) | record.get("statistics", {})
+    elif kind == "timing":
+        if not cfg.log_throughput:
+            values = {"iteration-time": values["iteration-time"]}
+        if cfg.log_memory_to_tensorboard:
+            values |= record["memory"]
+        if cfg.log_timers_to_tensorboard:
+            values |= {f"{name}-time": ms / 1000.0 for name, ms in record.get("timers_ms", {}).items()}
+    elif kind != "save":
+        values = _evaluation_scalars(record, cfg.log_validation_ppl_to_tensorboard)
+    return {tag: float(value) for tag, value in values.items() if value is not None}
+
+
+def _evaluation_scalars(record: Record, with_perplexity: bool) -> dict[str, float]:
+    """Return ``LOSS validation`` or ``LOSS test`` per loss, with ``-DATASET`` appended for named data sets, and the
+    same tag plus `` ppl`` if requested. Separate tags keep test results from overwriting validation points."""
+    place = "validation" if record["kind"] == "valid" else "test"
+    suffix = f"-{record['dataset']}" if "dataset" in record else ""
+    values = {f"{name} {place}{suffix}": value for name, value in record_losses(record).items()}
+    return values | ({f"{tag} ppl": perplexity(value) for tag, value in values.items()} if with_perplexity else {})
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Source of wall-clock values."""
+
+    throughput: Throughput
+    timers: Timers
+    device: str = "cpu"
+
+    def record(self, summary: IntervalSummary) -> Record:
+        """Return the ``timing.jsonl`` record of one log interval: counters, seconds per iteration, tokens per second,
+        TFLOP/s per device and MFU (None if unknown), `memory_bytes` now, and, if timers ran, their latest milliseconds
+        (maximum over ranks). Reads the wall clock; writes nothing."""
+        rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
+        timers = {"timers_ms": self.timers.latest} if self.timers.latest else {}
+        return {
+            "kind": "timing",
+            "iteration": summary.iteration,
+            "consumed_samples": summary.consumed_samples,
+            "time": time.time(),
+            "iterations": len(summary.steps),
+            "seconds_per_iteration": summary.elapsed_per_iteration,
+            "tokens_per_second": rate.tokens_per_second,
+            "tflops_per_device": rate.tflops,
+            "mfu": rate.mfu,
+            "world_size": self.throughput.world_size,
+            "device": self.throughput.device_name,
+            "memory": memory_bytes(self.device),
+            **timers,
+        }
+
+
+class Sink(Hook):
+    """Calls :meth:`write` with each record of the run, in the order of events: train records of every
+    ``point_interval`` iterations, valid and test records, a timing record per log point, a save record per checkpoint.
+    Use after ``TimersHook``, which gathers the times of the timing record."""
+
+    def __init__(self, clock: Clock, point_interval: int = 1) -> None:
+        self.clock, self.point_interval = clock, point_interval
+
+    def write(self, record: Record) -> None:
+        """Store one record; may buffer it."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Store buffered records, after evaluations and before checkpoints."""
+
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if every(self.point_interval, step.iteration):
+                self.write(step.record)
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        self.write(self.clock.record(summary))
+
+    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
+        for result in results:
+            self.write(eval_record(state.iteration, state.consumed_train_samples, result))
+        self.flush()
+
+    def on_save(self, state: TrainState) -> None:
+        self.flush()
+
+    def on_save_timed(self, record: Record) -> None:
+        self.write(record)
+
+    def on_train_end(self, state: TrainState) -> None:
+        self.flush()
+
+
+class FileSink(Sink):
+    """Appends the records of ``kinds`` to ``file``: to the system at log points and saves, with fsync in `flush`."""
+
+    def __init__(self, file: MetricsFile, kinds: Collection[str], clock: Clock, trains: bool = True) -> None:
+        """``trains``: False with --skip-train, which appends its evaluation and removes no records."""
+        super().__init__(clock)
+        self.file, self.kinds, self.trains = file, kinds, trains
+
+    def on_train_start(self, run: RunInfo) -> None:
+        if self.trains:
+            self.file.resume(run.state.iteration)
+
+    def write(self, record: Record) -> None:
+        if record["kind"] in self.kinds:
+            self.file.append(record)
+
+    def flush(self) -> None:
+        self.file.flush(durable=True)
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        if "timing" in self.kinds:
+            super().on_log(state, summary)
+        self.file.flush()
+
+    def on_save_timed(self, record: Record) -> None:
+        super().on_save_timed(record)
+        self.file.flush()
+
+
+class TensorBoardSink(Sink):
+    """TensorBoard points by iteration, and by samples under ``TAG vs samples``. Each value is written once, even if a
+    run rolls back and continues."""
+
+    def __init__(self, cfg: LoggingConfig, clock: Clock, history: Sequence[MetricsFile] = ()) -> None:
+        """``history``: metrics and timing files of the run, already cut, from which a run that rolled back restores its
+        points by samples. Raises UserError without the tensorboard package."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing_package("--tensorboard-dir", "tensorboard", error) from error
+        super().__init__(clock, cfg.tensorboard_log_interval)
+        self.cfg, self.history = cfg, history
+        self.open = partial(SummaryWriter, cfg.tensorboard_dir, max_queue=cfg.tensorboard_queue_size)
+        self.writer: SummaryWriter | None = None
+
+    def on_train_start(self, run: RunInfo) -> None:
+        """Open the writer. If the run rolled back (a history file was cut), tell TensorBoard to drop all points from
+        the next iteration on, in any unit, and rewrite the earlier points by samples, which that also drops."""
+        rolled_back = any(file.num_cut for file in self.history)
+        purge_step = run.state.iteration + 1
+        self.writer = self.open(purge_step=purge_step if rolled_back else None)
+        for path in [file.path for file in self.history if rolled_back and file.path.exists()]:
+            for record in read_metrics(path):
+                shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
+                if shown and record["consumed_samples"] >= purge_step:
+                    self.write(record, again=True)
+
+    def write(self, record: Record, again: bool = False) -> None:
+        """Add the points of a record; ``again``: only the points by samples."""
+        if self.writer is not None:
+            for tag, value in scalars(record, self.cfg, self.clock.throughput.world_size).items():
+                if not again:
+                    self.writer.add_scalar(tag, value, record["iteration"])
+                self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
+
+    def flush(self) -> None:
+        if self.writer is not None:
+            self.writer.flush()
+
+    def on_train_end(self, state: TrainState) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WandbSink(Sink):
+    """One Weights & Biases row per iteration. Steps never decrease, because wandb would drop such rows.
+
+    Offline with ``WANDB_MODE=offline``; to continue a run, set wandb's ``WANDB_RUN_ID`` and ``WANDB_RESUME``.
+    """
+
+    def __init__(self, cfg: LoggingConfig, clock: Clock, init_options: dict[str, Any]) -> None:
+        """``init_options``: arguments of ``wandb.init`` (project, name, entity, dir, config). Raises UserError without
+        the wandb package."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing_package("--wandb-project", "wandb", error) from error
+        super().__init__(clock, cfg.tensorboard_log_interval)
+        self.cfg, self.folder = cfg, Path(init_options["dir"])
+        self.open = partial(wandb.init, **init_options)
+        self.run: wandb.Run | None = None
+
+    def on_train_start(self, run: RunInfo) -> None:
+        """Create wandb's folder and start or resume the run with ``wandb.init``. Log a warning if the resumed run is
+        already past this iteration, because wandb then keeps its old rows and drops new ones up to there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = self.open()
+        if self.run.step > run.state.iteration:
+            logger.warning(
+                "the wandb run that is continued is at step %d, training at iteration %d: wandb keeps its old rows up "
+                "to there",
+                self.run.step,
+                run.state.iteration,
+            )
+
+    def write(self, record: Record) -> None:
+        """Add the values of a record to the row of its iteration. The save record of a background save goes to the
+        latest row, because it appears after later iterations."""
+        if self.run is not None:
+            row = scalars(record, self.cfg, self.clock.throughput.world_size)
+            if record["kind"] == "train":
+                row["samples vs steps"] = record["consumed_samples"]
+            is_late = record["kind"] == "save"
+            self.run.log(row, step=max(record["iteration"], self.run.step) if is_late else record["iteration"])
+
+    def on_train_end(self, state: TrainState) -> None:
+        if self.run is not None:
+            self.run.finish()
+
+
+def missing_package(flag: str, package: str, error: ImportError) -> UserError:
+    """Return the error for a ``flag`` whose optional ``package`` cannot be imported."""
+    return UserError(f"{flag} needs the {package} package ({error}): pip install {package}, or remove the flag")

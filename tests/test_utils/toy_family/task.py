@@ -1,0 +1,38 @@
+"""The training task: every label says whether the numbers of the sample have a positive sum."""
+
+from functools import partial
+
+import numpy as np
+
+from megatron.training.tasks.language_model import LanguageModelTask, on_device
+from tests.test_utils.toy_family.model import build
+
+
+class NumbersTask(LanguageModelTask):
+    """Training on generated samples."""
+
+    def model_provider(self, pre_process=True, post_process=True, vp_stage=None):
+        arguments = self.model_arguments(pre_process, post_process, vp_stage)
+        return build(self.cfg, self.cfg.numbers_features, arguments)
+
+    def get_batch(self, data_iterator):
+        return on_device(self.local_tokens(next(data_iterator)))
+
+    def forward_step(self, data_iterator, model):
+        batch = self.get_batch(data_iterator)
+        output = model(
+            batch["tokens"], batch["position_ids"], batch["numbers"], labels=batch["labels"],
+            sample_index=batch["sample_index"],
+        )  # fmt: skip
+        return output, partial(self.loss_func, batch)
+
+    def random_sample(self, generator):
+        length = self.cfg.seq_length
+        numbers = generator.standard_normal((self.cfg.numbers_count, self.cfg.numbers_features)).astype(np.float32)
+        return {
+            "tokens": generator.integers(0, self.vocab_size, length),
+            "labels": np.full(length, int(numbers.sum() > 0)),
+            "loss_mask": np.ones(length, dtype=np.float32),
+            "position_ids": np.arange(length),
+            "numbers": numbers,
+        }

@@ -1,0 +1,67 @@
+"""Cuts of flat buffers: offsets, buckets, and shards that consist of full parameters."""
+
+import math
+import random
+
+import pytest
+
+from megatron.core.sharding.buffer_layout import CutRule, cut_buffer, owned_elements
+
+SIZES = [random.Random(seed).choices([1, 63, 64, 65, 1000, 4096, 5000], k=17) for seed in range(4)]
+
+
+def in_order(sizes, alone, bucket_size, alignment):
+    """Offsets and bucket ends by a cursor, without balancing."""
+    starts, ends, cursor, begin = [], [], 0, 0
+    for size, single in zip(sizes, alone):
+        if single and cursor > begin:
+            cursor = begin = -(-cursor // alignment) * alignment
+            ends.append(cursor)
+        starts.append(cursor)
+        cursor += -(-size // 64) * 64
+        if single or (bucket_size is not None and cursor - begin >= bucket_size):
+            cursor = begin = -(-cursor // alignment) * alignment
+            ends.append(cursor)
+    if cursor > begin or not ends:
+        ends.append(-(-cursor // alignment) * alignment)
+    return starts, ends
+
+
+@pytest.mark.parametrize("bucket_size", [None, 1, 3000])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_elements_are_laid_out_in_order(sizes, bucket_size):
+    alone = [index % 5 == 3 for index in range(len(sizes))]
+    cut = cut_buffer(sizes, alone, bucket_size, CutRule(4))
+    starts, ends = in_order(sizes, alone, bucket_size, 256)
+    assert list(cut.starts) == starts and [bucket.end for bucket in cut.buckets] == ends
+    assert cut.total == ends[-1] and sum(owned_elements(sizes, cut, 4)) == sum(sizes)
+
+
+@pytest.mark.parametrize("block", [1, 96, 128])
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
+    shards, unit = 3, math.lcm(64, block)
+    cut = cut_buffer(sizes, [False] * len(sizes), 9000, CutRule(shards, pad, block, full=True))
+    taken, first = set(), 0
+    for stop, begin, end in cut.buckets:
+        length, loads = (end - begin) // shards, [0] * shards
+        assert (end - begin) % shards == 0 and length % unit == 0
+        for index in range(first, stop):
+            start = cut.starts[index]
+            shard = (start - begin) // length
+            assert start % unit == 0 and start + sizes[index] <= begin + (shard + 1) * length, "cut between ranks"
+            used = set(range(start, start + sizes[index]))
+            assert not used & taken
+            taken |= used
+            loads[shard] += -(-sizes[index] // unit) * unit
+        largest = max(-(-size // unit) * unit for size in sizes[first:stop])
+        assert max(loads) <= sum(loads) / shards + largest
+        first = stop
+    assert first == len(sizes) and sum(owned_elements(sizes, cut, shards)) == sum(sizes)
+
+
+def test_a_buffer_without_elements_has_one_bucket():
+    assert cut_buffer([], [], None, CutRule()).buckets == ((0, 0, 0),)
+    assert cut_buffer([0], [False], None, CutRule()).buckets == ((1, 0, 0),)
+    assert len(cut_buffer([0, 0], [False, False], 10, CutRule()).starts) == 2
