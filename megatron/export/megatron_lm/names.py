@@ -282,6 +282,8 @@ def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, 
     padded = args.get("padded_vocab_size") or rows
     true = args.get("vocab_size")
     settings["vocab_size"] = true if isinstance(true, int) and 0 < true <= padded else padded
+    if not settings.get("num_moe_experts"):  # its parser derives the width of experts for models without any
+        settings = {name: value for name, value in settings.items() if not name.startswith("moe_")}
     if family == "bert":
         settings["bert_binary_head"] = "binary_head.weight" in tensors
         if "embedding.position_embeddings.weight" in tensors:  # its program learns positions and ignores the flag
