@@ -44,9 +44,9 @@ class LossWeights(Mapping[str, Tensor]):
 
 
 def weighted_sum(losses: LossPairs, weights: Mapping[str, Tensor] | None) -> Tensor:
-    """Return the sum over ``weights`` of weight times loss sum, from which backward starts. Losses without a weight are
-    only logged. With ``weights`` None every loss weighs 1.
-    """
+    """Return the sum of weight times loss sum over the names in both ``losses`` and ``weights``, from which backward
+    starts. Losses without a weight are only logged, weights without a loss ignored. With ``weights`` None every loss
+    weighs 1."""
     terms = [pair[0] for pair in losses.values()]
     if weights is not None:
         terms = [losses[name][0] * weight for name, weight in weights.items() if name in losses]
@@ -76,8 +76,9 @@ class MainLoss(NamedTuple):
     """Whether the main loss is a mean over this rank's tokens even if the model gets a loss mask."""
 
     def aux_weights(self, loss_mask: Tensor | None, device: torch.device, batch: int, cp: Group) -> AuxLossWeights:
-        """Return the weights of auxiliary losses for ``batch`` sequences. ``loss_mask`` [b, s] is this context-parallel
-        rank's part. May all-reduce over ``cp``."""
+        """Return the weights of auxiliary losses for ``batch`` sequences. Valid tokens: ``tokens_b`` if set; else CP
+        size / ``batch`` per sequence for a mean or without ``loss_mask``; else the row sums of ``loss_mask`` [b, s],
+        this context-parallel rank's part, all-reduced over ``cp``. The scale defaults to 1."""
         if self.tokens_b is not None:
             tokens_b = self.tokens_b
         elif self.is_mean or loss_mask is None:  # each context-parallel rank adds a mean

@@ -204,7 +204,8 @@ class Messages:
         self, schedule: Schedule, groups: ProcessGroups, message: MessageShape, sends_shapes: bool = False
     ) -> None:
         """Derive this rank's messages from ``schedule``; a collective with copy engines, which open a mailbox. With
-        ``sends_shapes`` the shapes may differ from ``message``: they are sent before each message."""
+        ``sends_shapes`` only the number of tensors and their numbers of dims must equal ``message``: shapes are sent
+        before each message, by torch.distributed even if there are copy engines."""
         self.schedule, self.rank, self.message, self.sends_shapes = schedule, groups.pp.rank, message, sends_shapes
         neighbours = {(self.rank - 1) % groups.pp.size, (self.rank + 1) % groups.pp.size} - {self.rank}
         self._inbound = {peer: _Lane(schedule, peer, self.rank) for peer in neighbours}

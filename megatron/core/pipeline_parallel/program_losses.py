@@ -78,6 +78,9 @@ class MainLossInput:
         """Whether the next loss is checked; None before the first forward pass."""
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return ``args`` and ``kwargs`` with ``main_loss`` added, unless ``kwargs`` has it. For a model with auxiliary
+        losses of experts also keep the sum of its ``loss_mask`` (None: no mask) for :meth:`check`, until the first
+        check."""
         if self._checks is None:
             config = getattr(model, "config", None)
             self._checks = isinstance(config, MoEConfig) and has_side_losses(config)
@@ -87,9 +90,10 @@ class MainLossInput:
         return args, {"main_loss": self.main_loss, **kwargs}
 
     def check(self, num_tokens: Tensor | None) -> None:
-        """Raise UserError if ``loss_func`` and the model's ``loss_mask`` would give auxiliary losses a wrong weight.
-        ``num_tokens`` is the number of tokens that the main loss sums over; None: it is a mean. Checks only the first
-        micro-batch, because reading the counts waits for the device."""
+        """Raise UserError if the main loss and the model's ``loss_mask`` would give auxiliary losses a wrong weight:
+        only one of ``num_tokens`` (None: a mean) and the mask exists, or their counts differ by more than 0.1 %. Checks
+        only the first micro-batch of a model with auxiliary losses of experts, because reading the counts waits for the
+        device."""
         if not self._checks:
             return
         self._checks, told = False, self._masked_tokens

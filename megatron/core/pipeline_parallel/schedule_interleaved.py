@@ -27,8 +27,9 @@ def passes(sizes: list[int], num_chunks: int) -> list[tuple[int, int]]:
 
 
 def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None) -> Schedule:
-    """Build interleaved 1F1B for any number of micro-batches and any group size >= ``num_ranks`` (the default). The
-    warm-up of rank r has (V - 1) x group size + 2 (P - 1 - r) forwards, or all of them if there are fewer."""
+    """Build interleaved 1F1B for any number of micro-batches and any group size >= ``num_ranks`` (the default; not
+    checked). The warm-up of rank r has (V - 1) x largest group + 2 (P - 1 - r) forwards, or all of them if there are
+    fewer; `group_sizes` may make groups larger than ``group_size``."""
     group_size = num_ranks if group_size is None else group_size
     sizes = group_sizes(num_ranks, num_microbatches, group_size)
     order = passes(sizes, num_chunks)

@@ -63,6 +63,9 @@ class _LossFunctions:
     collects the last value that ``loss_func`` returned for every micro-batch."""
 
     def __init__(self, forward_step: Callable, chunks: Sequence[nn.Module], num_microbatches: int) -> None:
+        """Read the loss settings from the config of the last chunk's model (without a config: mean losses, no scaling).
+        If the chunk's wrapper sums gradients and losses are not per token, ``mean_weight`` also divides by the data-
+        and context-parallel ranks."""
         self.forward_step = forward_step
         config = getattr(unwrapped(chunks[-1]), "config", None)  # a custom model may have no config
         self.per_token = bool(getattr(config, "calculate_per_token_loss", False))
@@ -77,7 +80,9 @@ class _LossFunctions:
 
     @contextmanager
     def training(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Context of a run with backward, in which models get the weights of their auxiliary losses."""
+        """Context of a run with backward. Registers a forward pre-hook on each model that takes ``main_loss``, which
+        passes the scaled weight of the main loss unless the program passes its own; removes the hooks on exit. Sets
+        ``main_loss`` for the check in `_loss`. Does nothing if no model takes it."""
         models = [model for model in map(unwrapped, chunks) if takes_main_loss(model)]
         hooks = []
         if models:
@@ -96,10 +101,11 @@ class _LossFunctions:
         return output, partial(self._loss, loss_func)
 
     def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
-        """Call the program's ``loss_func``, append its last value to ``results``, and return the loss, scaled as in the
-        module docstring, and its number of tokens; nothing without backward. Without a loss function record the output,
-        for non-loss data the result of ``loss_func``. Raises ValueError if there is no loss function but a backward, or
-        it returned neither 2 nor 3 values."""
+        """Call the program's ``loss_func``, append its last value to ``results`` and return ``{LOSS: (loss, number of
+        tokens)}``, the loss scaled as in the module docstring, the number 1 for a mean; {} without backward. Without a
+        loss function append the output, for non-loss data the result of ``loss_func``; return {}. Raises ValueError if
+        a backward has no loss function or there are not 2 or 3 values; UserError as :meth:`MainLossInput.check`
+        (per-token losses)."""
         if loss_func is None and torch.is_grad_enabled():
             raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
         if loss_func is None or non_loss:

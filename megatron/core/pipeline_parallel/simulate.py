@@ -50,8 +50,8 @@ class Timeline:
 
 def unit_costs(forward: float = 1.0, backward: float = 2.0, weight: float | None = None) -> CostFunction:
     """Return a cost function, (stage, action) -> seconds, that is equal on all stages. With ``weight``, W costs
-    ``weight`` and B the rest of ``backward``, for schedules that split backward. Without it, B costs all of
-    ``backward``."""
+    ``weight`` and B the rest of ``backward``. Without it, B costs all of ``backward`` and W another half of it, so that
+    schedules that split backward need ``weight``."""
     share = backward / 2 if weight is None else weight
 
     def cost(stage: int, action: Action) -> float:

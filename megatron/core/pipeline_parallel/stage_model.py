@@ -43,8 +43,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def set_input(chunk: nn.Module, message: Message | None) -> None:
-    """Pass the previous stage's output to the model of ``chunk``, or None to clear it. Raises ValueError if there is a
-    message but the model has no ``set_input_tensor``."""
+    """Pass the previous stage's output to ``set_input_tensor`` of the model inside ``chunk``: one tensor, or a tuple of
+    several; None clears it. Raises ValueError if there is a message but the model has no ``set_input_tensor``."""
     model: Any = unwrapped(chunk)
     receive = getattr(model, "set_input_tensor", None)
     if receive is not None:

@@ -231,7 +231,7 @@ def parse_layout(text: str, names: BranchNames | None = None) -> list[StageConte
     of a layer except the last, f the last branch of a layer, m multi-token prediction layer, L output layer and loss;
     ``|`` separates stages. Raises LayoutError for a syntax error, if there is not exactly one E first and one L last,
     if E is not on the first or L not on the last stage, or if an incomplete layer is followed by anything but its next
-    a or f.
+    a or f. Does not compare the numbers of layers and stages with the model and the ranks.
 
     Args:
         text: the layout.

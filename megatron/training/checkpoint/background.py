@@ -58,7 +58,8 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, part: WritePlan, work: Work, fault: Fault, name: str) -> None:
-        """Start ``work`` in a thread and copy this rank's ``part`` to host memory; blocks until it is copied."""
+        """Start ``work`` in a thread and copy this rank's ``part`` to host memory; blocks until it is copied, at the
+        memory limit as long as writing takes. Every rank must call it, after `take` of the previous save."""
         assert self._thread is None
         if self._staging is None:
             limit = default_limit(part.num_bytes) if self.staging_bytes is None else self.staging_bytes
@@ -101,7 +102,8 @@ class BackgroundWriter:
         self._phase, self._last = "" if waits else phase, time.monotonic()
 
     def check(self) -> None:
-        """Raise an error that must end the run: a bug in the thread, or a file system that hangs for ``timeout`` s."""
+        """Raise an error that must end the run: a bug in the thread, or CheckpointError for a file system that hangs
+        for ``timeout`` s. A CheckpointError of the save itself is left to :meth:`take`. Not collective."""
         error, silence = self._error, time.monotonic() - self._last
         if error is not None and not isinstance(error, CheckpointError):
             raise error

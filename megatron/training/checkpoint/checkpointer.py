@@ -72,6 +72,7 @@ class Checkpointer:
         scheduler: schedule of ``optimizer``.
         groups: process groups of this rank.
         tokenizer: stored and compared by its fingerprint.
+        architecture: settings that a checkpoint to load must share; default: ``ARCHITECTURE``.
         fault: see ``dist_checkpointing.writer.Fault``.
 
     Raises:
@@ -115,8 +116,9 @@ class Checkpointer:
             self._background = BackgroundWriter(groups.world, device, limit, patience)
 
     def _take_locks(self) -> None:
-        """Lock --save and the fast folder; call on the first rank only. Raises CheckpointError for a folder that is not
-        shared."""
+        """Lock --save and, if the run uses it, the fast folder, and give --save an identity for fast checkpoints; call
+        on the first rank only. Raises CheckpointError if another job holds a lock, or for a local fast folder with
+        ranks on several hosts."""
         assert self.cfg.save is not None
         self._locks.append(SaveLock(self.cfg.save))
         if self.fast is not None:
@@ -209,7 +211,9 @@ class Checkpointer:
         return self._end(report, started, self._background.take)
 
     def _end(self, report: SaveReport, began: float, outcome: Callable[[], tuple[int, float]]) -> SaveReport:
-        """Count and log the outcome of a save; return ``report`` completed."""
+        """Call ``outcome``, which returns (bytes, end time) or raises CheckpointError for a failed save; count and log
+        the outcome; return ``report`` completed. Failures count per folder: success in --save resets all counts,
+        success in the fast folder only that folder's. Other errors are raised."""
         folder, iteration = report.folder, report.state.iteration
         try:
             num_bytes, ended = outcome()
@@ -240,8 +244,10 @@ class Checkpointer:
             self._is_clear = True
 
     def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
-        """Update the tracker, then delete old checkpoints by the retention flags. Not collective: runs on the first
-        rank, in the writer thread for background saves."""
+        """Update the tracker, then, if a retention flag is set, delete old checkpoints, oldest first, except the newest
+        --keep-last-checkpoints (default 1; fast folder always 1) and multiples of --save-retain-interval. Deletes only
+        what this run or the run that it continues wrote. Not collective: runs on the first rank, in the writer thread
+        for background saves."""
         fast = folder == self.fast
         keep = 1 if fast else self.cfg.keep_last_checkpoints
         retain = None if fast else self.cfg.save_retain_interval

@@ -39,7 +39,7 @@ _ITERATION = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})")
 
 
 def saved_iterations(folder: str | os.PathLike) -> list[int]:
-    """Return the iterations that have a directory, newest first, complete or not."""
+    """Return the iterations that have a directory, newest first, complete or not; empty if ``folder`` is missing."""
     names = [path.name for path in Path(folder).glob("iter_*")]
     matches = [_ITERATION.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in matches if match}, reverse=True)
@@ -63,7 +63,9 @@ class Found:
 
 
 def find_checkpoint(folder: str | os.PathLike | None, step: int | None = None, *, repair: bool = False) -> Found | None:
-    """Return the checkpoint that --load and --ckpt-step select; None if ``folder`` holds no checkpoint.
+    """Return the checkpoint that --load and --ckpt-step select: of ``step``, else of the tracker, else (the tracker is
+    unusable or names a missing one; logs a warning) the newest. None if ``folder`` is None, missing or holds no
+    checkpoint, without ``step``. Reads manifests and file sizes, no tensors.
 
     ``folder`` may also be one checkpoint, ``…/iter_0001000``, which must then exist. ``repair`` (one process only)
     restores a checkpoint whose replacement was interrupted.
@@ -113,7 +115,9 @@ def _open(folder: str | os.PathLike, which: int | str) -> Found:
 
 
 def _newest(folder: str | os.PathLike, problem: str) -> Found | None:
-    """Return the newest checkpoint, or a release, if the tracker is unusable; log a warning. None if nothing exists."""
+    """Return the newest checkpoint, else a release, if the tracker is unusable for the reason ``problem``; log a
+    warning. None if neither a checkpoint nor a tracker exists. Raises CheckpointError if only the tracker exists,
+    CheckpointDamagedError if the newest is damaged: it tries no older one."""
     which: list[int | str] = [*saved_iterations(folder)]
     if Path(get_checkpoint_name(folder, 0, release=True)).is_dir():
         which.append(RELEASE)
@@ -157,7 +161,8 @@ def alternative(folder: str | os.PathLike, iteration: int) -> str:
 
 
 def delete_checkpoint(folder: str | os.PathLike, iteration: int, fault: Fault = no_fault) -> None:
-    """Delete a checkpoint. Renames it first, so that a half-deleted directory never looks like a checkpoint."""
+    """Delete a checkpoint. Renames it first, durably, to a hidden name, so that a half-deleted directory never looks
+    like a checkpoint. The tracker stays. Raises FileNotFoundError if the checkpoint does not exist."""
     directory = Path(get_checkpoint_name(folder, iteration))
     condemned = directory.with_name(f".{directory.name}{TEMPORARY}deleted")
     remove(condemned)

@@ -40,7 +40,8 @@ def same_folder(one: str | None, other: str | None) -> bool:
 
 
 def fast_folder(cfg: PretrainConfig) -> str | None:
-    """Return the folder of --non-persistent-save-interval, even if that interval is not set; None if undefined."""
+    """Return the folder of --non-persistent-save-interval (default: ``non_persistent`` in --save, else in --load), even
+    if that interval is not set; None if undefined."""
     base = cfg.save or cfg.load
     if cfg.non_persistent_ckpt_type == "local":
         return cfg.non_persistent_local_ckpt_dir
@@ -68,7 +69,8 @@ def _belongs(found: files.Found, base: str) -> bool:
 
 
 def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
-    """Return the fast checkpoint that belongs to the run in --load, or None. Warns about a damaged one."""
+    """Return the newest fast checkpoint if it belongs to the run in --load, which must be the --save folder if --save
+    is set; else None. ``repair``: see `find_checkpoint`. Warns about a damaged one and returns None."""
     fast, base = fast_folder(cfg), cfg.save or cfg.load
     if fast is None or base is None or not same_folder(cfg.load, base):
         return None
@@ -81,7 +83,9 @@ def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
 
 
 def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found | None:
-    """Return the checkpoint that --load and --ckpt-step select: by default the newest in --load or the fast folder."""
+    """Return the checkpoint that --load and --ckpt-step select, or None. By default the fast checkpoint if it is newer
+    than all iterations in --load, with --ckpt-step the fast one of that iteration unless it is also the newest in
+    --load; else as `find_checkpoint`, which raises CheckpointError."""
     fast = _newest_fast(cfg, repair)
     if fast is not None:
         assert cfg.load is not None
@@ -92,7 +96,9 @@ def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found 
 
 
 def check_save_folder(cfg: PretrainConfig) -> None:
-    """Reject a run that would mix its checkpoints with those from another run. Call on one process only.
+    """Reject a run that would mix its checkpoints with those from another run. --save may be empty, be --load (without
+    --finetune), or hold the original or a copy of the checkpoint in --load; the fast folder must belong to --save.
+    Checks nothing without --save, with --skip-train or --start-over. Call on one process only.
 
     Raises:
         CheckpointError: names what exists and the flags to continue or to start over.
@@ -134,7 +140,8 @@ def _any_complete(folder: str) -> files.Found | None:
 
 
 def continues(folder: str, found: files.Found) -> bool:
-    """Whether ``folder`` holds the checkpoint ``found`` or its original (same ``run_id``)."""
+    """Whether ``folder`` holds the checkpoint ``found`` or its original: one of the same iteration with the same
+    ``run_id``. False if that one is missing or damaged."""
     if same_folder(str(Path(found.directory).parent), folder):
         return True
     try:
@@ -145,8 +152,9 @@ def continues(folder: str, found: files.Found) -> bool:
 
 
 def set_aside(folder: str, newer_than: int | None) -> None:
-    """Move checkpoints of later iterations to a new folder ``set-aside-…``; None: all, including release and tracker.
-    Raises CheckpointError if they cannot be moved."""
+    """Move checkpoints of later iterations, complete or not, to a new folder ``set-aside-…`` in ``folder`` and log a
+    warning; None: all, including release and tracker. Without any does nothing. Raises CheckpointError if they cannot
+    be moved."""
     parent = Path(folder)
     names = [
         Path(files.get_checkpoint_name(folder, iteration)).name

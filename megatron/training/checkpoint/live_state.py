@@ -48,7 +48,9 @@ class LiveState:
         return tensors
 
     def objects(self, state: TrainState, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-        """Return all state that is stored as JSON."""
+        """Return all state that is stored as JSON: iteration, counters, settings, tokenizer fingerprint, versions,
+        environment, of the state dict ``optimizer`` (None: absent) only step and loss scaler, and the scheduler if
+        there is one."""
         objects: dict[str, Any] = {
             "iteration": state.iteration,
             "train_state": state.to_dict(),

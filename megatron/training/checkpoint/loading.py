@@ -43,9 +43,9 @@ class Start:
 
 
 def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
-    """Return the checkpoint of --load or --pretrained-checkpoint as found by the first rank; None to start from
-    scratch. Collective over ``world``: the first rank searches, restores checkpoints whose replacement was interrupted,
-    and shares the result.
+    """Return the checkpoint of --load, else of --pretrained-checkpoint (weights only), as found by the first rank; None
+    to start from scratch. Collective over ``world``: the first rank searches, restores checkpoints whose replacement
+    was interrupted, and shares the result.
 
     Raises:
         CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
@@ -75,7 +75,8 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
 
 
 def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
-    """Whether ``found`` is a dense model to upcycle, not one with experts to resume. Raises if it is in --save."""
+    """Whether ``found`` is a dense model to upcycle, not one with experts to resume. Raises CheckpointError if it is in
+    --save, unless --start-over is set."""
     if not cfg.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
         return False
     folder = str(Path(found.directory).parent)
@@ -85,7 +86,9 @@ def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
 
 
 def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | None:
-    """Return the iteration of ``found`` if saves to --save continue its history, else None."""
+    """Return the iteration of ``found`` if saves to --save continue its history: it is in --save or the fast folder, or
+    --save has its original or copy. None without --save, with --start-over, or for weights only, unless ``found`` is a
+    release."""
     if cfg.save is None or cfg.start_over or (finetune and not found.release):
         return None
     is_fast = same_folder(str(Path(found.directory).parent), fast_folder(cfg))
@@ -119,7 +122,9 @@ class Loading:
         """Stored names that :meth:`restore` skipped on request, such as with --no-load-optim."""
 
     def restore(self) -> TrainState:
-        """Fill model, optimizer, scheduler and random states in place; return the counters (new ones for weights only).
+        """Fill the model in place and, unless flags exclude them, optimizer, scheduler (only with optimizer state) and
+        random states (only if ranks and generators match; else logs a warning); return the counters, new ones for
+        weights only. Without optimizer state sets the main parameters from the weights.
 
         Raises:
             CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names.

@@ -62,7 +62,7 @@ class SaveLock:
     def _take(self, descriptor: int, folder: str | os.PathLike) -> None:
         """Take the lock without waiting, and write host and process ID into the file. Raises CheckpointError if the
         file is not a lock file of training or another job holds it. On file systems without locks logs a warning and
-        goes on."""
+        continues without a lock."""
         status = os.fstat(descriptor)
         text = os.pread(descriptor, RECORD_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
         # a hard link to a foreign file passes O_NOFOLLOW: never write into a file that is not a training lock
@@ -84,7 +84,8 @@ class SaveLock:
             os.pwrite(descriptor, record[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def release(self) -> None:
-        """Release the lock; remove lock file and created folders if nothing else was written."""
+        """Release the lock; remove the lock file and folders that the lock created if nothing else was written there.
+        May be called several times."""
         if self._descriptor is not None:
             with suppress(OSError):
                 if self._taken and os.listdir(self.path.parent) == [LOCK]:

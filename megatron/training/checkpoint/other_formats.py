@@ -68,7 +68,8 @@ OUTPUT = "model.output_layer.weight"
 
 
 def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> PretrainConfig:
-    """Return ``cfg`` (parsed, not yet resolved) with the model's ``settings`` that the command line does not set.
+    """Return ``cfg`` (parsed, not yet resolved) with the ``settings`` in `MODEL` that the command line does not set.
+    Explicit flags take precedence, except that they must not contradict settings in `FIXED`.
 
     Raises:
         CheckpointError: the command line contradicts them (both values are named), or the family is another one.
@@ -102,7 +103,9 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
 def check_tensors(
     tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], where: str | os.PathLike
 ) -> None:
-    """Check that names and shapes of all tensors, optimizer state included, are exactly those expected.
+    """Check that names and shapes of all tensors are exactly as expected and, except counters, their dtypes floating
+    point. Every kind of optimizer state that occurs must exist for each parameter except ``expert_bias``. Reads no
+    data.
 
     Raises:
         CheckpointError: lists the differences, with names and expected shapes.
@@ -124,7 +127,8 @@ def check_tensors(
 
 
 def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the most likely fix as the end of a message, or an empty string."""
+    """Return the most likely fix as the end of a message: tied or untied output layer, or another vocabulary; else an
+    empty string."""
     if OUTPUT in expected and OUTPUT not in tensors and WORDS in tensors:
         return ". Its output layer is tied to the embedding: leave out --untie-embeddings-and-output-weights"
     if OUTPUT in tensors and OUTPUT not in expected:
@@ -143,8 +147,9 @@ def embedding_rows(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) 
 
 
 def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
-    """Return ``cfg`` (not yet resolved) with the settings of --load-hf, and its tokenizer if no flag names one;
-    unchanged without --load-hf. Raises UserError if the folder is not readable."""
+    """Return ``cfg`` (not yet resolved) with the settings of --load-hf that no explicit flag sets, and its tokenizer if
+    no flag names one; unchanged without --load-hf. Raises UserError if the folder is not readable or flags contradict
+    it (see `with_settings`)."""
     folder = cfg.load_hf
     if folder is None:
         return cfg
@@ -158,7 +163,8 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """Return settings for a folder's tokenizer.json, or for the vocab.txt of older BERT folders; empty for neither."""
+    """Return settings for a folder's tokenizer.json (``tokenizer_model`` is the folder), else for the vocab.txt of
+    older BERT folders, lower-case unless tokenizer_config.json has do_lower_case false; empty for neither."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"

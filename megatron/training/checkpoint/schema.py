@@ -68,7 +68,9 @@ def _is_scaler(value: Any) -> bool:
 
 
 def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
-    """Return one message per malformed object of a checkpoint; empty if all are valid.
+    """Return messages for missing, malformed or contradicting objects of a checkpoint; empty if all are valid. ``args``
+    and ``tokenizer`` are required; ``scheduler``, ``versions`` and ``optimizer`` may be missing; other objects and the
+    entries of ``args`` are not checked.
 
     Args:
         release: weights only: counters may be missing.
@@ -102,7 +104,8 @@ def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
 
 
 def _table(objects: dict[str, Any], name: str, checks: dict[str, Check], exact: bool = True) -> list[str]:
-    """Return problems of the dictionary ``name``; ``exact``: it must have just the keys of ``checks``."""
+    """Return problems of the dictionary ``name``; none if it is missing. ``exact``: it must have just the keys of
+    ``checks``, else others and missing ones are allowed."""
     if name not in objects:
         return []
     table = objects[name]

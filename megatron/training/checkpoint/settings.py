@@ -71,8 +71,9 @@ UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
 
 
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-    """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``; those in ``TAKEN`` as
-    command-line types. Raises CheckpointError if there is no valid checkpoint."""
+    """Return all settings of the checkpoint selected by ``--load load_dir --ckpt-step step``: names in ``TAKEN`` and
+    the family's weight settings as command-line types, others as stored. Raises CheckpointError if there is no valid
+    checkpoint or a setting cannot be converted."""
     found = find_checkpoint(load_dir, step)
     if found is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
@@ -93,8 +94,10 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
 
 
 def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
-    """Return ``cfg`` (not yet resolved) with the settings that --use-checkpoint-args takes; unchanged without that
-    flag, or if no checkpoint exists yet and the flags describe a model. May raise CheckpointError."""
+    """Return ``cfg`` (not yet resolved) with the checkpoint's settings that --use-checkpoint-args takes: sizes that are
+    None, the architecture (over the command line), `COMPUTED_WITH` unless explicit, and with their flags layout and
+    tokenizer. Logs each change. Unchanged without that flag, or, with a warning, if --load holds no checkpoint yet and
+    the flags describe a model. May raise CheckpointError."""
     if not cfg.use_checkpoint_args:
         return cfg
     folder = cfg.load or cfg.pretrained_checkpoint

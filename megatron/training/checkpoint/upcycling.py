@@ -54,6 +54,8 @@ class DenseCheckpoint:
         return [self._name_in_the_model(name) for name in self._reader.names]
 
     def _name_in_the_model(self, name: str) -> str:
+        """Return the name that the stored tensor ``name`` has in the model: ``mlp.experts.linear_fc…`` for the dense
+        MLP of a layer with experts, else unchanged."""
         found = _DENSE.fullmatch(name)
         if found is None:
             return name
@@ -61,13 +63,15 @@ class DenseCheckpoint:
         return f"{found[1]}experts.{found[3]}" if has_experts(self._cfg, layer or 1) else name
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
-        """Describe tensors that are not stored or have another shape."""
+        """Describe tensors that are not stored or have another shape, experts by their dense MLP. Skips router weights,
+        which are not read."""
         read = (each for each in tensors if not each.name.endswith(".mlp.router.weight"))
         return self._reader.misfits(next(self._dense_slices(each), each) for each in read)
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Fill ``tensor.local`` in place: experts with their slice, routers with new rows, others as stored."""
+        """Fill ``tensor.local`` in place: experts with their slices of the dense MLP, times `_scale`; router weights
+        with new initial rows, without reading; other tensors as stored."""
         if tensor.name.endswith(".mlp.router.weight"):
             tensor.local.detach().copy_(tensor.rectangle.of(self._router_rows(tensor)))
             return
@@ -81,7 +85,9 @@ class DenseCheckpoint:
                 part.local.mul_(scale)
 
     def _dense_slices(self, tensor: ShardedTensor) -> Iterator[ShardedTensor]:
-        """Yield, per expert of ``tensor`` [e, …], the dense slice to read; nothing for non-expert tensors."""
+        """Yield, per local expert of ``tensor`` [e, …], the dense slice to read: dense name, shape and offsets, and as
+        ``local`` a view of the expert's memory. A bias of the second layer is not sliced. Nothing for non-expert
+        tensors."""
         if ".mlp.experts." not in tensor.name:
             return
         name, shape = tensor.name.replace(".experts.", "."), list(tensor.global_shape[1:])
@@ -97,7 +103,8 @@ class DenseCheckpoint:
             yield ShardedTensor(name, local, tuple(shape), tuple(offsets))
 
     def _scale(self, name: str) -> float:
-        """Return the factor of the second layer's tensor ``name``; a new router's logits are near 0."""
+        """Return the factor of an expert tensor: 1 for the first layer; for the second G / w (bias: 1 / w), where w is
+        the sum of the top-k router weights at logits of 0, which a new router's are near."""
         if ".linear_fc2." not in name:
             return 1.0
         router = self._routers[name.partition(".experts.")[0] + ".router"]
@@ -106,7 +113,8 @@ class DenseCheckpoint:
         return (self._slices if name.endswith("weight") else 1) / weights
 
     def _router_rows(self, tensor: ShardedTensor) -> Tensor:
-        """Return initial router rows [e, h]; all experts of one copy get the row of its first expert."""
+        """Return a full router weight [e, h] on the CPU, drawn from --seed and the name, thus equal on all ranks; all
+        experts of one copy get the row of its first expert."""
         spec = spec_or_replicated(self._routers[tensor.name.removesuffix(".weight")].weight)
         whole = torch.zeros(spec.shape, dtype=tensor.local.dtype)
         name = tensor.name.removeprefix("model.")

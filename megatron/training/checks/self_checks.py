@@ -60,9 +60,10 @@ class Holding(NamedTuple):
 
 
 def check_build(parts: Components, cfg: PretrainConfig) -> None:
-    """Log the layout and check that the ranks hold the model exactly once. Collective over the world. Raises
-    :class:`BuildError` on every rank for missing or duplicate parameters, and ValueError on a rank that loaded two
-    versions of cuDNN."""
+    """Log the layout, then check that the ranks hold the model exactly once and as the task's description,
+    ``num_parameters()`` and --num-layers say (a description with another total is ignored). Collective over the world.
+    Raises :class:`BuildError` on every rank that lists all problems; then UserError on a rank that loaded two cuDNN
+    installations."""
     groups = parts.groups
     chunks = [unwrapped(chunk) for chunk in parts.model]
     everyone = all_gather_json(_local_rectangles(chunks, groups), groups.world)
@@ -232,9 +233,9 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
-    """Return a stage's contents as text: embedding, layer ranges (counted from 1, per stack, with the branches of
-    incomplete layers), final norm, output layer. ``everywhere``: names on all stages; ``branches``: parameter ->
-    branch."""
+    """Return the contents of one stage as text: embedding (on a later ``stage``: tied output layer), layer ranges from
+    1 per stack, final norm, output layer. ``pieces``: of this stage only. ``everywhere``: the union of the names of all
+    stages; a layer that lacks some of its names is given by its ``branches`` (name -> branch)."""
     names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)
     parts = ["embedding"] if embedding and stage == 0 else []
@@ -253,6 +254,7 @@ def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branc
 
 
 def _by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
+    """Return {(stack, layer index from 0): parameter names}. Skips names outside of layers."""
     found: dict[tuple[str, int], set[str]] = {}
     for name in names:
         if match := _LAYER.search(name):

@@ -27,10 +27,10 @@ def batch_size_at(cfg: PretrainConfig) -> Callable[[int], int]:
 
 
 def samples_per_split(cfg: PretrainConfig) -> NumSamples:
-    """Return the number of samples for which each split's data set is built; None means one full pass
-    (--full-validation). The counts match Megatron-LM's, because the shuffle of a data set depends on them: training
-    samples of the full run, validation samples of all evaluations during and after it, test samples of one. Every
-    evaluation here starts at sample 0 and reads ``eval_samples`` samples."""
+    """Return the number of samples for which each split's data set is built; None, for validation and test with
+    --full-validation, means one full pass. The counts match Megatron-LM's, because the shuffle of a data set depends on
+    them: training samples of the full run (0 with --skip-train), validation samples of all evaluations during and after
+    it, test samples of one. Every evaluation here starts at sample 0 and reads ``eval_samples`` samples."""
     if cfg.skip_train:
         train: int = 0
     elif cfg.train_samples is not None:

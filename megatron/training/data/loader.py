@@ -136,9 +136,10 @@ class BatchReader:
         self._error: Exception | None = None
 
     def take(self, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
-        """Read the next ``number`` micro-batches, so far as they have not been read ahead. Return an iterator over them
-        and the sums of their counts, fp64 [losses]. The iterator reads up to ``following`` micro-batches of the next
-        global batch. An error while reading ahead is raised by the call that needs the batch."""
+        """Read the next ``number`` (at least 1) micro-batches, so far as they have not been read ahead. Return an
+        iterator over them and the sums of their counts, fp64 [losses]. The iterator reads up to ``following``
+        micro-batches of the next global batch. An error while reading ahead, or the end of the data (StopIteration), is
+        raised by the call that needs the batch."""
         while len(self._read) < number:
             if self._error is not None:
                 raise self._error
@@ -151,6 +152,8 @@ class BatchReader:
         return batch, torch.stack([torch.as_tensor(each).to(torch.float64) for each in self.count(batch)])
 
     def _handed_out(self, batches: Sequence[dict], following: int) -> Iterator[dict]:
+        """Yield ``batches``; before each, with ``reads_ahead``, read one micro-batch of the next global batch until
+        ``following`` are read. Keeps an error for `take` and then reads no further."""
         for batch in batches:
             if self.reads_ahead and len(self._read) < following and self._error is None:
                 try:

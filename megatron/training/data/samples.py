@@ -13,7 +13,8 @@ OPTIONAL = ("cu_seqlens",)
 
 
 def check_first_sample(dataset: Any, expected: Mapping[str, Any], source: str) -> None:
-    """Compare ``dataset[0]`` with ``expected``, a sample of the task; skip a missing or empty data set.
+    """Compare ``dataset[0]`` with ``expected``, a sample of the task; skip a data set that is None, empty or not
+    map-style. Ignores additional keys, values, and ``cu_seqlens``.
 
     Args:
         source: name of the data set in messages.

@@ -71,10 +71,11 @@ def decide(
     cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
     """Return the first reason to stop after ``state.iteration``, or None: a signal, --exit-duration-in-mins, the end of
-    --train-iters or --train-samples, --exit-interval. All ranks must pass the same arguments. ``elapsed`` is in seconds
-    since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is ignored before
-    ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time limit takes
-    precedence, because the final evaluation would exceed the time slice."""
+    --train-iters or --train-samples, --exit-interval (ignored before ``first_iteration`` of this process, else no job
+    would pass a multiple of it). Exit code: 128 + signal with neither --save nor --exit-signal-handler, else 0.
+    ``elapsed``: seconds since process start, maximum over ranks; ``received``: signal of any rank. All ranks must pass
+    the same arguments. Signal and time limit take precedence, because the final evaluation would exceed the time
+    slice."""
     if received is not None:
         # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
         code = 0 if cfg.save is not None or cfg.exit_signal_handler else 128 + received
@@ -121,7 +122,9 @@ class ExitConditions:
     time."""
 
     def __init__(self, cfg: PretrainConfig, *, start_time: float | None = None):
-        """``start_time``: ``time.monotonic()`` at process start, which is immune to changes of the system clock."""
+        """Install handlers for the signals of --save-on-signal and --exit-signal-handler; none outside the main thread.
+        ``start_time``: ``time.monotonic()`` at process start, which is immune to changes of the system clock; None:
+        now. Raises UserError for an unknown --exit-signal."""
         self.cfg = cfg
         self.start_time = time.monotonic() if start_time is None else start_time
         self.received: signal.Signals | None = None
@@ -138,7 +141,8 @@ class ExitConditions:
             _stop_catching_in_children()
 
     def _to_catch(self) -> set[signal.Signals]:
-        """Return the signals to catch: none that the program handles or ignores (nohup), plus --exit-signal."""
+        """Return the signals to catch: with --save-on-signal ``EXIT_SIGNALS`` that the program neither handles nor
+        ignores (nohup), with --exit-signal-handler also --exit-signal in any case. Empty outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return set()
         free = {number for number in EXIT_SIGNALS if self.cfg.save_on_signal and _is_free(number)}
@@ -181,7 +185,8 @@ class ExitConditions:
         return self.agreed is not None
 
     def _agree(self) -> float:
-        """Agree on the signal with all ranks; return the maximum seconds since start."""
+        """Set ``agreed`` to the highest signal number that any rank received; return the maximum seconds since start
+        over ranks. All-reduces only if signals or a time limit are enabled, else uses local values."""
         elapsed, number = time.monotonic() - self.start_time, self.received or 0
         if self.cfg.save_on_signal or self.cfg.exit_signal_handler or self.cfg.exit_duration_in_mins is not None:
             elapsed, number = agree(elapsed, number)

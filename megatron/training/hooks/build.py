@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]:
-    """Return the hooks of this rank: ``metrics.jsonl`` first, then console, values gathered over ranks, and sinks,
-    which may fail without ending the run. Raises UserError for a flag whose package or companion flag is missing."""
+    """Return the hooks of this rank in calling order. On the last rank: ``metrics.jsonl`` (with --save or
+    --tensorboard-dir), console, ``timing.jsonl`` and sinks, which may fail without ending the run. On every rank
+    timers; on CUDA ranks of the first replica memory; on rank 0 --log-progress and --save-hf-interval; then profilers.
+    Raises UserError on a rank whose hook lacks its package or companion flag."""
     clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
     directory = metrics_directory(cfg.save, cfg.tensorboard_dir)
     files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
@@ -86,7 +88,8 @@ def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` converted to JSON types."""
+    """Return ``value`` converted to JSON types: an enum to its name, lists and tuples to lists, anything but None,
+    booleans, numbers and text (a dictionary, say) to ``str(value)``."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):

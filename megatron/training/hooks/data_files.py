@@ -124,7 +124,8 @@ class BusErrorGuard(Hook):
 
 
 def data_file_hooks(datasets: Iterable[object], log_interval: int) -> list[Hook]:
-    """Return the hooks for token files: the comparison on one rank of each host, whose ranks see the same files."""
+    """Return the hooks for the token files inside ``datasets``; empty without any. `BusErrorGuard` on every rank, then
+    `DataFilesHook` on one rank of each host, whose ranks see the same files."""
     hook = DataFilesHook(datasets, log_interval)
     if not hook.files:
         return []

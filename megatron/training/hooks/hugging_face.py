@@ -31,6 +31,8 @@ class HuggingFaceHook(Hook):
         self._thread: threading.Thread | None = None
 
     def on_saved(self, state: TrainState) -> None:
+        """Start the conversion of a due checkpoint in the background. First waits for the previous conversion, which
+        blocks training."""
         if state.iteration % self.interval == 0:
             self._wait()
             name = f"iter_{state.iteration:07d}"
@@ -58,8 +60,9 @@ class HuggingFaceHook(Hook):
 
 
 def convert_to_hf(checkpoint: str | os.PathLike, folder: str | os.PathLike, model_type: str | None = None) -> None:
-    """Write the weights of a native checkpoint as a Hugging Face folder, which appears only when complete; an existing
-    one is renamed. ``model_type`` selects among types that fit the model."""
+    """Write the weights of a native checkpoint, without optimizer state, as a Hugging Face folder, which appears only
+    when complete; an existing one is renamed before to ``<folder>-set-aside-<number>``. ``model_type`` selects among
+    types that fit the model."""
     interchange = load_native(checkpoint)
     weights = {name: tensor for name, tensor in interchange.tensors.items() if name.startswith("model.")}
     interchange.tensors, interchange.objects = weights, {}

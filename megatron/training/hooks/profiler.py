@@ -115,7 +115,8 @@ class CudaRange:
 
 
 class MemoryHistoryHook(Hook):
-    """Dumps the allocator history to ``path`` at every log interval and at the end, also after out-of-memory errors."""
+    """Dumps the allocator history to ``path`` at every log interval and at the end, also after out-of-memory errors.
+    Ranks above 0 append ``-<rank>`` to the file's stem."""
 
     def __init__(self, path: str, log_interval: int):
         self.path, self.log_interval = path, log_interval

@@ -250,8 +250,9 @@ class WandbSink(Sink):
         self.run: wandb.Run | None = None
 
     def on_train_start(self, run: RunInfo) -> None:
-        """Create wandb's folder and start or resume the run with ``wandb.init``. Log a warning if the resumed run is
-        already past this iteration, because wandb then keeps its old rows and drops new ones up to there."""
+        """Create the folder ``dir`` of ``init_options`` and pass them to ``wandb.init``, which resumes a run only by
+        WANDB_RUN_ID and WANDB_RESUME. Log a warning if the run is already past this iteration: wandb then keeps its old
+        rows and drops new ones up to there."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.run = self.open()
         if self.run.step > run.state.iteration:

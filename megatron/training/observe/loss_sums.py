@@ -85,8 +85,9 @@ class LossSums:
         return sum((pair[1] for pair in self.pairs.values()), torch.zeros((), dtype=torch.float64, device=self.device))
 
     def check_counts(self, counted: Mapping[str, Tensor]) -> None:
-        """Raise UserError if a loss sums over another number of tokens than was ``counted`` before the forward pass,
-        because its weight is then wrong. Waits for the device."""
+        """Raise UserError for the first name in ``counted`` whose loss is missing or sums over another number of tokens
+        (by more than 0.1 %) than was counted before the forward pass, because its weight is then wrong. Ignores losses
+        that were not counted. Waits for the device."""
         for name, count in counted.items():
             found = float(self.pairs[name][1]) if name in self.pairs else None
             if found is None or abs(found - float(count)) > 1e-3 * max(found, 1.0):

@@ -120,8 +120,9 @@ def materialize(steps: Iterable[StepMetrics]) -> None:
 def check_finite(
     values: Mapping[str, Scalar], *, iteration: int, rank: int, consumed_samples: int | None = None
 ) -> None:
-    """Raise :class:`NonFiniteError` for the first value that is NaN or infinite; names rank and iteration. ``values``:
-    losses or gradients of any shape by name. Reads one flag per tensor from the device."""
+    """Raise :class:`NonFiniteError` for the first value that is NaN or infinite; names rank, iteration and element, and
+    sets ``elsewhere`` if the name ends with `OF_ANOTHER_RANK`. ``values``: numbers, or losses or gradients of any
+    shape, by name. Waits for the device once per tensor."""
     for name, value in values.items():
         if isinstance(value, (int, float)):
             if math.isfinite(value):
@@ -146,7 +147,8 @@ def check_finite(
 
 def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> Record:
     """Return the ``metrics.jsonl`` record of one iteration: losses at the top level, then the measurements that are not
-    None, and ``statistics`` if there are any. ``metrics`` must have been materialized. Contains no wall-clock value."""
+    None, except ``invalid`` and ``elapsed``, and ``statistics`` if there are any. ``metrics`` must have been
+    materialized. Contains no wall-clock value."""
     record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
     others = ("losses", "statistics", "invalid", "elapsed")
@@ -175,7 +177,8 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Re
 def save_record(
     iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
 ) -> Record:
-    """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training) and bytes."""
+    """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training), bytes, GB/s and
+    the current wall-clock time."""
     return {
         "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
         "background": background, "seconds": seconds, "stall_seconds": stall, "bytes": num_bytes,
@@ -202,8 +205,9 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record | None:
-    """Return the record of one line, with strings such as "nan" as floats again. Returns None for a line without a
-    newline (torn), invalid JSON, or a record without an integer ``iteration``."""
+    """Return the record of one line, with strings such as "nan" as floats again, except in ``kind`` and ``dataset``.
+    Returns None for a line without a newline (torn), invalid JSON, or a record without an integer ``iteration`` or with
+    ``statistics`` that are no object."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -253,9 +257,9 @@ class MetricsFile:
 
     def resume(self, iteration: int) -> int:
         """Remove records that training after ``iteration`` will write again; return their number. These are records of
-        later iterations, final evaluations (written after the last iteration of a run that now continues) and a torn
-        last line. They move to the append-only ``<name>.cut-<iteration>``, so that a rollback loses nothing. The file
-        is replaced atomically."""
+        later iterations, final evaluations (written after the last iteration of a run that now continues) and torn or
+        unreadable lines. They move to the append-only ``<name>.cut-<iteration>``, so that a rollback loses nothing. The
+        file is replaced atomically; a missing one is not created. An OSError only gives one warning."""
         self.num_cut = 0
         try:
             if self.path.exists():
@@ -265,7 +269,8 @@ class MetricsFile:
         return self.num_cut
 
     def append(self, record: Record) -> None:
-        """Queue one record of plain numbers; :meth:`flush` writes it."""
+        """Queue one record of plain numbers; :meth:`flush` writes it. Drops the record without a message if
+        ``MAX_WAITING`` records are queued."""
         if len(self.waiting) < self.MAX_WAITING:
             self.waiting.append(encode(record))
 

@@ -56,7 +56,8 @@ class ThroughputError(UserError, ArithmeticError):
 
 
 def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
-    """Return the dense peak in TFLOP/s for ``precision`` "bf16" (same for fp16) or "fp8"; None for unknown devices."""
+    """Return the dense peak in TFLOP/s for ``precision`` "fp8"; any other gives the bf16 peak (fp16 has the same). None
+    for unknown devices and for devices without fp8."""
     for pattern, bf16, fp8 in PEAKS:
         if re.search(pattern, device_name, re.IGNORECASE):
             return fp8 if precision == "fp8" else bf16

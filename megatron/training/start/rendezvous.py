@@ -112,8 +112,8 @@ def machine_identity() -> str:
 
 
 def open_store(place: LaunchInfo, timeout: float, *, holds: bool = False) -> dist.Store:
-    """Open a separate connection to the run's store. With ``holds``, this process hosts the store while the result
-    lives.
+    """Open a separate connection to the run's store, whose keys are separate per restart of the launcher. With
+    ``holds``, this process hosts the store while the result lives.
 
     Raises:
         RendezvousError: no answer within ``timeout`` seconds, or the port is in use; names the cause and the fix.
@@ -162,9 +162,10 @@ def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | N
 
 
 def _listening_socket(place: LaunchInfo) -> int | None:
-    """Return the descriptor of a socket on MASTER_ADDR only, so that other networks of this host cannot reach the
-    store. None (listen on all addresses) if other hosts may resolve MASTER_ADDR to another address: a host name often
-    resolves locally to a loopback address, and a service name to an address of no host."""
+    """Return the descriptor of a socket that is bound to MASTER_ADDR only, so that other networks of this host cannot
+    reach the store. None (listen on all addresses) if other hosts may resolve MASTER_ADDR to another address: a host
+    name often resolves locally to a loopback address, and a service name to an address of no host. Raises OSError if
+    the port is in use."""
     with contextlib.suppress(socket.gaierror):
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):

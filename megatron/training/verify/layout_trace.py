@@ -78,8 +78,8 @@ def trace(
     cfg: PretrainConfig, make_task: Callable[[PretrainConfig], Task], groups: ProcessGroups, steps: int
 ) -> Iterator[Trace]:
     """Build the run's components, train ``steps`` steps on the ranks of ``groups`` and yield a trace per step, after
-    one of the initial weights. Collective. Gradients are this rank's reduced shards. Weights
-    are live tensors, and the list of gradients is reused: read both before the next step."""
+    one of the initial weights. Collective. Gradients are this rank's reduced shards. Weights are live tensors, and the
+    list of gradients is reused: read both before the next step."""
     parts = build_components(cfg, make_task(cfg), groups)
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
@@ -259,8 +259,9 @@ def _scalars(
 def _tensors(
     step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Compared], limit: float
 ) -> tuple[list[Difference], tuple[float, str]]:
-    """Return (differences of the tensors of one kind, (largest error, its tensor name)), unexpected names last. Checks
-    coverage by all ranks, bit-equal replicas (weights only), and errors above ``limit``."""
+    """Return (differences of one kind, (largest error, its name)); names that ``expected`` lacks come last. The
+    rectangles of all ranks must cover a tensor exactly once, replicas of weights have equal digests, each
+    ``cell.error`` be at most ``limit`` (no cell: inf). Reads only the shapes of ``expected``."""
     by_name: dict[str, list[Compared]] = {name: [] for name in expected}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)

@@ -28,6 +28,7 @@ class Listener(threading.Thread):
     """Daemon thread that wakes the monitor early, or ends the process if the monitor is blocked."""
 
     def __init__(self, monitor: Monitor) -> None:
+        """Create the thread, which must be started, and its pipe; `catch_sigterm` sets the signal handler."""
         super().__init__(name="watchdog-listener", daemon=True)
         self.monitor = monitor
         self._reader, self._writer = os.pipe()
@@ -109,8 +110,9 @@ class Listener(threading.Thread):
             self.monitor.end(self.monitor.store_is_silent(f"no answer for {blocked:.0f} s"))
 
     def _terminate(self, seconds: float) -> None:
-        """Handle a SIGTERM received ``seconds`` ago. Returns until the grace time and ``ROUNDS_AFTER_SIGTERM`` rounds
-        have passed, in which a rank's failure can be read; then exits with code 143, or reports the lost store."""
+        """Handle a SIGTERM received ``seconds`` ago: wake the monitor. Returns until the grace time has passed and the
+        monitor has run ``ROUNDS_AFTER_SIGTERM`` rounds, in which a rank's failure can be read, or waits for the store;
+        then exits with code 143, or reports the lost store. Does nothing while the monitor ends the process."""
         self.monitor.wake.set()
         heard = self.monitor.rounds >= self._rounds_until_leaving or self.monitor.blocked > self.monitor.limits.interval
         if seconds < self.monitor.limits.grace or not heard or self.monitor.ending:

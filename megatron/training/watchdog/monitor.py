@@ -62,6 +62,9 @@ class Monitor(threading.Thread):
         self, store: FailureStore, arrivals: Sequence[Arrival], progress: RankProgress, limits: Limits, *,
         local_ranks: LocalRanks, agent_holds_store: bool, folder: Path | None,
     ) -> None:  # fmt: skip
+        """Create the thread of the rank of ``store``; it must be started. ``arrivals``: all ranks. ``folder``: the
+        stacks file ``rank-<rank>.txt`` is written there; None: stacks go to stderr only. ``agent_holds_store``: whether
+        the launcher hosts the store, not rank 0."""
         super().__init__(name="watchdog", daemon=True)
         self.store, self.rank, self.arrivals = store, store.rank, arrivals
         self.progress, self.limits = progress, limits
@@ -99,7 +102,7 @@ class Monitor(threading.Thread):
             self.store.finish()
 
     def stop(self) -> None:
-        """Stop the thread and join it for at most 5 s; call from the main thread."""
+        """Stop the thread, join it for at most 5 s and cancel the C-level timer; call from the main thread."""
         self.stopped = True
         self.wake.set()
         self.join(5.0)
@@ -138,8 +141,9 @@ class Monitor(threading.Thread):
 
     def _round(self) -> None:
         """Publish this rank's heartbeat, re-arm the C-level timer, then read the failure: if one is declared,
-        acknowledge it and end the process. Else answer an open inquiry, judge the other ranks and declare what was
-        found, which the next round reads. Raises RuntimeError or OSError if the store is lost."""
+        acknowledge it and end the process. Else answer an open inquiry and, unless this rank is finishing, judge the
+        other ranks and declare what was found, which the next round reads. Raises RuntimeError or OSError if the store
+        is lost."""
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the limit of other ranks, so that they report this rank and its reason
@@ -158,8 +162,9 @@ class Monitor(threading.Thread):
     # ---- judging
 
     def _judge_everybody(self) -> Failure | None:
-        """Return the first failure found, or None. Checks local ranks by their processes. By heartbeats, rank 0 checks
-        all ranks, others check rank 0. Rank 0 also checks its local progress, unless it is at a debugger prompt."""
+        """Return the first failure found, or None. Checks local ranks by their processes (dead ones that had finished
+        are no failure). By heartbeats, rank 0 checks all ranks, others check rank 0. Rank 0 also checks its local
+        progress, unless it is at a debugger prompt; without progress, `_find_culprit` names the rank."""
         for rank in self.local_ranks.dead():
             if not self.store.finished(rank):
                 return self._death(rank, self.store.heartbeat(rank))
@@ -254,9 +259,10 @@ class Monitor(threading.Thread):
         self._wait(self.limits.spreading, self.store.others_know)
 
     def _first_failure(self, own: Report) -> Failure:
-        """Return the failure that caused the errors raised by several ranks at about the same time. Publishes ``own``
-        and waits for other ranks' reports or a declared failure. The order of arrival is no evidence. An error raised
-        by all ranks is attributed to none (``together``); an error with its cause elsewhere ranks last."""
+        """Publish ``own``, wait for other ranks' reports or a declared failure (``limits.grace`` s;
+        ``limits.heartbeat`` s if its cause is elsewhere), and return the failure that caused them; declares nothing. An
+        error raised by all ranks is attributed to none (``together``). Else takes the lowest rank, errors with their
+        cause elsewhere last: the order of arrival is no evidence."""
         self.store.report(own)
         patience = self.limits.heartbeat if own.elsewhere else self.limits.grace
         self._wait(patience, lambda: self.store.failure() is not None or self.store.all_reported())
@@ -285,7 +291,8 @@ class Monitor(threading.Thread):
 
     def store_is_silent(self, reason: str) -> Failure:
         """Return the failure for a store that does not answer; without its host the run cannot continue. Names a dead
-        local rank if there is one, else the host of the store."""
+        local rank if there is one, else the host of the store: the launcher (``rank`` None), rank 0 if it runs on this
+        host, so that `end` kills it, or rank 0 elsewhere (``rank`` None)."""
         for rank in self.local_ranks.dead():
             return self._death(rank, None)
         if self.agent_holds_store:
@@ -296,8 +303,8 @@ class Monitor(threading.Thread):
 
     def _store_is_gone(self, error: Exception, seconds: float) -> None:
         """Handle an error of the store that has lasted ``seconds``. End the process if a local rank is dead or the
-        error has lasted too long, but not while the run is finishing. If this rank is already exiting on a known
-        failure, only set ``leaving``, which ends all waits."""
+        error has lasted longer than ``limits.heartbeat`` / 3 and ``limits.grace``, but not while the run is finishing.
+        If this rank is already exiting on a known failure, only set ``leaving``, which ends all waits."""
         if self.told and self.own_error:  # the store's host raised the same error and exited first: not a new failure
             self.leaving = True
             return
@@ -306,9 +313,10 @@ class Monitor(threading.Thread):
             self.end(self.store_is_silent(str(error).splitlines()[0]))
 
     def end(self, failure: Failure) -> None:
-        """Report ``failure`` and end this process with exit code 1; callable from any thread. First waits
-        ``limits.grace`` seconds. Returns instead if the run has stopped, or if the main thread is exiting on the
-        failing error and reports it itself. Also kills the failed local rank and this process's child processes."""
+        """Report ``failure`` to the launcher, write the stacks (for a user error at most one line), kill the failed
+        rank if it is local and this process's children, and end this process with exit code 1; callable from any
+        thread. First waits ``limits.grace`` seconds. Returns instead if the run has stopped, or if the main thread is
+        exiting on the failing error and reports it itself."""
         self.ending = True
         self._wait(self.limits.grace, lambda: self.stopped or bool(self.own_error))
         if self.stopped or self.own_error and (failure.together or failure.rank == self.rank):

@@ -58,6 +58,7 @@ class RankProgress:
     """Progress marks of this process. Written by the main thread, read by the watchdog threads."""
 
     def __init__(self, timeout: float, collective_timeout: float) -> None:
+        """``timeout``, ``collective_timeout``: limits in seconds. The silence before the first mark has no limit."""
         self.timeout = timeout
         self.long_timeout = max(SHARE_OF_COLLECTIVE_TIMEOUT * collective_timeout, timeout)
         self.phase, self.iteration, self.ticks = STARTING, 0, 0
@@ -67,8 +68,9 @@ class RankProgress:
         self.last = time.monotonic()
 
     def mark(self, phase: str, *, long: bool = False) -> None:
-        """Record that the main thread reached ``phase``; ``long`` raises the limit for the work that follows. The
-        silence before the mark extends later limits, unless it followed a ``long`` mark."""
+        """Record that the main thread reached ``phase``, and set the maximum silence from now on: the timeout
+        (``long``: the long timeout), or three times the longest silence so far if that is longer. The silence before
+        this mark counts for it, unless it followed a ``long`` mark."""
         now = time.monotonic()
         if self.ordinary:
             self.longest = max(self.longest, now - self.last)
@@ -127,6 +129,9 @@ class ForwardProgress:
         self._has_evaluated = False
 
     def __call__(self, event: ForwardEvent, training: bool) -> None:
+        """Mark an event of a training or evaluation forward step as progress: ``reads`` starts a phase of waiting for
+        data, other events one of computing. The limit is long during the first training iteration and until the first
+        evaluation forward step is done."""
         progress = self.progress
         phases = (DATA, COMPUTING) if training else (EVALUATION_DATA, EVALUATING)
         if event == "done" and training and self._first_iteration is None:

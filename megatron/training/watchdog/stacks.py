@@ -92,7 +92,8 @@ def waits_for_others(frame: FrameType | None) -> bool:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error may be a mere consequence of another rank's failure: it comes from a collective or the store."""
+    """Whether an error may be a mere consequence of another rank's failure: a ``dist.DistError``, or a RuntimeError
+    whose message names gloo, NCCL or a lost connection."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in CONSEQUENCES)
     )

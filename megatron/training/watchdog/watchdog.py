@@ -33,6 +33,8 @@ class Watchdog:
     rendezvous of all ranks and starts the monitor and listener threads. Leaving on an error reports it to all ranks."""
 
     def __init__(self, cfg: PretrainConfig) -> None:
+        """Read the settings and the launcher's variables (RendezvousError or ValueError for bad ones); start nothing.
+        SIGTERM is caught unless --save-on-signal or --exit-signal-handler for it handle it."""
         self.timeout = cfg.watchdog_timeout_seconds
         works = self.timeout > 0 and not dist.is_initialized()
         self.place = LaunchInfo.from_environment() if works else None
@@ -63,7 +65,8 @@ class Watchdog:
 
     def _meet(self, place: LaunchInfo) -> tuple[dist.Store, list[Arrival]]:
         """Return the watchdog's store and the arrivals of all ranks; set ``self.store`` for the process groups. Blocks
-        until all ranks have arrived. Raises ``RendezvousError`` if a rank is missing."""
+        until all ranks have arrived. Raises ``RendezvousError`` if a rank is missing, after writing this rank's stacks
+        to its file."""
         patience = max(self.timeout, 1.0)
         self._presence = Presence(place)
         try:
@@ -96,7 +99,8 @@ class Watchdog:
             write_stacks(f"watchdog: {reason}\n", path, also_stderr=False)
 
     def watch(self, parts: Components) -> list[Hook]:
-        """Make forward steps of the run mark progress; return the hooks that mark loop events."""
+        """Set ``parts.on_forward`` so that forward steps mark progress; return the hooks that mark loop events. Does
+        nothing and returns [] if inactive."""
         if self._monitor is None:
             return []
         parts.on_forward = ForwardProgress(self.progress)
@@ -104,8 +108,8 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> None:
         """Report the main thread's ``error`` to all ranks before files and logs are closed; blocks until they know.
-        Does nothing for a successful exit, a single process or a second call. Sets SIGALRM to end a process that
-        hangs."""
+        Does nothing if inactive, for a successful exit, a single process or a second call. Sets SIGALRM, which ends a
+        process that hangs here or has not exited 30 s later."""
         if self._monitor is None or self.alone or self._monitor.own_error or _is_success(error):
             return
         for_user, what = isinstance(error, UserError), error_message(error)
@@ -119,8 +123,9 @@ class Watchdog:
         signal.alarm(LEAVE_SECONDS)
 
     def _speak(self, error: BaseException, failure: Failure) -> None:
-        """Write this rank's error to the launcher's error file and, where needed, to stderr. Marks a ``UserError`` as
-        reported. If all ranks raised the same error, only one rank per host prints it."""
+        """Write this rank's error to the launcher's error file, with the traceback unless it is a ``UserError``. Print
+        a ``UserError`` to stderr and mark it as reported; for another error print only a line, and only if all ranks
+        raised it. If all ranks raised the same error, only the first rank of each host prints."""
         assert self._monitor is not None
         speaks = self._monitor.local_ranks.is_first or not failure.together
         notify_launcher(error_message(error), None if failure.for_user else error)
