@@ -27,11 +27,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 class GPTModel(LanguageModule):
     """Decoder-only model: returns logits, or per-token losses if labels are passed.
 
-    The arguments besides those of ``__init__`` are the fields of :class:`LanguageModelSettings`. Initial weights are
-    functions of ``seed`` and the parameter names. Without ``config.perform_initialization``, weights are zero and norms
-    are the identity, to be loaded from a checkpoint. ``layer_range`` (global layer indices) selects this stage's layers
-    in place of ``branches``. The model is built on the CPU with ``config.use_cpu_initialization`` or without a GPU,
-    else on the current GPU. ``pg_collection`` must hold the groups of the running program.
+    The arguments besides those of ``__init__`` are the fields of :class:`LanguageModelSettings`. ``layer_range``
+    (global layer indices) selects this stage's layers in place of ``branches``. ``pg_collection`` must hold the groups
+    of the running program.
     """
 
     @takes_settings(
