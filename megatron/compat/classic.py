@@ -36,6 +36,7 @@ from megatron.core.enums import ModelType
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import exit_on_config_error, validate_args
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
@@ -61,7 +62,7 @@ class BatchPositionHook(Hook):
         self.cfg = cfg
 
     def on_train_start(self, run: RunInfo) -> None:
-        follow_batch_schedule(self.cfg, self.cfg.data_parallel_size, run.state.consumed_train_samples)
+        follow_batch_schedule(self.cfg.flat, self.cfg.data_parallel_size, run.state.consumed_train_samples)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         update_num_microbatches(state.consumed_train_samples)
@@ -75,7 +76,7 @@ class ClassicTask(Task):
         self.functions, self.data = functions, ScriptData()
         self._batch: Mapping[str, Any] = {}
         Current.program = Program.of(cfg, tokenizer, self.timers)
-        follow_batch_schedule(cfg, cfg.data_parallel_size)
+        follow_batch_schedule(cfg.flat, cfg.data_parallel_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -106,7 +107,7 @@ class ClassicTask(Task):
         self._batch = {}
         batches = None
         if data_iterator is not None:
-            if self.cfg.dataloader_type != "external":
+            if self.cfg.data.dataloader_type != "external":
                 first = next(data_iterator)
                 self._note(first)
                 data_iterator = chain([first], data_iterator)
@@ -147,7 +148,7 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 class PretrainConfigContainer:
     """The settings of a run and, unless :func:`pretrain` gets a model provider, the model that they describe."""
 
-    settings: PretrainConfig
+    settings: FlatConfig
     model: Any = None
 
 
@@ -215,7 +216,7 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communicator", "pg_collection"}
 
 
-def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
+def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
     """Run the loop. ``options`` are the other arguments of :func:`pretrain`, of any release."""
     if strange := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
         raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
@@ -254,11 +255,13 @@ def initialize_megatron(
         parse_script_args(args_defaults, extra_args_provider),
         launched_world_size() or 1,
     )
-    initialize.configure_logging(cfg.logging_level)
+    initialize.configure_logging(cfg.logging.logging_level)
     parallel_state.start_single_process_group()
     initialize.initialize_megatron(cfg)
-    Current.program = Program.of(cfg, build_tokenizer(cfg) if cfg.tokenizer_type is not None else None)
-    follow_batch_schedule(cfg, cfg.data_parallel_size)
+    Current.program = Program.of(
+        cfg, build_tokenizer(cfg.tokenizer) if cfg.tokenizer.tokenizer_type is not None else None
+    )
+    follow_batch_schedule(cfg.flat, cfg.data_parallel_size)
 
 
 def get_model(

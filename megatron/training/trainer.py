@@ -36,13 +36,15 @@ class Trainer:
     def __init__(self, cfg: PretrainConfig, parts: Components, exits: conditions.ExitConditions) -> None:
         self.cfg, self.parts, self.exits = cfg, parts, exits
         self.state, self.timers = parts.state, parts.task.timers
-        self.hooks = Hooks(cfg.log_interval, parts.hooks)
+        self.hooks = Hooks(cfg.logging.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         self.flops_per_sample = parts.task.flops_per_sample()
-        self.finite = FiniteCheck(global_rank()) if cfg.check_for_nan_in_loss_and_grad and not cfg.fp16 else None
+        self.finite = (
+            FiniteCheck(global_rank()) if cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16 else None
+        )
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
         self.loss_names: list[str] | None = None
@@ -62,15 +64,17 @@ class Trainer:
         self.restart_timer()
         while reason is None:
             metrics = self.train_step()
-            if conditions.is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
+            if conditions.is_log_iteration(self.cfg.logging.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
             self.hooks.on_step(self.state, metrics)
-            if conditions.is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
+            if conditions.is_eval_iteration(
+                self.cfg.validation.eval_interval, self.state.iteration, self.cfg.validation.start_eval_at_iter
+            ):
                 self.evaluate()
             reason = self.exits.check(self.state)
-            if conditions.is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
+            if conditions.is_save_iteration(self.cfg.checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
-            elif conditions.every(self.cfg.non_persistent_save_interval, self.state.iteration):
+            elif conditions.every(self.cfg.checkpoint.non_persistent_save_interval, self.state.iteration):
                 self.save(fast=True)
             self.finish_save()
             reason = reason or self.unsaved()
@@ -83,17 +87,17 @@ class Trainer:
         its measurements, which may still be device tensors. Batches of --iterations-to-skip are only read.
         Collective."""
         size = batch_sizes.running_global_batch_size(
-            self.cfg, self.state.consumed_train_samples, self.cfg.data_parallel_size
+            self.cfg.flat, self.state.consumed_train_samples, self.cfg.data_parallel_size
         )
         assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
-        if self.state.iteration + 1 in self.cfg.iterations_to_skip:
+        if self.state.iteration + 1 in self.cfg.training.iterations_to_skip:
             metrics = self._skip_batch(size)
         else:
             metrics = self._update(size)
         metrics.learning_rate = rate
-        if self.cfg.weight_decay_incr_style != "constant":
+        if self.cfg.schedule.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
         self._count(size, metrics)
         metrics.elapsed = self.restart_timer()
@@ -129,7 +133,7 @@ class Trainer:
         if self.finite is None:
             where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
             check_has_tokens(self.counted.item(), where)
-            if self.cfg.check_for_nan_in_loss_and_grad:
+            if self.cfg.training.check_for_nan_in_loss_and_grad:
                 check_finite(
                     {name: pair[0] for name, pair in losses.items()}, iteration=self.state.iteration + 1,
                     rank=global_rank(), consumed_samples=self.state.consumed_train_samples,
@@ -142,12 +146,15 @@ class Trainer:
                 update = optimizer.update(self.finite.skip_update(checked, self.counted), factor)
             metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
-                self.state.iteration + 1, self.state.consumed_train_samples, losses, self.counted,
+                self.state.iteration + 1,
+                self.state.consumed_train_samples,
+                losses,
+                self.counted,
                 update.found_nonfinite,
             )
             self.finite.read(keep=1)
         metrics.loss_scale = optimizer.get_loss_scale()
-        metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.log_params_norm else None
+        metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
         return metrics
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
@@ -157,17 +164,17 @@ class Trainer:
         mean loss per valid token (not yet applied), and the statistics. Modules have got theirs (``end_step``, such as
         the update of expert biases), before the optimizer step."""
         parts, cfg = self.parts, self.cfg
-        expected_tokens = float(size * cfg.seq_length)  # keeps gradients in range until the true count is known
+        expected_tokens = float(size * cfg.data.seq_length)  # keeps gradients in range until the true count is known
         for chunk in parts.model:
             chunk.zero_grad_buffer()
-        num_microbatches = size // (cfg.micro_batch_size * parts.groups.dp.size)
+        num_microbatches = size // (cfg.training.micro_batch_size * parts.groups.dp.size)
         with self.timers("forward-backward", log_level=1):
             batches = parts.task.global_batch(parts.train_iterator, num_microbatches)  # type: ignore[arg-type]
             results = self.forward_backward(
                 forward_step_func=parts.task.forward_step,
                 model=parts.model,
                 loss_transform=lambda loss: parts.optimizer.scale_loss(loss / expected_tokens),
-                **parts.task.micro_batches(batches, num_microbatches, cfg.micro_batch_size),
+                **parts.task.micro_batches(batches, num_microbatches, cfg.training.micro_batch_size),
             )
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)
@@ -184,7 +191,7 @@ class Trainer:
         """Read this rank's micro-batches of a global batch without computing or updating anything
         (--iterations-to-skip). Counts the samples as skipped and returns metrics with ``skipped`` set and without
         losses."""
-        for _ in range(size // (self.cfg.micro_batch_size * self.parts.groups.dp.size)):
+        for _ in range(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size)):
             next(self.parts.train_iterator)  # type: ignore[arg-type]
         self.state.skipped_train_samples += size
         return StepMetrics(
@@ -213,7 +220,7 @@ class Trainer:
         self.read_checks()
         results = self._known_results(name, final)
         if results is None:
-            if self.cfg.manual_gc and self.cfg.manual_gc_eval:
+            if self.cfg.training.manual_gc and self.cfg.training.manual_gc_eval:
                 gc.collect()
             results = self.evaluator.evaluate(sets, name, final)
         if name == "validation":
@@ -228,7 +235,9 @@ class Trainer:
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation
-        if iteration != self.state.iteration or self.cfg.dataloader_type == "external":  # its iterators have advanced
+        if (
+            iteration != self.state.iteration or self.cfg.data.dataloader_type == "external"
+        ):  # its iterators have advanced
             return None
         return [replace(result, final=True) for result in results]
 
@@ -237,11 +246,11 @@ class Trainer:
         process never in the background. ``fast``: to the folder of --non-persistent-save-interval. Collective. First
         waits for the device and raises for non-finite losses so far. A failed save is reported, not raised."""
         self.read_checks()
-        if self.cfg.save is None:
+        if self.cfg.checkpoint.save is None:
             return
         self.finish_save(wait=True)
         self.hooks.on_save(self.state)
-        background = self.cfg.async_save and not last
+        background = self.cfg.checkpoint.async_save and not last
         self.report_save(self.parts.checkpointer.start_save(self.state, background=background, fast=fast))
         self.restart_timer()
 
@@ -269,13 +278,13 @@ class Trainer:
         """Return the reason to stop after too many failed saves, or None."""
         checkpointer, cfg = self.parts.checkpointer, self.cfg
         failed, why = checkpointer.failed_saves, checkpointer.last_failure
-        return conditions.after_failed_saves(failed, cfg.max_failed_saves, cfg.save, why)
+        return conditions.after_failed_saves(failed, cfg.checkpoint.max_failed_saves, cfg.checkpoint.save, why)
 
     def between_steps(self) -> None:
         """Synchronize the device, free cached memory and collect garbage at the intervals that flags set, at the same
         iteration on every rank: a pause of one rank delays all of them."""
         cfg, iteration = self.cfg, self.state.iteration
-        if conditions.every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
+        if conditions.every(cfg.training.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()
         self.return_memory(2)
         self.collect_garbage(force=False)
@@ -283,17 +292,17 @@ class Trainer:
     def return_memory(self, level: int) -> None:
         """Free cached device memory (--empty-unused-memory-level): level 1 before the optimizer step, 2 after it
         too."""
-        if self.cfg.empty_unused_memory_level >= level and self.device.type == "cuda":
+        if self.cfg.training.empty_unused_memory_level >= level and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def collect_garbage(self, force: bool) -> None:
         """With --manual-gc, run Python's garbage collection every --manual-gc-interval iterations, or now with
         ``force``, which also disables automatic collection for the process. Does nothing without --manual-gc."""
-        if not self.cfg.manual_gc:
+        if not self.cfg.training.manual_gc:
             return
         if force:
             gc.disable()
-        if force or conditions.every(self.cfg.manual_gc_interval, self.state.iteration):
+        if force or conditions.every(self.cfg.training.manual_gc_interval, self.state.iteration):
             gc.collect()
 
 

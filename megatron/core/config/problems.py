@@ -1,6 +1,6 @@
 """Problems of settings by field name, for rules. Torch-free.
 
-A rule is a small named generator over a resolved configuration, any dataclass whose bases are groups of flags.
+A rule is a small named generator over a resolved configuration. Helpers look up flags and values in its flat form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.config.cli import FlagSpec, Problem, flags_of
 
 Problems = Iterator[Problem]
 Settings = Any
-"""A resolved configuration: a ``PretrainConfig``, or an object with its fields."""
+"""The configuration of a run: a ``PretrainConfig``."""
 Rule = Callable[[Settings], Problems]
 
 EXAMPLES = {
@@ -35,7 +35,7 @@ EXAMPLES = {
 
 
 def _flags(cfg: Settings) -> dict[str, FlagSpec]:
-    return {spec.field: spec for spec in flags_of(type(cfg))}
+    return {spec.field: spec for spec in flags_of(type(cfg.flat))}
 
 
 def as_given(cfg: Settings, field: str) -> str:
@@ -46,7 +46,7 @@ def as_given(cfg: Settings, field: str) -> str:
 
 def problem(cfg: Settings, field: str, reason: str, fix: str = "") -> Problem:
     """Return a problem of a field, with its flag and value."""
-    flag, value = _flags(cfg)[as_given(cfg, field)], getattr(cfg, field)
+    flag, value = _flags(cfg)[as_given(cfg, field)], getattr(cfg.flat, field)
     without_value = flag.is_bool or value is None
     return Problem(flag.names[0], reason, fix=fix) if without_value else Problem(flag.names[0], reason, value, fix)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from megatron.core.config.attention import AttentionConfig
@@ -56,11 +56,6 @@ class ModelSettings(
     RecomputeConfig,
 ):
     """The flags that layers read, shared by a model's configuration and the command line. Fields only."""
-
-
-def group_values(group: type, source: Any) -> dict[str, Any]:
-    """Return name -> value of the fields of dataclass ``group`` in ``source``, an object with all these attributes."""
-    return {field.name: getattr(source, field.name) for field in fields(group)}
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, Any]:
@@ -134,11 +129,6 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             setattr(self, name, value)
         if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
             self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
-        if self.pipeline_dtype is None and self.fp32_residual_connection:
-            import torch
-
-            self.pipeline_dtype = torch.float32  # what stages pass on is the residual stream
-        super().__post_init__()
 
     def _impossible_sizes(self) -> Iterator[Problem]:
         """Yield problems of the configuration: missing basic sizes (nothing else is checked then), heads, latent
@@ -214,22 +204,6 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("moe_layer_freq", reason, pattern, "give a 0 or 1 for every layer")
         if self.moe_token_dispatcher_type not in (kinds := get_args(TokenDispatcher)):
             yield Problem("moe_token_dispatcher_type", f"is none of {', '.join(kinds)}", self.moe_token_dispatcher_type)
-
-
-def config_from_settings(
-    settings: Any, config_class: type[TransformerConfig] | None = None, **changes: Any
-) -> TransformerConfig:
-    """Return the configuration of the transformer that ``settings`` describe, with other values for ``changes``.
-
-    Args:
-        settings: resolved settings of a run, or an object with their fields. Expert settings of a model without experts
-            are ignored (a notice reports it).
-        config_class: class to build; None: :class:`TransformerConfig`.
-    """
-    values = group_values(ModelSettings, settings)
-    if settings.num_moe_experts is None:
-        values |= group_values(MoEConfig, MoEConfig())
-    return (config_class or TransformerConfig)(**{**values, **changes})
 
 
 @dataclass(kw_only=True)

@@ -47,8 +47,7 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
-    """
+    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism)."""
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file_atomically
 from megatron.training.checkpoint import files
+from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def same_folder(one: str | None, other: str | None) -> bool:
         return False
 
 
-def fast_folder(cfg: PretrainConfig) -> str | None:
+def fast_folder(cfg: CheckpointConfig) -> str | None:
     """Return the folder of --non-persistent-save-interval, even if that interval is not set; None if undefined."""
     base = cfg.save or cfg.load
     if cfg.non_persistent_ckpt_type == "local":
@@ -67,7 +68,7 @@ def _belongs(found: files.Found, base: str) -> bool:
     return read_manifest(found.directory)["objects"].get("folder") == identity(base) is not None
 
 
-def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
+def _newest_fast(cfg: CheckpointConfig, repair: bool) -> files.Found | None:
     """Return the fast checkpoint that belongs to the run in --load, or None. Warns about a damaged one."""
     fast, base = fast_folder(cfg), cfg.save or cfg.load
     if fast is None or base is None or not same_folder(cfg.load, base):
@@ -80,7 +81,7 @@ def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
         return None
 
 
-def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found | None:
+def find_resumable(cfg: CheckpointConfig, *, repair: bool = False) -> files.Found | None:
     """Return the checkpoint that --load and --ckpt-step select: by default the newest in --load or the fast folder."""
     fast = _newest_fast(cfg, repair)
     if fast is not None:
@@ -97,32 +98,34 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     Raises:
         CheckpointError: names what exists and the flags to continue or to start over.
     """
-    if cfg.save is None or cfg.skip_train or cfg.start_over:
+    if cfg.checkpoint.save is None or cfg.validation.skip_train or cfg.checkpoint.start_over:
         return
-    fast = fast_folder(cfg)
-    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, cfg.save):
+    fast = fast_folder(cfg.checkpoint)
+    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, cfg.checkpoint.save):
         raise CheckpointError(
-            f"{fast}: holds checkpoints that do not belong to --save {cfg.save}: choose another folder, or delete them,"
+            f"{fast}: holds checkpoints that do not belong to --save {cfg.checkpoint.save}: choose another folder, or delete them,"
             f" or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
         )
-    folders = [cfg.save, fast] if fast else [cfg.save]
+    folders = [cfg.checkpoint.save, fast] if fast else [cfg.checkpoint.save]
     iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)
-    others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
-    same = same_folder(cfg.load, cfg.save)
+    others = [
+        name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(cfg.checkpoint.save, name))
+    ]
+    same = same_folder(cfg.checkpoint.load, cfg.checkpoint.save)
     if not iterations and (same or not others):  # a release holds only initial weights: no conflict
         return
-    if same and not cfg.finetune:
+    if same and not cfg.checkpoint.finetune:
         return
-    if cfg.load is not None and not same and not cfg.finetune:
-        found = files.find_checkpoint(cfg.load, cfg.ckpt_step)
-        if found is not None and continues(cfg.save, found):
+    if cfg.checkpoint.load is not None and not same and not cfg.checkpoint.finetune:
+        found = files.find_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step)
+        if found is not None and continues(cfg.checkpoint.save, found):
             return
     newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(others)
-    base = f" --pretrained-checkpoint {cfg.load}" if cfg.finetune and not same else ""
+    base = f" --pretrained-checkpoint {cfg.checkpoint.load}" if cfg.checkpoint.finetune and not same else ""
     raise CheckpointError(
-        f"--save {cfg.save}: holds {newest}, from which this run would not continue: it would overwrite them one by"
-        f" one. To continue from the newest: --load {cfg.save}{base}{' without --finetune' if cfg.finetune else ''}. To"
-        f" start again in the same folder: --start-over, which keeps them in {cfg.save}/{SET_ASIDE}-001. Or"
+        f"--save {cfg.checkpoint.save}: holds {newest}, from which this run would not continue: it would overwrite them one by"
+        f" one. To continue from the newest: --load {cfg.checkpoint.save}{base}{' without --finetune' if cfg.checkpoint.finetune else ''}. To"
+        f" start again in the same folder: --start-over, which keeps them in {cfg.checkpoint.save}/{SET_ASIDE}-001. Or"
         " choose another --save"
     )
 

@@ -113,9 +113,7 @@ class GraphedForwardBackward:
         one = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=self.device)
         return one if loss_transform is None else loss_transform(one)
 
-    def _record(
-        self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, factor: Tensor
-    ) -> _Recording:
+    def _record(self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, factor: Tensor) -> _Recording:
         """Capture forward and backward of one micro-batch with static copies of ``batch`` and ``factor``, the gradient
         of the loss. Computes nothing and leaves ``main_grad`` unchanged; the first replay does. Backward runs in
         ``no_sync``, without data-parallel reduction."""
@@ -166,7 +164,7 @@ def _on(stream: Any) -> Iterator[None]:
 def make_forward_backward(cfg: PretrainConfig, device: torch.device) -> Callable[..., list[MicroBatchResult]]:
     """Return the function that runs the micro-batches of an iteration, as selected by --cuda-graph-impl."""
     plain = choose_runner()
-    if cfg.cuda_graph_impl == "none":
+    if cfg.training.cuda_graph_impl == "none":
         return plain
     stream = torch.cuda.Stream(device)
-    return GraphedForwardBackward(plain, device, warmup_steps=cfg.cuda_graph_warmup_steps, stream=stream)
+    return GraphedForwardBackward(plain, device, warmup_steps=cfg.training.cuda_graph_warmup_steps, stream=stream)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.data.batch import sort_by_length
@@ -28,8 +29,8 @@ class T5Task(LanguageModelTask):
         cfg = self.cfg
         configs = cfg.family.transformers(cfg)
         encoder, decoder = get_t5_block_specs(
-            configs["encoder"], cfg.decoder_num_layers, relative_positions=cfg.position_embedding_type == "relative",
-            use_transformer_engine=cfg.transformer_impl == "transformer_engine",
+            configs["encoder"], cfg.group(EncoderDecoderConfig).decoder_num_layers, relative_positions=cfg.embeddings.position_embedding_type == "relative",
+            use_transformer_engine=cfg.model.transformer_impl == "transformer_engine",
         )  # fmt: skip
         return T5Model(
             config=configs["decoder"],
@@ -37,14 +38,14 @@ class T5Task(LanguageModelTask):
             transformer_encoder_layer_spec=encoder,
             transformer_decoder_layer_spec=decoder,
             **self.model_arguments(pre_process, post_process, vp_stage),
-            relative_attention_num_buckets=cfg.relative_attention_num_buckets,
-            relative_attention_max_distance=cfg.relative_attention_max_distance,
+            relative_attention_num_buckets=cfg.group(EncoderDecoderConfig).relative_attention_num_buckets,
+            relative_attention_max_distance=cfg.group(EncoderDecoderConfig).relative_attention_max_distance,
         )
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return T5 data sets (blended, split) from the data flags; random tokens with --mock-data."""
         cfg = self.cfg
-        if cfg.mock_data:
+        if cfg.data.mock_data:
             return mock_data(self, num_samples)
         return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
@@ -75,7 +76,7 @@ class T5Task(LanguageModelTask):
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a random sample with the keys of the data set as numpy arrays: text_enc, enc_mask [e] and text_dec,
         labels (-1 in padding), loss_mask, dec_mask [s]. Both texts may have padding, of independent lengths."""
-        encoder, decoder = self.cfg.seq_length, self.cfg.decoder_seq_length
+        encoder, decoder = self.cfg.data.seq_length, self.cfg.group(EncoderDecoderConfig).decoder_seq_length
         used, written = (np.arange(length) < self.random_length(generator, length)
                          for length in (encoder, decoder))  # fmt: skip
         text, labels = generator.integers(0, self.vocab_size, (2, decoder))
