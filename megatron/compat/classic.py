@@ -10,11 +10,13 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from inspect import signature
 from itertools import chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron.compat.num_microbatches_calculator import follow_batch_schedule, update_num_microbatches
 from megatron.compat.program import (
@@ -33,6 +35,9 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
+from megatron.core.pipeline_parallel.program_losses import MainLossInput, split_loss, takes_main_loss
+from megatron.core.pipeline_parallel.results import as_sum_and_count
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import exit_on_config_error, validate_args
@@ -41,7 +46,9 @@ from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples
+from megatron.training.data.loader import BatchReader
 from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.run import run
 from megatron.training.start.parallelize import build_model, parallelize
@@ -68,13 +75,24 @@ class BatchPositionHook(Hook):
         update_num_microbatches(state.consumed_train_samples)
 
 
+MAIN_LOSS = "main loss"
+"""Name of the loss that a script's ``loss_func`` returns first, next to the values that it logs."""
+
+
 class ClassicTask(Task):
-    """A task made of the functions that an entry script passes."""
+    """A task made of the functions that an entry script passes.
+
+    Only the script knows how many tokens its loss sums over, and only after the forward pass. Until then the tokens of
+    full sequences are the count; the gradients are corrected when the true count is known."""
+
+    losses = (MAIN_LOSS,)
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
         self.functions, self.data = functions, ScriptData()
         self._batch: Mapping[str, Any] = {}
+        self._num_values: int | None = None
+        """Number of values that ``loss_func`` returned for the first micro-batch of this run."""
         Current.program = Program.of(cfg, tokenizer, self.timers)
         follow_batch_schedule(cfg.flat, cfg.data_parallel_size)
 
@@ -98,8 +116,26 @@ class ClassicTask(Task):
         """The script's data sets; see :class:`ScriptData`."""
         return self.data.build(self.functions["datasets_provider"], num_samples)
 
+    def global_batch(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
+        """Return the training iterator, which the script reads itself, and the tokens of ``number`` micro-batches."""
+        tokens = number * self.cfg.training.micro_batch_size * self.cfg.data.seq_length
+        return reader.batches, torch.tensor([tokens], dtype=torch.float64)
+
+    def expected_counts(self, counts: Tensor) -> dict[str, Tensor]:
+        """Return nothing: the true counts are not known yet."""
+        return {}
+
+    def counted(self, sums: LossSums, counts: Tensor, model: Sequence[nn.Module]) -> Tensor:
+        """Scale the gradients from ``counts`` to the tokens that ``loss_func`` returned, in place. Returns these, and
+        the counts of the logged values."""
+        total = sums.pairs.pop(MAIN_LOSS)[1]
+        for chunk in model:
+            chunk.scale_gradients(counts[0] / total.clamp(min=1.0))  # type: ignore[operator]
+        return torch.stack([total, sums.count()])
+
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """Return the batches of the base class, broadcast to ranks whose data sets the script did not build."""
+        self._num_values = None
         return super().micro_batches(self.data.share(data_iterator, number), number, size)
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
@@ -112,7 +148,19 @@ class ClassicTask(Task):
                 self._note(first)
                 data_iterator = chain([first], data_iterator)
             batches = MicroBatches(data_iterator, self._note)
-        return self.functions["forward_step"](batches, model)
+        output, loss_func = self.functions["forward_step"](batches, model)
+        return output, partial(self._losses, loss_func)
+
+    def _losses(self, loss_func: Callable, output: Any) -> dict[str, Any]:
+        """Return the values that the script logs, and the main loss with its number of tokens (1 for a mean)."""
+        returned = loss_func(output)
+        loss, num_tokens, logged = split_loss(returned, self._num_values)
+        self._num_values = len(returned)
+        pairs: dict[str, Any] = {name: as_sum_and_count(value) for name, value in logged.items()}
+        if torch.is_grad_enabled():
+            self._main_loss.check(num_tokens if len(returned) == 3 else None)
+            pairs[MAIN_LOSS] = loss, num_tokens
+        return pairs
 
     def _note(self, batch: Any) -> None:
         self._batch = batch if isinstance(batch, Mapping) else {}
@@ -128,7 +176,7 @@ class ClassicTask(Task):
         given: Mapping[str, Any] = forward.bind_partial(*args, **kwargs).arguments
         known: dict[str, Any] = {}
         names = ["sample_index"]
-        if hasattr(model, "check_loss"):  # other models may mean something else by a mask
+        if takes_main_loss(model):  # other models may mean something else by a mask
             names.append("loss_mask")
         if next(iter(given.values()), True) is None:
             given = {name: value for name, value in given.items() if value is not None or name not in kwargs}
@@ -138,7 +186,12 @@ class ClassicTask(Task):
         tensors = get_batch_on_this_cp_rank({name: self._batch[name] for name in names if name in self._batch})
         known |= to_device(tensors, initialize.training_device())
         missing = forward.parameters.keys() - given.keys()
-        return args, {**kwargs, **{name: value for name, value in known.items() if name in missing}}
+        kwargs = {**kwargs, **{name: value for name, value in known.items() if name in missing}}
+        return self._main_loss(model, args, kwargs) if takes_main_loss(model) else (args, kwargs)
+
+    @cached_property
+    def _main_loss(self) -> MainLossInput:
+        return MainLossInput(MainLoss(self.loss_weights[MAIN_LOSS]))
 
 
 _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store", "inprocess_call_wrapper"}

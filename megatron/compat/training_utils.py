@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.compat.batches import get_batch_on_this_cp_rank, with_attention_mask
 from megatron.compat.script_data import MicroBatches
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.runtime import unwrapped
+from megatron.core.pipeline_parallel.stage_model import unwrapped
 from megatron.core.tensor_parallel.data import broadcast_batch
 from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.training.data.batch import to_device

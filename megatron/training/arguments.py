@@ -21,9 +21,7 @@ from typing import Any
 from megatron import serve_other_names
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
-from megatron.core.config.moe import MoEConfig
 from megatron.core.config.notices import notice
-from megatron.core.config.transformer_config import ModelSettings, TransformerConfig
 from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
 from megatron.training.config.flat import FlatConfig, flat_class
@@ -157,22 +155,6 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
             raise SystemExit(2) from None
         cli.report(error, prog)
         raise SystemExit(2) from None
-
-
-def core_transformer_config_from_args(
-    args: Any, config_class: type[TransformerConfig] | None = None
-) -> TransformerConfig:
-    """Return the library's configuration of the model that ``args`` describes. Expert settings of a model without
-    experts are ignored (a notice reports it).
-
-    Args:
-        args: ``get_args()``, or other resolved settings in flat form.
-        config_class: class to build; None: :class:`TransformerConfig`.
-    """
-    names = {field.name for field in dataclasses.fields(ModelSettings)}
-    if args.num_moe_experts is None:
-        names -= {field.name for field in dataclasses.fields(MoEConfig)}
-    return (config_class or TransformerConfig)(**{name: getattr(args, name) for name in names})
 
 
 def log_arguments(cfg: PretrainConfig) -> None:

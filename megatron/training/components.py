@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.distributed import DataParallel
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.training.checkpoint.checkpointer import Checkpointer
+from megatron.training.data.loader import BatchReader
 from megatron.training.evaluate import EvalSet
 from megatron.training.hooks.base import Hook
 from megatron.training.tasks.base import Task
@@ -29,7 +31,10 @@ class Components:
     checkpointer: Checkpointer
     datasets: tuple[Any, Any, Any] = (None, None, None)
     """Training, validation and test data, as provided by the task."""
-    train_iterator: Iterator[dict] | None = None
+    reader: BatchReader | None = None
+    """Training batches; None with --skip-train."""
     valid_sets: list[EvalSet] = field(default_factory=list)
     test_sets: list[EvalSet] = field(default_factory=list)
     hooks: Sequence[Hook] = ()
+    on_forward: Callable[[ForwardEvent, bool], None] | None = None
+    """Called with the events of every forward step (see ``Work``)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import nn
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.microbatches import choose_runner
+from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples
 from megatron.training.data.loader import EvalSampler, Shard, build_loader
@@ -46,8 +47,11 @@ def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
 class Evaluator:
     """Evaluates a model on data sets. Repeated evaluations of the same weights give identical results."""
 
-    def __init__(self, cfg: PretrainConfig, task: Task, model: Sequence[nn.Module], groups: ProcessGroups) -> None:
-        self.cfg, self.task, self.model, self.groups = cfg, task, model, groups
+    def __init__(
+        self, cfg: PretrainConfig, task: Task, model: Sequence[nn.Module], groups: ProcessGroups,
+        on_forward: Callable[[ForwardEvent, bool], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.cfg, self.task, self.model, self.groups, self.on_forward = cfg, task, model, groups, on_forward
         self.shard = Shard(cfg.validation.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
 
     def num_samples(self, eval_set: EvalSet) -> int:
@@ -84,6 +88,7 @@ class Evaluator:
                     forward_step_func=self.task.forward_step,
                     model=self.model,
                     forward_only=True,
+                    on_forward=self.on_forward,
                     **self.task.micro_batches(
                         batches, sampler.micro_batches_per_step, self.cfg.validation.eval_micro_batch_size
                     ),

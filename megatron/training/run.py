@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
-from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
+from megatron.training.data.loader import BatchReader, EpochShuffle, Shard, TrainSampler, build_loader, sequential
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import eval_sets
 from megatron.training.exits.conditions import ExitConditions
@@ -133,7 +134,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         check_build(parts, cfg)
         info = run_info(cfg, parts)
         parts.hooks = [
-            *watchdog.watch(parts.task),
+            *watchdog.watch(parts),
             *parts.task.hooks(),
             *replica_checks(cfg, parts),
             *data_file_hooks(parts.datasets, cfg.logging.log_interval),
@@ -144,7 +145,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         trainer = Trainer(cfg, parts, exits)
         trainer.hooks.on_train_start(info)
         try:
-            code = _train_and_close(trainer, watchdog)
+            with _closing(trainer, watchdog):
+                code = _train_and_evaluate(trainer)
         except UserError:
             raise
         except Exception as error:  # torch reports a dead loader worker in the main thread at any time, also in closing
@@ -155,13 +157,14 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
     return code or _report_failures(parts.hooks, groups.world.rank)
 
 
-def _train_and_close(trainer: Trainer, watchdog: Watchdog) -> int:
-    """Train and evaluate, then close hooks and the checkpointer in any case (waits for a background save); return the
-    exit code. A failure reaches the watchdog before anything is closed, and is replaced by the error that explains it
-    (`_cause`) if there is one."""
+@contextmanager
+def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
+    """Context of a run, after which hooks and the checkpointer are closed in any case (waits for a background save). A
+    failure reaches the watchdog before anything is closed, and is replaced by the error that explains it (`_cause`) if
+    there is one."""
     parts = trainer.parts
     try:
-        return _train_and_evaluate(trainer)
+        yield
     except Exception as error:
         cause = _cause(error, trainer.cfg, parts)
         watchdog.failed(cause or error)
@@ -284,7 +287,8 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.validation.skip_train:
-        parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
+        batches = train_iterator(cfg, train, parts.state, groups)
+        parts.reader = BatchReader(batches, task.loss_counts, reads_ahead=cfg.data.dataloader_type != "external")
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
     return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.distributed import finalize_model_grads, mean_factor
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.schedules import batch_size as batch_sizes
-from megatron.core.statistics import StatisticsSum, Totals, invalid_values, summaries, total_losses
+from megatron.core.statistics import StatisticsSum, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
 from megatron.training.components import Components
@@ -23,9 +24,10 @@ from megatron.training.evaluate import EvalSet, Evaluator
 from megatron.training.exits import conditions
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
-from megatron.training.observe.loss_sums import LossSums
+from megatron.training.observe.loss_sums import LossSums, global_counts
 from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite, save_record
 from megatron.training.start.cuda_graphs import make_forward_backward
+from megatron.training.start.main_loss import supply_main_loss
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +40,14 @@ class Trainer:
         self.state, self.timers = parts.state, parts.task.timers
         self.hooks = Hooks(cfg.logging.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
-        self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
+        self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups, parts.on_forward)
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         self.flops_per_sample = parts.task.flops_per_sample()
-        self.finite = (
-            FiniteCheck(global_rank()) if cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16 else None
-        )
+        self.finite = FiniteCheck(global_rank()) if cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16 else None
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
+        supply_main_loss(parts.model, parts.task.loss_weights[parts.task.losses[0]])
         self.loss_names: list[str] | None = None
         """Loss names in the order of the last pipeline stage; known after the first iteration."""
         self.counted = torch.zeros((), dtype=torch.float64)
@@ -67,9 +68,7 @@ class Trainer:
             if conditions.is_log_iteration(self.cfg.logging.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
             self.hooks.on_step(self.state, metrics)
-            if conditions.is_eval_iteration(
-                self.cfg.validation.eval_interval, self.state.iteration, self.cfg.validation.start_eval_at_iter
-            ):
+            if conditions.is_eval_iteration(self.cfg.validation.eval_interval, self.state.iteration, self.cfg.validation.start_eval_at_iter):
                 self.evaluate()
             reason = self.exits.check(self.state)
             if conditions.is_save_iteration(self.cfg.checkpoint.save_interval, self.state.iteration, reason):
@@ -86,16 +85,16 @@ class Trainer:
         """Run one optimizer step on one global batch, set the learning rate before it, and update the counters; return
         its measurements, which may still be device tensors. Batches of --iterations-to-skip are only read.
         Collective."""
-        size = batch_sizes.running_global_batch_size(
-            self.cfg.flat, self.state.consumed_train_samples, self.cfg.data_parallel_size
-        )
+        size = self._batch_size(self.state.consumed_train_samples)
         assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
         if self.state.iteration + 1 in self.cfg.training.iterations_to_skip:
             metrics = self._skip_batch(size)
         else:
-            metrics = self._update(size)
+            with self.timers("forward-backward", log_level=1):
+                local, counts = self._forward_backward(size)
+            metrics = self._update(size, local, counts)
         metrics.learning_rate = rate
         if self.cfg.schedule.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
@@ -114,42 +113,40 @@ class Trainer:
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
-    def _update(self, size: int) -> StepMetrics:
-        """Run forward and backward over the micro-batches, reduce gradients and step the optimizer; return the
+    def _update(self, size: int, local: dict[str, Tensor], counts: Tensor) -> StepMetrics:
+        """Reduce the gradients and step the optimizer, from the results of :meth:`_forward_backward`; return the
         measurements, with a learning rate of 0. With fp16 and with --no-check-for-nan-in-loss-and-grad waits for the
         device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
         iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
         the loss."""
         optimizer = self.parts.optimizer
-        local, sums, factor, statistics = self._forward_backward(size)
+        sums, counts = self._reduce(local, counts)
+        statistics = self.statistics(self.device)
+        sums.pairs |= total_losses(statistics)
         self.return_memory(1)
         metrics = StepMetrics(
-            losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size,
+            losses=sums.means(), num_tokens=counts[0], learning_rate=0.0, global_batch_size=size,
             statistics=summaries(statistics),
         )  # fmt: skip
         invalid = invalid_values(statistics)
-        checked = sums.pairs | invalid
         losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
         if self.finite is None:
             where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
-            check_has_tokens(self.counted.item(), where)
+            check_has_tokens(counts.sum().item(), where)
             if self.cfg.training.check_for_nan_in_loss_and_grad:
                 check_finite(
                     {name: pair[0] for name, pair in losses.items()}, iteration=self.state.iteration + 1,
                     rank=global_rank(), consumed_samples=self.state.consumed_train_samples,
                 )  # fmt: skip
             with self.timers("optimizer", log_level=1):
-                updated, metrics.grad_norm, metrics.num_zeros = optimizer.step(factor)
+                updated, metrics.grad_norm, metrics.num_zeros = optimizer.step()
             metrics.skipped = not updated
         else:
             with self.timers("optimizer", log_level=1):
-                update = optimizer.update(self.finite.skip_update(checked, self.counted), factor)
+                update = optimizer.update(self.finite.skip_update(sums.pairs | invalid, counts.sum()))
             metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
-                self.state.iteration + 1,
-                self.state.consumed_train_samples,
-                losses,
-                self.counted,
+                self.state.iteration + 1, self.state.consumed_train_samples, losses, counts.sum(),
                 update.found_nonfinite,
             )
             self.finite.read(keep=1)
@@ -157,42 +154,59 @@ class Trainer:
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
         return metrics
 
-    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
-        """Zero ``main_grad``, then accumulate and reduce the gradients of the global batch in it. Collective: losses
-        are broadcast over the pipeline and all-reduced over ``dp_cp``, module statistics over the world. Returns local
-        losses (empty before the last stage), losses over all ranks, the factor that normalizes the gradients to the
-        mean loss per valid token (not yet applied), and the statistics. Modules have got theirs (``end_step``, such as
-        the update of expert biases), before the optimizer step."""
-        parts, cfg = self.parts, self.cfg
-        expected_tokens = float(size * cfg.data.seq_length)  # keeps gradients in range until the true count is known
+    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Read the micro-batches of the global batch, weigh the losses by its valid tokens, zero ``main_grad`` and
+        accumulate gradients in it. Collective: counts are all-reduced over ``dp_cp`` before the forward pass. Returns
+        the loss sums of this rank's micro-batches, and the counts over all ranks, fp64 [losses]."""
+        parts, cfg, task = self.parts, self.cfg, self.parts.task
         for chunk in parts.model:
             chunk.zero_grad_buffer()
-        num_microbatches = size // (cfg.training.micro_batch_size * parts.groups.dp.size)
-        with self.timers("forward-backward", log_level=1):
-            batches = parts.task.global_batch(parts.train_iterator, num_microbatches)  # type: ignore[arg-type]
-            results = self.forward_backward(
-                forward_step_func=parts.task.forward_step,
-                model=parts.model,
-                loss_transform=lambda loss: parts.optimizer.scale_loss(loss / expected_tokens),
-                **parts.task.micro_batches(batches, num_microbatches, cfg.training.micro_batch_size),
-            )
-        sums = LossSums(self.device).add(results)
-        local_losses = dict(sums.pairs)
+        number = self._num_microbatches(size)
+        batches, counts = self._read(size)
+        counts = global_counts(counts, parts.groups, self.device)
+        task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
+        results = self.forward_backward(
+            forward_step_func=task.forward_step, model=parts.model, loss_weights=task.loss_weights,
+            on_forward=parts.on_forward, **task.micro_batches(batches, number, cfg.training.micro_batch_size),
+        )  # fmt: skip
+        return LossSums(self.device).add(results).pairs, counts
+
+    def _reduce(self, local: dict[str, Tensor], counts: Tensor) -> tuple[LossSums, Tensor]:
+        """Complete the gradients, and the loss sums over all ranks: collective over data-parallel ranks and the
+        pipeline. Returns the sums and the counts of the global batch. In the first iteration checks the counts, which
+        waits for the device."""
+        parts, is_first = self.parts, self.loss_names is None
         finalize_model_grads(parts.model, groups=parts.groups, sum_statistics=False)
-        sums.share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
+        sums = LossSums(self.device, local).share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
         self.loss_names = list(sums.pairs)
-        self.counted = sums.count()
-        statistics = self.statistics(self.device)
-        sums.pairs |= total_losses(statistics)
-        # the optimizer applies the factor while it reads gradients, which saves a pass over them
-        return local_losses, sums, mean_factor(expected_tokens, sums.num_tokens), statistics
+        if is_first:
+            sums.check_counts(parts.task.expected_counts(counts))
+        return sums, parts.task.counted(sums, counts, parts.model)
+
+    def _num_microbatches(self, size: int) -> int:
+        return size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size)
+
+    def _batch_size(self, consumed: int) -> int:
+        return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.cfg.data_parallel_size)
+
+    def _read(self, size: int) -> tuple[Iterator[dict], Tensor]:
+        """Return an iterator over this rank's micro-batches of a global batch of ``size`` samples, and their counts.
+        The iterator reads the next global batch too, unless this one is the last."""
+        if self.parts.on_forward is not None:
+            self.parts.on_forward("reads", True)
+        following = 0
+        if self.state.iteration + 1 < self.cfg.training.train_iters:
+            following = self._num_microbatches(self._batch_size(self.state.consumed_train_samples + size))
+        assert self.parts.reader is not None, "only --skip-train has none"
+        return self.parts.task.global_batch(self.parts.reader, self._num_microbatches(size), following)
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """Read this rank's micro-batches of a global batch without computing or updating anything
         (--iterations-to-skip). Counts the samples as skipped and returns metrics with ``skipped`` set and without
         losses."""
-        for _ in range(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size)):
-            next(self.parts.train_iterator)  # type: ignore[arg-type]
+        batches, _ = self._read(size)
+        for _ in range(self._num_microbatches(size)):
+            next(batches)
         self.state.skipped_train_samples += size
         return StepMetrics(
             losses={}, num_tokens=0, learning_rate=0.0, global_batch_size=size,
@@ -235,9 +249,7 @@ class Trainer:
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation
-        if (
-            iteration != self.state.iteration or self.cfg.data.dataloader_type == "external"
-        ):  # its iterators have advanced
+        if iteration != self.state.iteration or self.cfg.data.dataloader_type == "external":  # its iterators have advanced
             return None
         return [replace(result, final=True) for result in results]
 

@@ -84,13 +84,10 @@ def _other_branches(of_last_stage):
 
 def loss_is_a_mean_of_means(rank):
     """Every micro-batch has the same weight, regardless of the number of its unmasked tokens."""
-    import torch
-
     def loss_func(self, batch, output):
         mask = batch["loss_mask"].to(output.dtype)
         loss = (output * mask).sum() / mask.sum().clamp(min=1)
-        one = torch.ones((), dtype=torch.float64)
-        return loss, one, {"lm loss": torch.stack([loss.detach().double(), one])}
+        return {"lm loss": (loss * mask.numel(), mask.sum())}
 
     return mock.patch.object(module("megatron.training.tasks.gpt").GPTTask, "loss_func", loss_func)
 
@@ -218,15 +215,23 @@ def every_rank_pools_its_own_first_position(rank):
 
 def pairs_weigh_as_on_one_rank(rank):
     """The weight of the second loss is counted from this rank's samples."""
-    where = module("megatron.training.tasks.bert")
-    alone = mock.Mock(get_process_groups=lambda: mock.Mock(dp=mock.Mock(size=1)))
-    correct = where.BertTask.global_batch
+    import torch
 
-    def of_this_rank(self, *arguments):
-        with mock.patch.object(where, "parallel_state", alone):
-            return correct(self, *arguments)
+    where = module("megatron.training.trainer")
+    weights = module("megatron.core.pipeline_parallel.loss_weights").LossWeights
+    count, correct, local = where.global_counts, weights.set, []
 
-    return mock.patch.object(where.BertTask, "global_batch", of_this_rank)
+    def noting_counts(counts, groups, device):
+        local[:] = [counts]
+        return count(counts, groups, device)
+
+    def of_this_rank(self, values):
+        correct(self, torch.cat((values[:1], 1.0 / local[0][1:])))
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(where, "global_counts", noting_counts))
+    stack.enter_context(mock.patch.object(weights, "set", of_this_rank))
+    return stack
 
 
 def samples_of_a_row_drop_other_elements(rank):
@@ -264,17 +269,14 @@ def states_begin_at_zero_on_every_rank(rank):
 
 def context_parallel_rank_forgets_the_others(rank):
     """Under context parallelism the loss is averaged over this rank's tokens only."""
-    import torch
+    where = module("megatron.core.pipeline_parallel.loss_weights").LossWeights
+    correct = where.set
 
-    where = module("megatron.training.observe.loss_sums").LossSums
-    correct = where.all_reduce
-
-    def local_count(self, group):
+    def local_weights(self, values):
         cp = module("megatron.core.parallel_state").get_process_groups().cp
-        self.num_tokens = self.num_tokens * (1.0 + 0.5 * torch.tensor(float(cp.rank)))
-        return correct(self, group)
+        correct(self, values / (1.0 + 0.5 * cp.rank))
 
-    return mock.patch.object(where, "all_reduce", local_count)
+    return mock.patch.object(where, "set", local_weights)
 
 
 def attention_gradients_of_blocks_are_off(rank):

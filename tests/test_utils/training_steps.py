@@ -77,9 +77,9 @@ def step_results(ddp, optimizer, groups, step):
                 sample_index=part + step * BATCH,
             )  # fmt: skip
             micro_loss = (losses * mask[part]).sum()
-            (micro_loss / BATCH).backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
-    finalize_model_grads([ddp], mask[torch.cat(rows)].sum(), expected_tokens=float(BATCH), groups=groups)
+    finalize_model_grads([ddp], mask[torch.cat(rows)].sum(), groups=groups)
     gradients = shards(ddp.module, groups, lambda parameter: parameter.main_grad)
     _, norm, _ = optimizer.step()
     return loss, gradients, norm, shards(ddp.module, groups, lambda parameter: parameter)

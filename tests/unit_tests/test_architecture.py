@@ -59,15 +59,15 @@ TRAINING = {
     "initialize": "core config",
     "report": "core arguments config rules",
     "data": "core config exits",
-    "tasks": "core config data hooks initialize",
+    "tasks": "core config data hooks initialize observe",
     "checkpoint": "core arguments config stored_settings train_state",
     "start": "core config data initialize tasks",
     "evaluate": "core config data initialize observe tasks",
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
-    "components": "core checkpoint evaluate hooks tasks train_state",
+    "components": "core checkpoint data evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
     "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start",
-    "watchdog": "core config exits hooks initialize observe start tasks train_state",
+    "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
         "stored_settings tasks train_state trainer watchdog",

@@ -136,7 +136,6 @@ DEFAULTS = {
         "initial_scale": 2.0**32, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
         "growth_interval": 1000, "hysteresis": 2,
     },
-    "distributed.finalize_model_grads.finalize_model_grads": {"expected_tokens": 1.0},
     "fusions.rope.apply_rotary": {"interleaved": False},
     "fusions.rope.rotary_reference": {"interleaved": False},
     "pipeline_parallel.simulate.unit_costs": {"forward": 1.0, "backward": 2.0},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from megatron.core.config.attention import AttentionConfig
@@ -204,6 +204,15 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("moe_layer_freq", reason, pattern, "give a 0 or 1 for every layer")
         if self.moe_token_dispatcher_type not in (kinds := get_args(TokenDispatcher)):
             yield Problem("moe_token_dispatcher_type", f"is none of {', '.join(kinds)}", self.moe_token_dispatcher_type)
+
+
+def config_from_settings(settings: Any, config_class: type[TransformerConfig] | None = None) -> TransformerConfig:
+    """Return the configuration of the transformer that flat ``settings``, such as ``get_args()``, describe. Expert
+    settings of a model without experts are ignored. ``config_class``: class to build; None: TransformerConfig."""
+    names = {field.name for field in fields(ModelSettings)}
+    if settings.num_moe_experts is None:
+        names -= {field.name for field in fields(MoEConfig)}
+    return (config_class or TransformerConfig)(**{name: getattr(settings, name) for name in names})
 
 
 @dataclass(kw_only=True)

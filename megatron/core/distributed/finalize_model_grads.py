@@ -1,4 +1,4 @@
-"""Gradient finalization between the last backward pass and the optimizer: reduce over ranks, divide by valid tokens."""
+"""Gradient finalization between the last backward pass and the optimizer: reduce over ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from megatron.core.statistics import StatisticsSum
 
 
 def finalize_model_grads(
-    model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
+    model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *,
     groups: ProcessGroups | None = None, sum_statistics: bool = True, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Sum gradients over data-parallel ranks, reduce partial gradients, and normalize by the valid tokens. Collective
-    over all ranks. Backward ran on ``sum(token losses) / expected_tokens``, a constant that keeps magnitudes near 1. To
-    get the gradient of the mean over valid tokens, multiply by ``expected_tokens / num_tokens``.
+    """Sum gradients over data-parallel ranks and reduce partial gradients. Collective over all ranks.
 
     Args:
         model_chunks: model chunks of this rank.
         num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
-            without the loss; not changed (a copy is all-reduced over ``dp_cp`` and ``pp``). None skips the
-            normalization; the caller then passes ``mean_factor`` to the optimizer.
-        expected_tokens: constant that the micro-batch losses were divided by.
+            without the loss, if backward ran on sums of token losses: gradients are then divided by the valid tokens of
+            the global batch. Not changed (a copy is all-reduced over ``dp_cp`` and ``pp``). None: losses were weighted
+            before.
         groups: this rank's process groups; None uses ``parallel_state``.
         sum_statistics: whether to also all-reduce module statistics, which updates the expert bias of routers. Pass
             False if the caller runs a ``StatisticsSum`` itself; otherwise the statistics would be consumed here.
@@ -51,7 +49,7 @@ def finalize_model_grads(
         if group.size > 1:
             dist.all_reduce(total, group=group.handle)
     for chunk in model_chunks:
-        chunk.scale_gradients(mean_factor(expected_tokens, total))
+        chunk.scale_gradients(1.0 / total.clamp(min=1.0))
     return total
 
 
@@ -62,9 +60,3 @@ def _sum_statistics(model_chunks: Sequence[DataParallel], groups: ProcessGroups)
     if first.statistics_sum is None:  # once: the constructor is a collective over the pipeline
         first.statistics_sum = StatisticsSum(model_chunks, groups)
     first.statistics_sum(next(first.parameters()).device)
-
-
-def mean_factor(expected_tokens: float, num_tokens: Tensor) -> Tensor:
-    """Return ``expected_tokens / max(num_tokens, 1)``, an fp64 scalar tensor. It turns gradients of
-    ``sum(token losses) / expected_tokens`` into gradients of the mean over ``num_tokens``."""
-    return expected_tokens / num_tokens.clamp(min=1.0)

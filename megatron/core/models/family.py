@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from megatron.core.inference.sampling import Sampling
 
+Options = dict[str, Any]
+DataSet = tuple[type, Any]
+"""Class of a data set and its configuration."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -60,7 +64,7 @@ class ModelFamily:
     """Class of the training task as ``"package.module:Class"``, imported when it is used."""
     describe: Callable[[Settings, int], ModelDescription]
     """(settings, unpadded vocabulary size or 0) -> description of the model."""
-    data_set: Callable[[Settings, dict[str, Any]], tuple[type, Any]] | None = None
+    data_set: Callable[[Settings, Options], DataSet] | None = None
     """(settings, common options) -> (data set class, its configuration). None: the task makes its data sets, and no
     data files are checked before the start."""
     transformers: Callable[[Settings], Mapping[str, TransformerConfig]] = one_decoder
@@ -71,9 +75,9 @@ class ModelFamily:
     """Optional groups of flags that it has. Its programs also have the flags of groups that no other family has."""
     rules: tuple[Rule, ...] = ()
     """Its own rules, in addition to the common ones."""
-    derive: Callable[[Any], Mapping[str, Any]] = lambda flat: {}
+    derive: Callable[[Any], Options] = lambda flat: {}
     """Flat settings (not yet resolved) -> values of fields that follow from others."""
-    shrink: Callable[[Settings, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    shrink: Callable[[Settings, Options], Options] | None = None
     """(settings, values of the small model) -> more values of the small model of ``tools/verify_layout.py``, which then
     keeps whole layers per stage. None: nothing more, and stages keep their cuts."""
     tokenizer_type: str = "GPT2BPETokenizer"

@@ -98,8 +98,8 @@ class MegatronNames:
         return self.grad_scaler is not None and not bool(self._norm(self._gradients()).isfinite())
 
     def get_grad_norm(self: Any) -> float:
-        """Return the global L2 norm of the gradients before clipping, divided by the loss scale but without the
-        ``gradient_factor`` of ``update``. Collective; waits for the device."""
+        """Return the global L2 norm of the gradients before clipping, divided by the loss scale. Collective; waits for
+        the device."""
         return float(self._norm(self._gradients())) / self.get_loss_scale()
 
     def sharded_state_dict(

@@ -50,7 +50,7 @@ class Update(NamedTuple):
     found_nonfinite: Tensor
     """bool: whether the step was skipped, for a NaN or infinity in the gradients or by the caller's ``skip_update``."""
     grad_norm: Tensor
-    """fp64: L2 norm of the gradients after unscaling (loss scale, ``gradient_factor``) and before clipping."""
+    """fp64: L2 norm of the gradients after unscaling (loss scale) and before clipping."""
     num_zeros: Tensor | None
     """int64: zero gradient elements; None without ``log_num_zeros_in_grad``."""
 
@@ -236,18 +236,18 @@ class MegatronOptimizer(MegatronNames):
             else:
                 parameter.grad.zero_()
 
-    def step(self, gradient_factor: Tensor | None = None) -> tuple[bool, float | None, int | None]:
+    def step(self) -> tuple[bool, float | None, int | None]:
         """Run one step; return (whether weights changed, gradient norm before clipping, number of zero gradients). The
         last is None without ``log_num_zeros_in_grad``. A NaN or infinite gradient on any rank skips the step on all
         ranks: the loss scale backs off, ``found_nonfinite`` is set, and the result is (False, None, None). Collective.
         Waits for the device; :meth:`update` does not."""
-        update = self.update(gradient_factor=gradient_factor)
+        update = self.update()
         if bool(update.found_nonfinite):
             return False, None, None
         return True, float(update.grad_norm), None if update.num_zeros is None else int(update.num_zeros)
 
     @torch.no_grad()
-    def update(self, skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
+    def update(self, skip_update: Tensor | None = None) -> Update:
         """Run one step without a host sync, except with a dynamic loss scale, which the host updates. Waits (in stream
         order) for weight all-gathers, computes norm and overflow, updates weights and state unless skipped, then starts
         the all-gather of updated weights if the state is sharded. Collective. May scale gradients in place, also if
@@ -255,14 +255,11 @@ class MegatronOptimizer(MegatronNames):
 
         Args:
             skip_update: bool device tensor; True skips the step like a NaN in the gradients.
-            gradient_factor: scalar device tensor that multiplies the gradients, fused into the update.
         """
         for chunk in self._parallel_chunks():
             chunk.finish_param_sync()  # the last step's all-gather may still write the weights that are updated here
         grads = self._gradients()
-        unscale: Tensor | float | None = gradient_factor
-        if self.grad_scaler is not None:
-            unscale = (1.0 if unscale is None else unscale) / self.grad_scaler.scale
+        unscale = None if self.grad_scaler is None else 1.0 / self.grad_scaler.scale
         norm = self._norm(grads)
         if unscale is not None:
             norm = norm * unscale  # scale the norm only; the update scales the gradients, which saves a pass over them
@@ -317,8 +314,8 @@ class MegatronOptimizer(MegatronNames):
 
     def gradient_shards(self) -> Iterator[ShardedTensor]:
         """Yield the gradients of this rank's shards as rectangles under global names; live views. Between
-        ``finalize_model_grads`` and ``step`` they are the gradients of the global batch, times the loss scale and
-        without the ``gradient_factor`` of ``update``. ``step`` may unscale and clip them in place. Replicated elements
+        ``finalize_model_grads`` and ``step`` they are the gradients of the global batch, times the loss scale.
+        ``step`` may unscale and clip them in place. Replicated elements
         (replicas over tensor-parallel ranks, or over data-parallel ranks without sharding) are yielded by every rank
         that holds them."""
         yield from self._sharded("", self._gradients()).values()

@@ -1,11 +1,9 @@
 """Forward and backward over the micro-batches of one global batch: choose a schedule and run it. Programs with a custom
 training loop call ``schedules.py``, which has Megatron-LM's names.
 
-A *forward step* is ``forward_step(data_iterator, model) -> (output, loss_func)``. ``loss_func(output)`` returns either
-
-* ``(loss, num_tokens, {name: tensor})``: ``loss`` is the **sum** of the token losses of the micro-batch and
-  ``num_tokens`` the number of tokens that it sums over; each logged value is a pair ``[sum, count]`` or a mean; or
-* ``(loss, {name: tensor})``: ``loss`` is a mean, and all micro-batches have equal weight (the older convention).
+A *forward step* is ``forward_step(data_iterator, model) -> (output, loss_func)``. ``loss_func(output)`` returns the
+losses of the micro-batch by name, each as (sum, count). Backward starts from the sum of the losses times their weights
+(``loss_weights.py``), which are known before the forward pass; names without a weight are only logged.
 
 Backward of all micro-batches except the last runs inside ``model.no_sync()``, so that a data-parallel wrapper starts
 to reduce gradients in the last one.
@@ -18,16 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.pipeline_parallel.choose import build_schedule
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.results import MicroBatchResult
-from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, chunk_iterators, unwrapped
+from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, chunk_iterators
 from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
 from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
+from megatron.core.pipeline_parallel.stage_model import message_shapes, unwrapped
 
 _NO_MESSAGES = MessageShape((), torch.float32, torch.device("cpu"))
 
@@ -39,8 +38,6 @@ def run_without_pipeline(
     model: nn.Module | Sequence[nn.Module],
     num_microbatches: int,
     forward_only: bool = False,
-    loss_transform: Callable[[Tensor], Tensor] | None = None,
-    collect_non_loss_data: bool = False,
     **options: Any,
 ) -> list[MicroBatchResult]:
     """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate in
@@ -53,17 +50,15 @@ def run_without_pipeline(
         model: the model, or a list with one model.
         num_microbatches: number of micro-batches to run.
         forward_only: whether to skip backward.
-        loss_transform: function applied to the loss before backward (normalization, loss scale).
-        collect_non_loss_data: whether to collect ``loss_func(output, non_loss_data=True)`` instead; no backward.
-        options: ``mean_loss_weight`` (see ``Work``). Others, such as ``seq_length`` and ``micro_batch_size``, are
-            ignored; ``run_pipeline`` needs them.
+        options: ``loss_weights`` and ``on_forward`` (see ``Work``); ``collect_non_loss_data``: whether to collect
+            ``loss_func(output, non_loss_data=True)`` instead, without backward. Others, such as ``seq_length`` and
+            ``micro_batch_size``, are ignored; ``run_pipeline`` needs them.
     """
     chunks = _chunks(model)
     iterators = chunk_iterators(data_iterator, 1)
-    only_forward = forward_only or collect_non_loss_data
+    only_forward = forward_only or options.get("collect_non_loss_data", False)
     schedule = forward_only_schedule(1, num_microbatches) if only_forward else without_pipeline(num_microbatches)
-    mean_loss_weight = options.get("mean_loss_weight")
-    work = Work(forward_step_func, chunks, iterators, loss_transform, collect_non_loss_data, mean_loss_weight)
+    work = Work(forward_step_func, chunks, iterators, **_work_options(options))
     return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, _NO_MESSAGES)).run()
 
 
@@ -90,7 +85,7 @@ def run_pipeline(
         seq_length: full sequence length, before context and sequence parallelism split it.
         micro_batch_size: sequences per micro-batch.
         forward_only: whether to skip backward.
-        options: ``loss_transform``, ``collect_non_loss_data`` and ``mean_loss_weight`` as in ``run_without_pipeline``;
+        options: ``loss_weights``, ``on_forward`` and ``collect_non_loss_data`` as in ``run_without_pipeline``;
             ``decoder_seq_length`` for encoder-decoder models, where ``seq_length`` is the encoder's; ``row_lengths`` if
             every micro-batch is one row of packed sequences: tokens per row, at most ``seq_length * micro_batch_size``.
 
@@ -104,10 +99,7 @@ def run_pipeline(
         schedule = forward_only_schedule(groups.pp.size, num_microbatches, len(chunks))
     else:
         schedule = build_schedule(config, groups.pp.size, len(chunks), num_microbatches)
-    work = Work(
-        forward_step_func, chunks, chunk_iterators(data_iterator, len(chunks)), options.get("loss_transform"),
-        options.get("collect_non_loss_data", False), options.get("mean_loss_weight"),
-    )  # fmt: skip
+    work = Work(forward_step_func, chunks, chunk_iterators(data_iterator, len(chunks)), **_work_options(options))
     lengths = seq_length, options.get("decoder_seq_length")
     shape = message_shape(unwrapped(chunks[0]), groups, lengths, micro_batch_size)
     if (row_lengths := options.get("row_lengths")) is not None:
@@ -119,6 +111,11 @@ def run_pipeline(
     return PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=lookahead).run()
 
 
+def _work_options(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("loss_weights", "collect_non_loss_data", "on_forward")
+    return {name: options[name] for name in names if name in options}
+
+
 def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
     return model if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
 
@@ -126,19 +123,13 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
 def message_shape(
     model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
 ) -> MessageShape:  # fmt: skip
-    """Return the message shape between stages in ``config.pipeline_dtype``: hidden states [s / (CP x TP with sequence
-    parallelism), b, h]. A model with ``message_shapes(lengths, micro_batch_size)`` overrides the shapes. ``lengths`` is
-    (encoder or only sequence length, decoder sequence length or None). The device is the current GPU with NCCL, else
-    the CPU."""
-    config = model.config
-    parts = groups.cp.size * (groups.tp.size if config.sequence_parallel else 1)
-    shapes = [(lengths[0] // parts, micro_batch_size, config.hidden_size)]
-    if hasattr(model, "message_shapes"):
-        shapes = model.message_shapes(lengths, micro_batch_size)
+    """Return the message shape between stages in ``config.pipeline_dtype`` (see ``message_shapes``). The device is the
+    current GPU with NCCL, else the CPU."""
+    shapes = message_shapes(model, groups, lengths, micro_batch_size)
     device = torch.device("cpu")
     if dist.get_backend(groups.pp_up.handle) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    return MessageShape(tuple(shapes), config.pipeline_dtype, device)
+    return MessageShape(tuple(shapes), model.config.pipeline_dtype, device)
 
 
 def of_rows(shape: MessageShape, row_lengths: Sequence[int], seq_length: int) -> MessageShape:

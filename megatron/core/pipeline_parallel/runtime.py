@@ -7,19 +7,24 @@ its values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.pipeline_parallel.actions import Action, Schedule
+from megatron.core.pipeline_parallel.loss_weights import weighted_sum
 from megatron.core.pipeline_parallel.p2p import Message, Messages
-from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
+from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pairs
+from megatron.core.pipeline_parallel.stage_model import DefersWeightGradients, set_input
 from megatron.core.tensor_parallel.linear import WeightGradientStore
+
+ForwardEvent = Literal["reads", "has batch", "done"]
+"""Moments of a forward step: before it reads its micro-batch, after it has read it, and at its end."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +32,16 @@ class Work:
     """Model, data and loss functions that the actions of a schedule use."""
 
     forward_step: Callable
-    """``(iterator, chunk) -> (output, loss_func)``."""
+    """``(iterator, chunk) -> (output, loss_func)``, and ``loss_func(output) -> {name: (sum, count)}``."""
     chunks: Sequence[nn.Module]
     iterators: Sequence[Iterator]
     """One iterator per chunk, all over the same micro-batches."""
-    loss_transform: Callable[[Tensor], Tensor] | None = None
-    """Function applied to each loss before backward (normalization, loss scale)."""
+    loss_weights: Mapping[str, Tensor] | None = None
+    """Weights of the losses, 0-d device tensors; losses without a weight are only logged. None: every loss weighs 1."""
     collect_non_loss_data: bool = False
     """Whether to call ``loss_func(output, non_loss_data=True)`` and collect its results instead of losses."""
-    mean_loss_weight: float | None = None
-    """Weight of a micro-batch's mean loss before ``loss_transform``, used to scale auxiliary losses. None: auxiliary
-    losses derive from the model's loss mask whether the main loss is a sum or a mean."""
+    on_forward: Callable[[ForwardEvent, bool], None] | None = None
+    """Called with every event of a forward step and whether a backward follows."""
 
 
 def chunk_iterators(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
@@ -82,32 +86,28 @@ class PipelineRun:
         self.results: list[MicroBatchResult] = []
         self._stores: Sequence[WeightGradientStore] = ()
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
-        self._num_loss_values: int | None = None
-        """Number of values that ``loss_func`` returned for the first micro-batch (2: mean loss, 3: sum)."""
+        self._iterators: Sequence[Iterator] = work.iterators
+        if work.on_forward is not None:
+            self._iterators = [each if each is None else self._noted(each) for each in work.iterators]
         last = {(action.kind, action.chunk): action for action in self.actions}
         self._final = {action for (kind, _), action in last.items() if kind != "F"}
         """The last B and the last W of each chunk: only in these may data-parallel reduction start."""
 
     def run(self) -> list[MicroBatchResult]:
-        """Run all actions and return the results of all micro-batches in order; empty on ranks without the loss.
-        Gradients accumulate in the parameters. Every rank of the pipeline must call it, once. Sets the loss scale of
-        models with auxiliary losses."""
-        for chunk in self.work.chunks:
-            set_loss_scale(chunk, self.work, self.schedule.has_backward)
-        with deferred_weight_gradients(self.work.chunks, self.schedule.splits_backward) as self._stores:
-            self._run()
-        return self.results
+        """Run this rank's actions in order and return the results of all micro-batches; empty on ranks without the
+        loss. Gradients accumulate in the parameters. Every rank of the pipeline must call it, once.
 
-    def _run(self) -> None:
-        """Run this rank's actions in order. Before each action post its receive and the receives of the next
-        ``lookahead`` actions. At the end wait until all messages have been sent (NCCL: in stream order)."""
+        Before each action posts its receive and the receives of the next ``lookahead`` actions. At the end waits until
+        all messages have been sent (NCCL: in stream order)."""
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
-        for index, action in enumerate(self.actions):
-            # post before computing: an NCCL transfer starts only with its receive, and so overlaps with this action
-            for soon in self.actions[index : index + 1 + self.lookahead]:
-                self.messages.post(soon)
-            step[action.kind](action)
-        self.messages.finish()
+        with deferred_weight_gradients(self.work.chunks, self.schedule.splits_backward) as self._stores:
+            for index, action in enumerate(self.actions):
+                # post before computing: an NCCL transfer starts only with its receive, and so overlaps with this action
+                for soon in self.actions[index : index + 1 + self.lookahead]:
+                    self.messages.post(soon)
+                step[action.kind](action)
+            self.messages.finish()
+        return self.results
 
     def _forward(self, action: Action) -> None:
         """Run the forward pass of a chunk: receive its input, pass it to the model, compute, and send the output or
@@ -120,10 +120,12 @@ class PipelineRun:
         if received is not None and train:
             for tensor in received:
                 tensor.requires_grad_()  # a leaf: backward sends its .grad to the previous stage
-        set_input_tensor(chunk, received)
+        set_input(chunk, received)
         roots: Sequence[Any]
         with torch.set_grad_enabled(train):
-            output, loss_func = work.forward_step(work.iterators[action.chunk], chunk)
+            self._event("reads")
+            output, loss_func = work.forward_step(self._iterators[action.chunk], chunk)
+            self._event("done")
             if self.schedule.stage(self.rank, action.chunk) == self.schedule.num_stages - 1:
                 roots = [self._loss(output, loss_func)]
             else:
@@ -132,26 +134,29 @@ class PipelineRun:
                 # a gradient edge keeps the graph but not the output, whose memory is freed after the send
                 roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in message]
         # otherwise the model would keep the input alive until its next forward
-        set_input_tensor(chunk, None)
+        set_input(chunk, None)
         if train:
             self._in_flight[action.chunk, action.microbatch] = _InFlight(received, roots)
 
+    def _event(self, event: ForwardEvent) -> None:
+        if self.work.on_forward is not None:
+            self.work.on_forward(event, self.schedule.has_backward)
+
+    def _noted(self, iterator: Iterator) -> Iterator:
+        """Yield the micro-batches of ``iterator`` and note when each has been read."""
+        for batch in iterator:
+            self._event("has batch")
+            yield batch
+
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
-        """Call ``loss_func``, append the micro-batch's result to ``results``, and return the loss after
-        ``loss_transform``; None with ``collect_non_loss_data``. Raises UserError if the returned values follow no
-        convention or another one than before. In training without ``mean_loss_weight`` also checks the number of tokens
-        against the loss mask of models with auxiliary losses, which waits for the device in the first micro-batch."""
+        """Call ``loss_func``, append the micro-batch's result to ``results``, and return the weighted sum of its
+        losses; None without backward. Raises UserError if the losses are not (sum, count) by name."""
         if self.work.collect_non_loss_data:
-            kept = loss_func(output, non_loss_data=True)
-            self.results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
+            self.results.append(MicroBatchResult(non_loss=loss_func(output, non_loss_data=True)))
             return None
-        returned = loss_func(output)
-        loss, num_tokens, logged = split_loss(returned, self._num_loss_values)
-        self._num_loss_values = len(returned)
-        if self.schedule.has_backward and self.work.mean_loss_weight is None:
-            check_loss(self.work.chunks[-1], num_tokens if len(returned) == 3 else None)
-        self.results.append(MicroBatchResult(num_tokens=num_tokens, logged=logged))
-        return loss if self.work.loss_transform is None else self.work.loss_transform(loss)
+        losses = loss_func(output)
+        self.results.append(MicroBatchResult(logged_pairs(losses)))
+        return weighted_sum(losses, self.work.loss_weights) if self.schedule.has_backward else None
 
     def _backward(self, action: Action) -> None:
         """Run a B action: receive the outputs' gradients (on the last stage start from the loss), run autograd, and
@@ -195,59 +200,17 @@ def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Itera
     stores = [WeightGradientStore() for _ in chunks]
     layers = [
         (module, store) for chunk, store in zip(chunks, stores) if split for module in chunk.modules()
-        if hasattr(module, "weight_gradient_store")
+        if isinstance(module, DefersWeightGradients)
     ]  # fmt: skip
     for module, store in layers:
-        module.weight_gradient_store = store  # type: ignore[assignment]
+        module.weight_gradient_store = store
     try:
         yield stores
     finally:
         for module, _ in layers:
-            module.weight_gradient_store = None  # type: ignore[assignment]
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside all wrappers (data-parallel, ``Float16Module``), following ``.module``."""
-    while isinstance(inner := getattr(module, "module", None), nn.Module):
-        module = inner
-    return module
+            module.weight_gradient_store = None
 
 
 def output_tensors(output: Any) -> Message:
     """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
     return (output,) if isinstance(output, Tensor) else tuple(each for each in output if each is not None)
-
-
-def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
-    """Pass the previous stage's output to the model inside the wrappers: a tensor, a tuple if there are several, or
-    None to clear it. Raises ValueError if there is a message but the model has no ``set_input_tensor``."""
-    model: Any = unwrapped(chunk)
-    if hasattr(model, "set_input_tensor"):
-        model.set_input_tensor(message[0] if message is not None and len(message) == 1 else message)
-    elif message is not None:
-        raise ValueError(f"{type(model).__name__} is a later pipeline stage: it needs set_input_tensor(tensor)")
-
-
-def set_loss_scale(chunk: nn.Module, work: Work, has_backward: bool = True) -> None:
-    """Call the model's ``set_loss_scale`` with the factor of the main loss, an fp64 scalar on its device:
-    ``mean_loss_weight``, then ``loss_transform``, which must accept it. With ``mean_loss_weight`` it also passes
-    ``is_mean=True``. Does nothing for models without this method, without a backward, or if neither factor is set."""
-    model: Any = unwrapped(chunk)
-    weight, transform = work.mean_loss_weight, work.loss_transform
-    if not has_backward or (weight is None and transform is None) or not hasattr(model, "set_loss_scale"):
-        return
-    one = torch.ones((), dtype=torch.float64, device=next(model.parameters()).device)
-    scale = one if weight is None else one * weight
-    scale = scale if transform is None else transform(scale)
-    if weight is None:
-        model.set_loss_scale(scale)
-    else:
-        model.set_loss_scale(scale, is_mean=True)
-
-
-def check_loss(chunk: nn.Module, num_tokens: Tensor | None) -> None:
-    """Pass the number of tokens that the main loss sums over (None: it is a mean) to models with auxiliary losses. The
-    model raises UserError if its loss mask contradicts the number. Does nothing for models without ``check_loss``."""
-    model: Any = unwrapped(chunk)
-    if hasattr(model, "check_loss"):
-        model.check_loss(num_tokens)

@@ -15,12 +15,13 @@ The wrappers sum gradients, so the loss of each rank is divided by the number of
 ``config.grad_scale_func`` is applied to each loss. After the last backward
 ``config.finalize_model_grads_func(chunks, num_tokens or None)`` is called if it is set.
 
-The training program uses ``microbatches.py`` instead, whose losses are sums over the tokens of the global batch.
+The training program uses ``microbatches.py`` instead, where losses have weights that are known before the forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,15 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.pipeline_parallel.microbatches import choose_runner, run_pipeline, run_without_pipeline
-from megatron.core.pipeline_parallel.runtime import unwrapped
+from megatron.core.pipeline_parallel.program_losses import MainLossInput, takes_main_loss
+from megatron.core.pipeline_parallel.results import MicroBatchResult
+from megatron.core.pipeline_parallel.stage_model import unwrapped
 
 __all__ = [
     "forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving", "get_forward_backward_func",
 ]  # fmt: skip
 
-_OPTIONS = {"seq_length", "micro_batch_size", "decoder_seq_length", "row_lengths", "loss_transform"}
+_OPTIONS = {"seq_length", "micro_batch_size", "decoder_seq_length", "row_lengths"}
 _WITHOUT_EFFECT = {
     "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce",
 }  # fmt: skip
@@ -50,48 +54,75 @@ def get_forward_backward_func(
     return _FUNCTIONS[choose_runner()]
 
 
+LOSS = "loss"
+"""Name of a program's main loss among the losses of the runtime."""
+
+
 class _LossFunctions:
-    """Adapter of a program's forward step: scales its losses and converts them to the runtime's convention. ``results``
+    """Adapter of a program's forward step: scales its losses and converts them to the runtime's form. ``results``
     collects the last value that ``loss_func`` returned for every micro-batch."""
 
-    def __init__(self, forward_step: Callable, model: nn.Module, num_microbatches: int, has_backward: bool) -> None:
-        self.forward_step, self.has_backward = forward_step, has_backward
-        config = getattr(unwrapped(model), "config", None)  # a custom model may have no config
+    def __init__(self, forward_step: Callable, chunks: Sequence[nn.Module], num_microbatches: int) -> None:
+        self.forward_step = forward_step
+        config = getattr(unwrapped(chunks[-1]), "config", None)  # a custom model may have no config
         self.per_token = bool(getattr(config, "calculate_per_token_loss", False))
+        self.scale: Callable[[Tensor], Tensor] = getattr(config, "grad_scale_func", None) or (lambda loss: loss)
         groups = parallel_state.get_process_groups()
         self.context_ranks = groups.cp.size
-        sums_ranks = getattr(model, "sums_gradients", False) and not self.per_token
+        sums_ranks = getattr(chunks[-1], "sums_gradients", False) and not self.per_token
         self.mean_weight = 1.0 / (num_microbatches * (groups.dp_cp.size if sums_ranks else 1))
         """Weight of a micro-batch's mean loss in the sum over micro-batches and data-parallel ranks."""
+        self.main_loss = MainLossInput()
         self.results: list[Any] = []
+
+    @contextmanager
+    def training(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Context of a run with backward, in which models get the weights of their auxiliary losses."""
+        models = [model for model in map(unwrapped, chunks) if takes_main_loss(model)]
+        hooks = []
+        if models:
+            weight = torch.ones((), dtype=torch.float64, device=next(models[0].parameters()).device)
+            weight = self.scale(weight if self.per_token else weight * self.mean_weight)
+            self.main_loss = MainLossInput(MainLoss(weight, is_mean=not self.per_token))
+            hooks = [model.register_forward_pre_hook(self.main_loss, with_kwargs=True) for model in models]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def __call__(self, iterator: Iterator, chunk: nn.Module) -> tuple[Any, Callable]:
         output, loss_func = self.forward_step(iterator, chunk)
         return output, partial(self._loss, loss_func)
 
     def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
-        """Call the program's ``loss_func``, append its last value to ``results``, and return (loss scaled as in the
-        module docstring, [num_tokens,] {}). Without a loss function record the output, for non-loss data the result of
-        ``loss_func``, and return a zero loss. Raises ValueError if there is no loss function but a backward, or it
-        returned neither 2 nor 3 values."""
-        if loss_func is None and self.has_backward:
+        """Call the program's ``loss_func``, append its last value to ``results``, and return the loss, scaled as in the
+        module docstring, and its number of tokens; nothing without backward. Without a loss function record the output,
+        for non-loss data the result of ``loss_func``. Raises ValueError if there is no loss function but a backward, or
+        it returned neither 2 nor 3 values."""
+        if loss_func is None and torch.is_grad_enabled():
             raise ValueError("forward_step_func returned no loss function; return one, or pass forward_only=True")
         if loss_func is None or non_loss:
             self.results.append(output if loss_func is None else loss_func(output, **non_loss))
-            return torch.zeros(()), {}
+            return {}
         returned = loss_func(output)
         if len(returned) not in (2, 3):
             raise ValueError(
                 f"loss_func returned {len(returned)} values; give (loss, anything) or (loss, num_tokens, anything)"
             )
         self.results.append(returned[-1])
-        loss = returned[0]
+        if not torch.is_grad_enabled():
+            return {}
+        loss, num_tokens = returned[0], torch.ones(())
         if len(returned) == 2:
-            return loss * (self.context_ranks * self.mean_weight), {}
-        num_tokens = torch.as_tensor(returned[1], device=loss.device)
-        if not self.per_token:
-            loss = loss * self.mean_weight / num_tokens.clamp(min=1)
-        return loss, num_tokens, {}
+            loss = loss * (self.context_ranks * self.mean_weight)
+        else:
+            num_tokens = torch.as_tensor(returned[1], device=loss.device)
+            if not self.per_token:
+                loss = loss * self.mean_weight / num_tokens.clamp(min=1)
+        if self.per_token:
+            self.main_loss.check(num_tokens if len(returned) == 3 else None)
+        return {LOSS: (self.scale(loss), num_tokens)}
 
 
 def _forward_backward(
@@ -111,35 +142,32 @@ def _forward_backward(
         num_microbatches: micro-batches of the global batch per data-parallel rank.
         forward_only: whether to skip backward. ``loss_func`` may then be None; the result is the output.
         collect_non_loss_data: whether to return ``loss_func(output, non_loss_data=True)`` instead; no backward.
-        options: ``seq_length`` and ``micro_batch_size`` (required with a pipeline), ``decoder_seq_length``,
-            ``row_lengths`` and ``loss_transform`` (replaces ``config.grad_scale_func``); see ``microbatches.py``. Other
-            Megatron-LM arguments are ignored.
+        options: ``seq_length`` and ``micro_batch_size`` (required with a pipeline), ``decoder_seq_length`` and
+            ``row_lengths``; see ``microbatches.py``. Other Megatron-LM arguments are ignored.
     """
     if unknown := sorted(options.keys() - _OPTIONS - _WITHOUT_EFFECT):
         raise TypeError(f"forward_backward_func() has no arguments {', '.join(unknown)}")
     options = {name: value for name, value in options.items() if name in _OPTIONS}
     chunks: list[Any] = list(model) if isinstance(model, list | tuple) else [model]
-    config = getattr(unwrapped(chunks[0]), "config", None)
     has_backward = not forward_only and not collect_non_loss_data
-    losses = _LossFunctions(forward_step_func, chunks[-1], num_microbatches, has_backward)
-    scale = options.pop("loss_transform", None) or getattr(config, "grad_scale_func", None)
-    results = runner(
-        forward_step_func=losses, data_iterator=data_iterator, model=chunks, num_microbatches=num_microbatches,
-        forward_only=forward_only, collect_non_loss_data=collect_non_loss_data, loss_transform=scale,
-        mean_loss_weight=None if losses.per_token else losses.mean_weight, **options,
-    )  # fmt: skip
-    finalize = getattr(config, "finalize_model_grads_func", None)
+    losses = _LossFunctions(forward_step_func, chunks, num_microbatches)
+    with losses.training(chunks) if has_backward else nullcontext():
+        results = runner(
+            forward_step_func=losses, data_iterator=data_iterator, model=chunks, num_microbatches=num_microbatches,
+            forward_only=forward_only, collect_non_loss_data=collect_non_loss_data, **options,
+        )  # fmt: skip
+    finalize = getattr(getattr(unwrapped(chunks[0]), "config", None), "finalize_model_grads_func", None)
     if finalize is not None and has_backward:
         finalize(chunks, _num_tokens(results, chunks) if losses.per_token else None)
     return losses.results
 
 
-def _num_tokens(results: Sequence[Any], chunks: Sequence[nn.Module]) -> Tensor:
+def _num_tokens(results: Sequence[MicroBatchResult], chunks: Sequence[nn.Module]) -> Tensor:
     """Return the tokens of this rank's micro-batches, an fp64 scalar on the device, not reduced over ranks; 0 on stages
     without the loss."""
     total = torch.zeros((), dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for result in results:
-        total += result.num_tokens
+        total += result.logged[LOSS][1]
     return total
 
 

@@ -26,11 +26,11 @@ from megatron.core.fusions import split_rotary
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, build_norm
-from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
+from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -46,8 +46,9 @@ class SelfAttentionSubmodules:
     k_layernorm: ModuleSpec | Callable[..., Any] | None = None
 
 
-class SelfAttention(nn.Module):
-    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism)."""
+class SelfAttention(Segmented):
+    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
+    """
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
@@ -113,9 +114,6 @@ class SelfAttention(nn.Module):
     def overlaps(self) -> bool:
         """Whether its collectives can stay in flight."""
         return can_overlap(self.linear_qkv, self.linear_proj)
-
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: (start the all-gather) | projection and core attention |

@@ -1,31 +1,19 @@
 """Auxiliary losses attached inside the model (MoE balancing, router z-loss), weighted per valid token.
 
 :func:`attach_loss` attaches a loss to the module's output, so that its gradient starts in the backward of that module
-and pipeline stages need not send it on. The main loss is a sum over valid tokens, and all gradients are divided by the
-valid tokens of the global batch at the end. An auxiliary loss that is a mean over a sequence (or a micro-batch) is
-therefore multiplied by its valid tokens, which gives a token-weighted mean. Multi-token prediction
-(``multi_token_prediction.py``) attaches its losses to the main losses, whose gradient gives the token weight.
-
-Legend: b batch.
+and pipeline stages need not send it on. The main loss is the sum over valid tokens times a weight that is known before
+the forward pass. An auxiliary loss that is a mean over a sequence (or a micro-batch) is multiplied by its valid tokens
+and the same weight (``AuxLossWeights``), which gives a token-weighted mean over the global batch. Multi-token
+prediction (``multi_token_prediction.py``) attaches its losses to the main losses, whose gradient gives the weight of a
+token.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class AuxLossWeights(NamedTuple):
-    """Weights of auxiliary losses in a micro-batch."""
-
-    tokens_b: Tensor
-    """fp32 [b]: valid tokens of each full sequence, over all tensor- and context-parallel ranks. If the main loss is a
-    mean over this rank's tokens, they sum to the number of context-parallel ranks.
-    """
-    scale: Tensor
-    """0-d: factor that multiplies the main loss before backward."""
 
 
 class _Attach(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryTables
-from megatron.core.transformer.aux_losses import AuxLossWeights
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 
 
 @dataclass(frozen=True)

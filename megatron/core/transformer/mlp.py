@@ -18,10 +18,10 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import select_activation
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.mlp_description import describe_mlp
-from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
+from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
 from megatron.core.transformer.recompute import activation_output
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -34,7 +34,7 @@ class MLPSubmodules:
     linear_fc2: ModuleSpec | Callable[..., Any]
 
 
-class MLP(nn.Module):
+class MLP(Segmented):
     """Feed-forward network, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism)."""
 
     mixes_tokens = False
@@ -71,9 +71,6 @@ class MLP(nn.Module):
     def overlaps(self) -> bool:
         """Whether its collectives can stay in flight."""
         return can_overlap(self.linear_fc1, self.linear_fc2)
-
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: (start the all-gather) | fc1 | activation and fc2 (start the

@@ -30,11 +30,11 @@ from megatron.core.fusions.split_rotary import choose_rotary
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.autograd_handle import start_all_gather
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, build_norm
-from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
+from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, finish, leave
 from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -66,7 +66,7 @@ def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
     return build_module(slot, *sizes, **settings)
 
 
-class MLASelfAttention(nn.Module):
+class MLASelfAttention(Segmented):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
@@ -152,9 +152,6 @@ class MLASelfAttention(nn.Module):
     def overlaps(self) -> bool:
         """Whether its collectives can stay in flight."""
         return all(can_overlap(first, self.linear_proj) for first in (self._linear_query, self.linear_kv_up_proj))
-
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: down projections and norms (start the all-gather) | up

@@ -26,10 +26,10 @@ from itertools import chain, cycle
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 
 Result = TypeVar("Result")
 Segments = Generator[None, None, Result]
@@ -43,6 +43,22 @@ def drain(segments: Segments[Result]) -> Result:
             next(segments)
         except StopIteration as end:
             return end.value
+
+
+class Segmented(nn.Module):
+    """Layer or mixer that is written as a generator of segments; ``forward`` runs them without interruption."""
+
+    def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """Compute ``forward`` as a generator that yields where a collective may be in flight."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        segments = self.segments(hidden_states, ctx)
+        while True:  # as ``drain``, one frame less in every trace
+            try:
+                next(segments)
+            except StopIteration as end:
+                return end.value
 
 
 def can_overlap(first: Any, last: Any) -> bool:

@@ -13,6 +13,7 @@ functions. Gradient hooks and ``main_grad`` see one backward pass, because the g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -33,9 +34,13 @@ Run = Callable[..., Any]
 """``run(function, *args)`` calls ``function(*args)`` with a policy for the activations that it saves for backward."""
 
 
-def keep(function: Callable, *args: Any) -> Any:
-    """Call ``function`` without recomputation."""
-    return function(*args)
+if sys.version_info >= (3, 11):
+    from operator import call as keep  # adds no frame to traces
+else:
+
+    def keep(function: Callable, *args: Any) -> Any:
+        """Call ``function`` without recomputation."""
+        return function(*args)
 
 
 def recompute(function: Callable, *args: Any) -> Any:

@@ -105,7 +105,9 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = None
         if post_layer_norm:
             norm = build_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
-            self.final_layernorm = build_module(norm, config, config.hidden_size, config.norm_epsilon, groups=groups)
+            self.final_layernorm = build_module(
+                norm, config, config.hidden_size, config.norm_epsilon, groups=groups
+            )
         self._overlaps = overlaps(config, groups) and all(getattr(layer, "overlaps", False) for layer in self.layers)
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
 
@@ -116,7 +118,8 @@ class TransformerBlock(nn.Module):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
-        """Run the layers at ``positions``, with two-batch overlap if configured, supported and the batch size is even."""
+        """Run the layers at ``positions``, with two-batch overlap if configured, supported and the batch size is even.
+        """
         layers = [self.layers[position] for position in positions]
         if self._overlaps and ctx.can_be_halved and hidden_states.shape[1] % 2 == 0:
             return run_two_batch_overlap(layers, hidden_states, ctx)

@@ -20,15 +20,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.transformer.branch import Branch
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
-from megatron.core.transformer.overlap import Segments, drain, runs_its_segments
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.overlap import Segmented, Segments, runs_its_segments
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 
 
@@ -55,7 +55,7 @@ def branch_specs(submodules: Any) -> Sequence[BranchSpec]:
     return getattr(submodules, "branches", submodules)
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Segmented):
     """Layer of residual branches, [s, b, h] -> [s, b, h]. ``layer_number`` counts from 1 over the full model.
 
     ``submodules`` lists the branches. ``branches`` restricts the layer to a range; other branches are not built.
@@ -86,9 +86,6 @@ class TransformerLayer(nn.Module):
         if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
             self.branches[0].normed_is_residual = True  # its first norm is the embedding's norm
         self._order = self._parallel_branches if config.use_parallel_residual else self._sequential_branches
-
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator that yields where a collective may be in flight (``overlap.py``)."""

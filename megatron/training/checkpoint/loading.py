@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.exchange import from_first_rank, together
+from megatron.core.dist_checkpointing.exchange import all_gather_json, from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
 from megatron.core.groups.process_groups import Group
@@ -109,11 +109,12 @@ class Loading:
         self.cfg, self.world = live.cfg, live.groups.world
         self.found, self.weights_only = start.found, start.weights_only
         self.reader = together_reader(self.found.directory, self.world)
-        self.goes_on = (
-            not self.weights_only and not self.cfg.validation.skip_train
-        )  # evaluation: weights and counters only
+        self.goes_on = not self.weights_only and not self.cfg.validation.skip_train  # evaluation: weights and counters only
         self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.checkpoint.no_load_optim
         self.wants_rng = self.goes_on and not self.cfg.checkpoint.no_load_rng
+        saves_masters = live.optimizer is not None and live.optimizer.saves_masters
+        # all ranks: the first rank's stage may have none of the parameters whose storage is declared
+        self.saves_masters = any(all_gather_json(saves_masters, self.world))
         self.left_alone: list[str] = []
         """Stored names that :meth:`restore` skipped on request, such as with --no-load-optim."""
 
@@ -178,11 +179,7 @@ class Loading:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         elif self.wants_optimizer:
             problems += self._other_precision()
-            if (
-                cfg.model.fp16
-                and cfg.optimizer.loss_scale is None
-                and objects["optimizer"]["grad_scaler"].keys() == {"scale"}
-            ):
+            if cfg.model.fp16 and cfg.optimizer.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
                 fix = "give its --loss-scale, or add --no-load-optim"
                 problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
         if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):
@@ -201,8 +198,7 @@ class Loading:
         """Return a problem if main parameters are stored but not used, or reverse: only half precision and some
         declared storages have them."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
-        declared = self.live.optimizer is not None and self.live.optimizer.saves_masters
-        if stored == (self.cfg.model.bf16 or self.cfg.model.fp16 or declared):
+        if stored == (self.cfg.model.bf16 or self.cfg.model.fp16 or self.saves_masters):
             return []
         precisions = ("half precision (--bf16 or --fp16)", "full precision")
         theirs, ours = precisions if stored else reversed(precisions)

@@ -1,4 +1,4 @@
-"""The configuration of a pretraining run, composed of groups: ``cfg.model.hidden_size``, ``cfg.training.train_iters``."""
+"""The configuration of a run, composed of groups: ``cfg.model.hidden_size``, ``cfg.training.train_iters``."""
 
 from __future__ import annotations
 
@@ -113,14 +113,9 @@ def _members() -> dict[str, type[FlagGroup]]:
 def compose(flat: FlatConfig) -> PretrainConfig:
     """Return the configuration of a run with the values of ``flat``, which is frozen. Contradictions pass."""
     values = vars(flat)
-    vars(flat)["frozen"] = True
-    groups = {name: frozen_group(kind, values) for name, kind in _members().items()}
+    values["frozen"] = True
     held = {*_members().values(), *ModelSettings.__mro__}
-    optional = {kind: frozen_group(kind, values) for kind in optional_groups(type(flat)) if kind not in held}
-    derived = ("world_size", "data_parallel_size", "explicit", "extra", "model_family", "needs_data")
-    return PretrainConfig(
-        flat=flat,
-        family_groups=optional,
-        **groups,
-        **{name: values[name] for name in derived},  # type: ignore[arg-type]
-    )
+    of_families = {kind: frozen_group(kind, values) for kind in optional_groups(type(flat)) if kind not in held}
+    parts: dict[str, Any] = {name: frozen_group(kind, values) for name, kind in _members().items()}
+    others = {field.name: values[field.name] for field in fields(PretrainConfig) if field.name in values}
+    return PretrainConfig(flat=flat, family_groups=of_families, **parts, **others)

@@ -136,7 +136,7 @@ def _network(cfg: FlatConfig) -> dict[str, Any]:
         values["num_query_groups"] = 1
     if not cfg.pad_vocab_size:
         values["make_vocab_size_divisible_by"] = 1
-    return values | dict(cfg.family.derive(_copy(cfg, values)))
+    return values | cfg.family.derive(_copy(cfg, values))
 
 
 def _precision(cfg: FlatConfig) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 Sample ``i`` of the training stream is a pure function of ``i``. A global batch takes the next ``global_batch_size``
 indices; micro-batch ``m`` of data-parallel rank ``r`` is the slice that starts at ``(m * dp + r) * micro_batch_size``.
 Every batch carries ``sample_index`` (int64 [b]), the position of each sample in the stream; it seeds dropout masks.
+
+:class:`BatchReader` reads a global batch before its first forward pass, so that its valid tokens can be counted. To
+hide the time of reading, it reads the next global batch while the current one computes: one micro-batch for each that
+it hands out. Batches that were read but not used are not consumed samples; a resumed run reads them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +116,48 @@ class EvalSampler:
         for start in range(0, self.num_samples, self.global_batch_size):
             for positions in self.shard.slices(start, self.global_batch_size):
                 yield [(i, i if i < self.num_samples else PADDING) for i in positions]
+
+
+class BatchReader:
+    """Reads the micro-batches of one global batch after another.
+
+    Args:
+        batches: iterator over this rank's micro-batches.
+        count: maps a micro-batch to its number of valid tokens (or samples) of each loss.
+        reads_ahead: whether to read the next global batch while the current one is used. Off for iterators that another
+            program owns: they may have a state that must match the batches in use.
+    """
+
+    def __init__(
+        self, batches: Iterator[dict], count: Callable[[dict], Sequence[Tensor | int]], *, reads_ahead: bool
+    ) -> None:
+        self.batches, self.count, self.reads_ahead = batches, count, reads_ahead
+        self._read: list[tuple[dict, Tensor]] = []
+        self._error: Exception | None = None
+
+    def take(self, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
+        """Read the next ``number`` micro-batches, so far as they have not been read ahead. Return an iterator over them
+        and the sums of their counts, fp64 [losses]. The iterator reads up to ``following`` micro-batches of the next
+        global batch. An error while reading ahead is raised by the call that needs the batch."""
+        while len(self._read) < number:
+            if self._error is not None:
+                raise self._error
+            self._read.append(self._next())
+        current, self._read = self._read[:number], self._read[number:]
+        return self._handed_out([batch for batch, _ in current], following), sum(counts for _, counts in current)  # type: ignore[return-value]
+
+    def _next(self) -> tuple[dict, Tensor]:
+        batch = next(self.batches)
+        return batch, torch.stack([torch.as_tensor(each).to(torch.float64) for each in self.count(batch)])
+
+    def _handed_out(self, batches: Sequence[dict], following: int) -> Iterator[dict]:
+        for batch in batches:
+            if self.reads_ahead and len(self._read) < following and self._error is None:
+                try:
+                    self._read.append(self._next())
+                except Exception as error:
+                    self._error = error
+            yield batch
 
 
 class KeyedDataset:

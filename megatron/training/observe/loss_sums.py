@@ -1,45 +1,54 @@
-"""Sums of losses over micro-batches and data-parallel ranks, in float64, with one all-reduce for all of them."""
+"""Counts of valid tokens before the forward pass, and sums of losses after it, over micro-batches and data-parallel
+ranks, in float64, with one all-reduce for all counts and one for all sums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.config.errors import UserError
-from megatron.core.groups.process_groups import Group
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.pipeline_parallel.results import MicroBatchResult
 
 
-class LossSums:
-    """Sums by loss name (``name -> [sum, count]``, fp64 [2] on ``device``) and the number of valid tokens. Means are
-    computed only after all sums."""
+def global_counts(counts: Tensor, groups: ProcessGroups, device: torch.device) -> Tensor:
+    """All-reduce the counts of this rank's micro-batches (full rows, fp64 [losses]) over ``dp_cp``. Context-parallel
+    ranks have the same rows; the first of them adds its counts. Returns them on ``device``; the host does not wait."""
+    if not groups.cp.is_first:
+        counts = torch.zeros_like(counts)
+    counts = counts.pin_memory() if device.type == "cuda" and not counts.is_cuda else counts
+    counts = counts.to(device, non_blocking=True, copy=True)
+    if groups.dp_cp.size > 1:
+        dist.all_reduce(counts, group=groups.dp_cp.handle)
+    return counts
 
-    def __init__(self, device: torch.device) -> None:
+
+class LossSums:
+    """Sums by loss name (``name -> [sum, count]``, fp64 [2] on ``device``). Means are computed only after all sums."""
+
+    def __init__(self, device: torch.device, pairs: Mapping[str, Tensor] | None = None) -> None:
         self.device = device
-        self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
-        self.pairs: dict[str, Tensor] = {}
+        self.pairs: dict[str, Tensor] = dict(pairs or {})
 
     def add(self, results: Iterable[MicroBatchResult]) -> LossSums:
-        """Add the token counts and ``logged`` pairs of all micro-batches of one forward-backward pass to the local
-        sums, moved to ``device``; return self. Adds out of place: earlier tensors stay unchanged. No communication."""
+        """Add the losses of all micro-batches of one forward-backward pass to the local sums, moved to ``device``;
+        return self. Adds out of place: earlier tensors stay unchanged. No communication."""
         for result in results:
-            self.num_tokens = self.num_tokens + result.num_tokens.to(self.device, torch.float64)
             for name, pair in result.logged.items():
-                pair = pair.to(self.device)
+                pair = pair.to(self.device, torch.float64)
                 self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
         return self
 
     def all_reduce(self, group: Group) -> LossSums:
-        """All-reduce token count and loss pairs over ``group`` in one collective, replacing the sums; return self.
-        Every rank must have logged the same names in the same order, which is not checked. Nothing for one rank."""
-        if group.size > 1:
-            flat = torch.cat([self.num_tokens.reshape(1), *self.pairs.values()])
+        """All-reduce the loss pairs over ``group`` in one collective, replacing the sums; return self. Every rank must
+        have logged the same names in the same order, which is not checked. Nothing for one rank or without losses."""
+        if group.size > 1 and self.pairs:
+            flat = torch.stack([*self.pairs.values()])
             dist.all_reduce(flat, group=group.handle)
-            self.num_tokens = flat[0]
-            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(self.pairs)}
+            self.pairs = dict(zip(self.pairs, flat))
         return self
 
     def share(self, group: Group, names: list[str] | None = None) -> LossSums:
@@ -49,12 +58,11 @@ class LossSums:
         if group.size > 1:
             source = group.ranks[-1]
             names = self._agreed_names(group, names)
-            mine = [self.num_tokens.reshape(1), *self.pairs.values()] if group.is_last else []
-            flat = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=self.device)
-            flat = torch.cat(mine) if group.is_last else flat
+            flat = torch.zeros((len(names), 2), dtype=torch.float64, device=self.device)
+            if group.is_last and names:
+                flat = torch.stack([*self.pairs.values()])
             dist.broadcast(flat, src=source, group=group.handle)
-            self.num_tokens = flat[0]
-            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(names)}
+            self.pairs = dict(zip(names, flat))
         return self
 
     def _agreed_names(self, group: Group, known: list[str] | None) -> list[str]:
@@ -73,8 +81,20 @@ class LossSums:
         return known
 
     def count(self) -> Tensor:
-        """Return the number of valid tokens plus the counts of all losses, fp64 scalar: 0 if nothing was counted."""
-        return self.num_tokens + sum(pair[1] for pair in self.pairs.values())
+        """Return the sum of the counts of all losses, fp64 scalar: 0 if no token contributes."""
+        return sum((pair[1] for pair in self.pairs.values()), torch.zeros((), dtype=torch.float64, device=self.device))
+
+    def check_counts(self, counted: Mapping[str, Tensor]) -> None:
+        """Raise UserError if a loss sums over another number of tokens than was ``counted`` before the forward pass,
+        because its weight is then wrong. Waits for the device."""
+        for name, count in counted.items():
+            found = float(self.pairs[name][1]) if name in self.pairs else None
+            if found is None or abs(found - float(count)) > 1e-3 * max(found, 1.0):
+                have = "no" if found is None else f"{found:g}"
+                raise UserError(
+                    f"loss_func: sums {name!r} over {have} tokens of the first global batch, and loss_counts counted "
+                    f"{float(count):g}; return the same counts"
+                )
 
     def means(self) -> dict[str, Tensor]:
         """Return ``name -> sum / count`` as 0-d tensors; NaN if the count is 0."""

@@ -4,7 +4,7 @@ A replay launches all kernels with one call, so that the GPU never waits for the
 models and micro-batches. A graph repeats the same kernels on the same addresses. Therefore:
 
 * Inputs that change are copied into static tensors: the batch, whose sample numbers seed the dropout masks (there is no
-  generator state to keep in step), and the loss factor, which changes with batch-size ramp-up and loss scale.
+  generator state to keep in step). The loss weights, which change with every batch, have fixed addresses.
 * Batches reach forward steps on the device, also during warm-up, so that no kernel choice depends on their values;
   padding bounds are tensors that kernels read (``is_on_host`` in ``attention/packed_seq_params.py``).
 * Captured hook kernels accumulate into ``main_grad``. Host code of the hooks runs once, during capture. Data-parallel
@@ -27,15 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
 from megatron.core.pipeline_parallel.microbatches import choose_runner
-from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
+from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pairs
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import to_device
 
 logger = logging.getLogger(__name__)
 
-Outputs = tuple[Tensor, dict[str, Tensor]]
-"""Number of tokens and logged values of a micro-batch."""
+Outputs = dict[str, Tensor]
+"""Losses of a micro-batch for the log, name -> [sum, count]."""
 Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
 """Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
 
@@ -58,8 +59,6 @@ def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], O
 
 class _Recording(NamedTuple):
     inputs: dict[str, Tensor]
-    gradient: Tensor
-    """Gradient of the transformed loss with respect to the loss (static input of the graph)."""
     replay: Callable[[], Outputs]
 
 
@@ -83,57 +82,50 @@ class GraphedForwardBackward:
 
     def __call__(
         self, *, forward_step_func: Callable, data_iterator: Iterator[dict[str, Tensor]], model: Sequence[nn.Module],
-        num_microbatches: int, loss_transform: Callable[[Tensor], Tensor] | None = None, **shapes: Any,
+        num_microbatches: int, loss_weights: LossWeights, **options: Any,
     ) -> list[MicroBatchResult]:  # fmt: skip
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
         over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; the next one records the first
-        micro-batch, and from then on all are replayed. Copies batches to the device. Returns replayed results as
-        clones, since replays overwrite their outputs."""
+        micro-batch, and from then on all are replayed. Copies batches to the device. ``loss_weights`` is the same
+        object in every call. Returns replayed results as clones, since replays overwrite their outputs."""
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1
                 batches = (to_device(batch, self.device) for batch in data_iterator)
                 return self.plain(
                     forward_step_func=forward_step_func, data_iterator=batches, model=model,
-                    num_microbatches=num_microbatches, loss_transform=loss_transform, **shapes,
+                    num_microbatches=num_microbatches, loss_weights=loss_weights, **options,
                 )  # fmt: skip
             (chunk,) = model
-            factor = self._factor(chunk, loss_transform)
             results = []
             for _ in range(num_microbatches):
                 batch = to_device(next(data_iterator), self.device)
                 if self._recording is None:
-                    self._recording = self._record(batch, forward_step_func, chunk, factor)
-                results.append(self._replay(self._recording, batch, factor))
+                    self._recording = self._record(batch, forward_step_func, chunk, loss_weights)
+                results.append(self._replay(self._recording, batch))
             return results
 
-    def _factor(self, chunk: nn.Module, loss_transform: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """Return the factor of the linear ``loss_transform`` as a 0-d tensor in the dtype of losses."""
-        wide = any(parameter.dtype == torch.float64 for parameter in chunk.parameters())
-        one = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=self.device)
-        return one if loss_transform is None else loss_transform(one)
-
-    def _record(self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, factor: Tensor) -> _Recording:
-        """Capture forward and backward of one micro-batch with static copies of ``batch`` and ``factor``, the gradient
-        of the loss. Computes nothing and leaves ``main_grad`` unchanged; the first replay does. Backward runs in
+    def _record(
+        self, batch: dict[str, Tensor], forward_step: Callable, chunk: nn.Module, loss_weights: LossWeights
+    ) -> _Recording:
+        """Capture forward and backward of one micro-batch with a static copy of ``batch`` and the tensors of
+        ``loss_weights``. Computes nothing and leaves ``main_grad`` unchanged; the first replay does. Backward runs in
         ``no_sync``, without data-parallel reduction."""
         inputs = {name: value.clone() for name, value in batch.items()}
-        gradient = factor.clone()
 
         def run() -> Outputs:
             output, loss_func = forward_step(iter([dict(inputs)]), chunk)
-            loss, num_tokens, logged = split_loss(loss_func(output))
+            losses = loss_func(output)
             with getattr(chunk, "no_sync", nullcontext)():
-                torch.autograd.backward([loss], [gradient])
-            return num_tokens, logged
+                weighted_sum(losses, loss_weights).backward()
+            return logged_pairs(losses)
 
         logger.info("recording the forward and backward pass of a micro-batch (--cuda-graph-impl local)")
-        return _Recording(inputs, gradient, self.record(run, self.stream))
+        return _Recording(inputs, self.record(run, self.stream))
 
-    def _replay(self, recording: _Recording, batch: dict[str, Tensor], factor: Tensor) -> MicroBatchResult:
-        """Copy ``batch`` and ``factor`` into the static tensors, replay, and return clones of token count and logged
-        values. Gradients are added to ``main_grad``. Raises UserError if names, shapes or dtypes of the batch
-        changed."""
+    def _replay(self, recording: _Recording, batch: dict[str, Tensor]) -> MicroBatchResult:
+        """Copy ``batch`` into the static tensors, replay, and return clones of the logged losses. Gradients are added
+        to ``main_grad``. Raises UserError if names, shapes or dtypes of the batch changed."""
         if (found := _form(batch)) != (recorded := _form(recording.inputs)):
             raise UserError(
                 f"--cuda-graph-impl local: a micro-batch holds {found}, the recorded one {recorded}; remove "
@@ -141,10 +133,8 @@ class GraphedForwardBackward:
             )
         for name, value in batch.items():
             recording.inputs[name].copy_(value)
-        recording.gradient.copy_(factor)
-        num_tokens, logged = recording.replay()
         # clone: the next replay overwrites the outputs
-        return MicroBatchResult(num_tokens.clone(), {name: value.clone() for name, value in logged.items()})
+        return MicroBatchResult({name: value.clone() for name, value in recording.replay().items()})
 
 
 def _form(batch: dict[str, Tensor]) -> str:

@@ -6,21 +6,29 @@ To train a custom model, subclass :class:`Task`, or pass the same five functions
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.pipeline_parallel.loss_weights import LossPairs, LossWeights
 from megatron.core.timers import Timers
+from megatron.training.initialize import training_device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron.core.description.model import ModelDescription
     from megatron.training.config.pretrain_config import PretrainConfig
+    from megatron.training.observe.loss_sums import LossSums
 from megatron.training.data.datasets import NumSamples
+from megatron.training.data.loader import BatchReader
 from megatron.training.hooks.base import Hook
 
 
 class Task:
     """Model, data, loss and cost of one kind of training. ``cfg`` is resolved; ``tokenizer`` may be None."""
+
+    losses: tuple[str, ...] = ("lm loss",)
+    """Names of the losses that :meth:`loss_func` returns, the main loss first."""
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
         self.cfg = cfg
@@ -41,11 +49,31 @@ class Task:
         """Return three map-style data sets (``ds[i] -> dict``) or None; the second may be a list of validation sets."""
         raise NotImplementedError
 
-    def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """Return an iterator over this rank's next ``num_microbatches`` of training, for losses whose weights depend on
-        the full global batch. May be collective over data-parallel ranks. The default returns ``data_iterator``
-        itself, which then yields more batches than these."""
-        return data_iterator
+    @cached_property
+    def loss_weights(self) -> LossWeights:
+        """Weights of :attr:`losses` in the current global batch: loss scale / count over all ranks. The trainer
+        rewrites them before each iteration. Models with auxiliary losses need that of the main loss (``MainLoss``)."""
+        return LossWeights(self.losses, training_device())
+
+    def loss_counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
+        """Return how many tokens or samples of ``batch`` each of :attr:`losses` sums over. ``batch`` is a micro-batch
+        as the data loader returns it: full sequences, on the host. Default: the sum of ``loss_mask``."""
+        return [batch["loss_mask"].sum()]
+
+    def global_batch(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
+        """Return an iterator over this rank's next ``number`` micro-batches of training, and the sums of their
+        :meth:`loss_counts`, fp64 [losses]. Meanwhile up to ``following`` micro-batches of the next global batch are
+        read."""
+        return reader.take(number, following)
+
+    def expected_counts(self, counts: Tensor) -> dict[str, Tensor]:
+        """Return the counts [losses] by name that :meth:`loss_func` must reach in the first global batch."""
+        return dict(zip(self.losses, counts))
+
+    def counted(self, sums: LossSums, counts: Tensor, model: Sequence[nn.Module]) -> Tensor:
+        """Return the counts of the global batch: ``counts`` [losses], as they were before the forward pass. Called
+        after the gradient reduction, for tasks whose losses are normalized only then."""
+        return counts
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """Return the arguments of a forward-backward function for the next ``number`` micro-batches of ``size``
@@ -59,13 +87,13 @@ class Task:
         """Return the next micro-batch on this rank's device."""
         raise NotImplementedError
 
-    def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return ``(sum of token losses, number of tokens, {name: [sum, count]})`` of this rank's tokens. The training
-        loop reduces them over ranks."""
+    def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> LossPairs:
+        """Return ``{name: (sum of losses, count)}`` of this rank's tokens for all of :attr:`losses`; backward starts
+        from the sums times :attr:`loss_weights`. Further names are only logged."""
         raise NotImplementedError
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
-        """Run one forward pass; return the output, and a function that maps it to the triple of :meth:`loss_func`."""
+        """Run one forward pass; return the output, and a function that maps it to the result of :meth:`loss_func`."""
         raise NotImplementedError
 
     def hooks(self) -> Sequence[Hook]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,15 +21,19 @@ from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import BertModel, LabelsAt
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.description import most_masked, predicted_per_rank
+from megatron.core.pipeline_parallel.loss_weights import LossPairs
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import pack_rows, sort_by_length
-from megatron.training.data.datasets import select_data_set
-from megatron.training.initialize import training_device
-from megatron.training.tasks.base import NumSamples
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
+from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
 
 class BertTask(LanguageModelTask):
-    """BERT on data that ``tools/preprocess_data.py --split-sentences`` wrote."""
+    """BERT on data that ``tools/preprocess_data.py --split-sentences`` wrote. With the order head, the mean over text
+    pairs and the mean over masked tokens contribute equally."""
+
+    def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
+        super().__init__(cfg, tokenizer)
+        self.losses = ("lm loss", "sop loss") if cfg.group(BertConfig).bert_binary_head else ("lm loss",)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -47,29 +50,10 @@ class BertTask(LanguageModelTask):
             add_binary_head=cfg.group(BertConfig).bert_binary_head,
         )
 
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
-        """Return BERT data sets (blended, split) from the data flags; random tokens with --mock-data."""
-        cfg = self.cfg
-        if cfg.data.mock_data:
-            return mock_data(self, num_samples)
-        return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
-
-    def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """Read the next ``num_microbatches`` batches and return an iterator over shallow copies with ``pair_weight``
-        (0-d fp64 on the device): masked tokens per text pair in the global batch, so that the mean over pairs and the
-        mean over masked tokens contribute equally. Collective all-reduce over data-parallel ranks. Without the order
-        head, or without data, return ``data_iterator`` unchanged."""
-        if not self.cfg.group(BertConfig).bert_binary_head or data_iterator is None:
-            return data_iterator
-        batches = list(islice(data_iterator, num_microbatches))
-        counts = [[float(batch["loss_mask"].sum()), len(batch["text"])] for batch in batches]
-        tokens_and_pairs = torch.tensor(counts, dtype=torch.float64).sum(0).to(training_device())
-        dp = parallel_state.get_process_groups().dp
-        if dp.size > 1:
-            dist.all_reduce(tokens_and_pairs, group=dp.handle)
-        weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # minimum 1, like ``mean_factor``
-        # stored in the batch, not in the task: a CUDA graph reads its static batch tensors only
-        return iter([{**batch, "pair_weight": weight} for batch in batches])
+    def loss_counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
+        """Return the number of masked tokens and, with the order head, of text pairs."""
+        pairs = [len(batch["text"])] if "sop loss" in self.losses else []
+        return [batch["loss_mask"].sum(), *pairs]
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """Extend :meth:`Task.micro_batches` by the row lengths of --use-packed-sequence, which pipeline stages need for
@@ -101,28 +85,24 @@ class BertTask(LanguageModelTask):
     def _row_multiple(self) -> int:
         """Divisor of the packed row length, required by context and sequence parallelism."""
         cfg, cp = self.cfg, self.cfg.model.context_parallel_size
-        return cp * math.lcm(
-            2 if cp > 1 else 1, cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1
-        )
+        return cp * math.lcm(2 if cp > 1 else 1, cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b],
-        ``documents`` (bounds of tokens and padding; None without padding) and ``pair_weight`` (0 in evaluation), on the
-        device. ``counts`` marks pairs whose order loss this rank adds. Rows are sorted by length. With context
-        parallelism, this rank's tokens. See :meth:`_predicted_only` for fewer labels and :meth:`_packed` for
-        --use-packed-sequence."""
+        """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b]
+        and ``documents`` (bounds of tokens and padding; None without padding), on the device. ``counts`` marks pairs
+        whose order loss this rank adds. Rows are sorted by length. With context parallelism, this rank's tokens. See
+        :meth:`_predicted_only` for fewer labels and :meth:`_packed` for --use-packed-sequence."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
-        weight = batch.pop("pair_weight", 0.0)
         batch, lengths = sort_by_length(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
         if self.cfg.group(BertConfig).use_packed_sequence:
-            return {**self._packed(batch, lengths), "pair_weight": weight}
+            return self._packed(batch, lengths)
         length = batch["text"].shape[1]
         layout = TokenLayout.of(parallel_state.get_process_groups())
         batch["counts"] = (batch["sample_index"] >= 0) & layout.has_first_token
         documents = PackedSeqParams.of_padding(lengths, length)
         batch = self._predicted_only(self.local_tokens(batch))
-        return {**on_device(batch, documents), "pair_weight": weight}
+        return on_device(batch, documents)
 
     def _predicted_only(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """If the head predicts only k positions per row (``predicted_per_rank``; in a packed row its masked tokens),
@@ -148,16 +128,12 @@ class BertTask(LanguageModelTask):
         row["sample_index"] = row["sample_index"][document][None]
         return on_device(self._predicted_only(row), documents)
 
-    def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the sum of masked-token losses plus ``pair_weight`` times the sum of sentence-order losses.
-        ``output``: token losses [b, s] or [b, k] like the labels, and order logits [b, 2] or None."""
+    def loss_func(self, batch: dict[str, Tensor], output: Any) -> LossPairs:
+        """Return the losses of masked tokens and, with the order head, of sentence order. ``output``: token losses
+        [b, s] or [b, k] like the labels, and order logits [b, 2] or None."""
         losses, binary_logits = output
-        loss, num_tokens, report = super().loss_func(batch, losses)
-        if binary_logits is not None:
-            order, pairs = self._order_loss(batch, binary_logits)
-            report["sop loss"] = torch.stack([order.detach().double(), pairs.double()])
-            loss = loss + (batch["pair_weight"] * order).to(loss.dtype)
-        return loss, num_tokens, report
+        found = super().loss_func(batch, losses)
+        return found if binary_logits is None else {**found, "sop loss": self._order_loss(batch, binary_logits)}
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the order loss summed over the pairs that this rank counts, and their number; excludes padding

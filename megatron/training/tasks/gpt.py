@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.training.data.datasets import select_data_set
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
@@ -44,11 +46,13 @@ class GPTTask(LanguageModelTask):
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """Return tokens, labels, loss_mask, position_ids [b, s] and sample_index [b] on the device; ``documents``
-        (bounds) if attention is limited to documents. With context parallelism, this rank's tokens; positions and
-        bounds stay global."""
+        """Return tokens, labels, loss_mask, position_ids [b, s], sample_index and valid_tokens [b] on the device;
+        ``documents`` (bounds) if attention is limited to documents. With context parallelism, this rank's tokens;
+        positions, bounds and the number of valid tokens are those of the full rows."""
+        given = next(data_iterator)
         # new dictionary: other chunks of this rank receive the original one
-        batch = self.local_tokens(next(data_iterator))
+        batch = self.local_tokens(given)
+        batch["valid_tokens"] = given["loss_mask"].sum(1, dtype=torch.float32)
         bounds = batch.pop("cu_seqlens", None)
         documents = None if bounds is None else PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         return on_device(batch, documents)
@@ -64,6 +68,7 @@ class GPTTask(LanguageModelTask):
             loss_mask=batch["loss_mask"],
             packed_seq_params=batch["documents"],
             sample_index=batch["sample_index"],
+            main_loss=MainLoss(self.loss_weights[self.losses[0]], batch.get("valid_tokens")),
         )
         return output, partial(self.loss_func, batch)
 

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
@@ -16,9 +15,10 @@ from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.registry import get_family
+from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
-from megatron.training.data.datasets import NumSamples, check_data_tokenizer
+from megatron.training.data.datasets import NumSamples, check_data_tokenizer, select_data_set
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import Task
 
@@ -77,17 +77,22 @@ class LanguageModelTask(Task):
         split, whole = {*family.sequence_tensors, *self.sequence_keys}, {*family.full_tensors, *self.whole_keys}
         return {**get_batch_on_this_cp_rank(batch, sequence_keys=split, whole_keys=whole)}
 
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
+        """Return the family's data sets (blended, split) from the data flags; random samples with --mock-data."""
+        if self.cfg.data.mock_data:
+            return mock_data(self, num_samples)
+        return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
+
     def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return data sets of class ``kind``, blended and split; raises for data of another tokenizer."""
         check_data_tokenizer(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
-    def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), the token count, and both for the log as
-        fp64 [sum, count]: of this rank's tokens, on the device, without a wait."""
+    def loss_func(self, batch: dict[str, Tensor], output: Any) -> LossPairs:
+        """Return the masked sum of the token losses ``output`` (fp32 [b, s]), and the token count: of this rank's
+        tokens, on the device, without a wait."""
         mask = batch["loss_mask"].to(output.dtype)
-        loss, num_tokens = (output * mask).sum(), mask.sum()
-        return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+        return {"lm loss": ((output * mask).sum(), mask.sum())}
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a sample of random tokens in the format of the data set; a random subset contributes to the loss."""

@@ -13,9 +13,7 @@ from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.data.batch import sort_by_length
-from megatron.training.data.datasets import select_data_set
-from megatron.training.tasks.base import NumSamples
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
+from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
 
 class T5Task(LanguageModelTask):
@@ -41,13 +39,6 @@ class T5Task(LanguageModelTask):
             relative_attention_num_buckets=cfg.group(EncoderDecoderConfig).relative_attention_num_buckets,
             relative_attention_max_distance=cfg.group(EncoderDecoderConfig).relative_attention_max_distance,
         )
-
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
-        """Return T5 data sets (blended, split) from the data flags; random tokens with --mock-data."""
-        cfg = self.cfg
-        if cfg.data.mock_data:
-            return mock_data(self, num_samples)
-        return self.datasets(*select_data_set(cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,

@@ -78,18 +78,15 @@ def trace(
     cfg: PretrainConfig, make_task: Callable[[PretrainConfig], Task], groups: ProcessGroups, steps: int
 ) -> Iterator[Trace]:
     """Build the run's components, train ``steps`` steps on the ranks of ``groups`` and yield a trace per step, after
-    one of the initial weights. Collective. Gradients are this rank's reduced shards, times the gradient factor. Weights
+    one of the initial weights. Collective. Gradients are this rank's reduced shards. Weights
     are live tensors, and the list of gradients is reused: read both before the next step."""
     parts = build_components(cfg, make_task(cfg), groups)
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
 
-    def noting_update(skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Any:
+    def noting_update(skip_update: Tensor | None = None) -> Any:
         gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
-        if gradient_factor is not None:
-            for each in gradients:
-                each.local.mul_(gradient_factor)
-        return update(skip_update, gradient_factor)
+        return update(skip_update)
 
     parts.optimizer.update = noting_update
     with ExitConditions(cfg) as exits:

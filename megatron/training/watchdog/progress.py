@@ -1,6 +1,6 @@
 """Progress of a rank's main thread: its phase, and the maximum silence allowed in it.
 
-Progress is a call of the task's ``get_batch`` or ``forward_step``, or an event of the training loop. The limit is
+Progress is an event of a forward step (``ForwardEvent``) or of the training loop. The limit is
 --watchdog-timeout-seconds, or three times the longest silence of the run so far if that is longer. Before the first
 iteration only dead processes count as failures. The first iteration, the first micro-batch of an evaluation,
 checkpoints and the end of the run have an unknown duration; their limit is 0.9 x --distributed-timeout-minutes. The
@@ -12,13 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.observe.metrics import EvalResult, StepMetrics
-from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 
 STARTING = "starting"
@@ -119,34 +116,22 @@ class WatchdogHook(Hook):
         self.progress.mark("closing files and logs", long=True)  # an upload may be slow
 
 
-def mark_task(task: Task, progress: RankProgress) -> None:
-    """Replace ``get_batch`` and ``forward_step`` of this task object, in place, by wrappers that mark progress before
-    and after each call; their arguments and results stay the same. Calls that may compile (first iteration, first
-    evaluation pass) get the long limit."""
-    get_batch, forward_step = task.get_batch, task.forward_step
-    compiled = {"training": -1, "evaluation": -1}  # first iteration that ran; -1: none so far
+class ForwardProgress:
+    """Marks the events of forward steps as progress (``Work.on_forward``). Forward steps that may compile (first
+    iteration, first evaluation pass) get the long limit."""
 
-    def unknown_length() -> bool:
-        """Whether this call may compile: in the first iteration, or in the first forward pass without gradients."""
-        if torch.is_grad_enabled():
-            return compiled["training"] in (-1, progress.iteration)
-        return compiled["evaluation"] == -1
+    def __init__(self, progress: RankProgress) -> None:
+        self.progress = progress
+        self._first_iteration: int | None = None
+        """Number of completed iterations during the first training forward step; None before it."""
+        self._has_evaluated = False
 
-    def marked_get_batch(*args: Any, **kwargs: Any) -> Any:
-        training = torch.is_grad_enabled()
-        progress.mark(DATA if training else EVALUATION_DATA, long=unknown_length())
-        batch = get_batch(*args, **kwargs)
-        progress.mark(COMPUTING if training else EVALUATING, long=unknown_length())
-        return batch
-
-    def marked_forward_step(*args: Any, **kwargs: Any) -> Any:
-        kind, phase = ("training", COMPUTING) if torch.is_grad_enabled() else ("evaluation", EVALUATING)
-        progress.mark(phase, long=unknown_length())
-        result = forward_step(*args, **kwargs)
-        if compiled[kind] == -1:
-            compiled[kind] = progress.iteration
-        progress.mark(phase, long=unknown_length())
-        return result
-
-    task.get_batch = marked_get_batch  # type: ignore[method-assign]
-    task.forward_step = marked_forward_step  # type: ignore[method-assign]
+    def __call__(self, event: ForwardEvent, training: bool) -> None:
+        progress = self.progress
+        phases = (DATA, COMPUTING) if training else (EVALUATION_DATA, EVALUATING)
+        if event == "done" and training and self._first_iteration is None:
+            self._first_iteration = progress.iteration
+        if event == "done" and not training:
+            self._has_evaluated = True
+        is_first = self._first_iteration in (None, progress.iteration) if training else not self._has_evaluated
+        progress.mark(phases[event != "reads"], long=is_first)

@@ -10,17 +10,17 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron.core.config.errors import UserError
+from megatron.training.components import Components
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook
 from megatron.training.start.rendezvous import Arrival, LaunchInfo, RendezvousError, open_store, roll_call
-from megatron.training.tasks.base import Task
 from megatron.training.watchdog.failure_store import Failure, FailureStore, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.local_ranks import LocalRanks, Presence, find_local_ranks
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.progress import RankProgress, WatchdogHook, mark_task
+from megatron.training.watchdog.progress import ForwardProgress, RankProgress, WatchdogHook
 from megatron.training.watchdog.stacks import is_consequence, write_line, write_stacks
 
 LEAVE_SECONDS = 30
@@ -95,11 +95,11 @@ class Watchdog:
             path = self.folder / f"rank-{self.place.rank}.txt"
             write_stacks(f"watchdog: {reason}\n", path, also_stderr=False)
 
-    def watch(self, task: Task) -> list[Hook]:
-        """Make ``get_batch`` and ``forward_step`` of the task mark progress; return the hooks that mark loop events."""
+    def watch(self, parts: Components) -> list[Hook]:
+        """Make forward steps of the run mark progress; return the hooks that mark loop events."""
         if self._monitor is None:
             return []
-        mark_task(task, self.progress)
+        parts.on_forward = ForwardProgress(self.progress)
         return [WatchdogHook(self.progress)]
 
     def failed(self, error: BaseException) -> None:

@@ -256,14 +256,13 @@ def _noting_steps(run, parts):
 
     update = parts.optimizer.update
 
-    def noting_update(skip_update=None, gradient_factor=None):
-        factor = 1.0 if gradient_factor is None else gradient_factor
-        factor = factor / parts.optimizer.get_loss_scale()
+    def noting_update(skip_update=None):
+        factor = 1.0 / parts.optimizer.get_loss_scale()
         run.gradients.append({each.name: each.local.detach() * factor for each in parts.optimizer.gradient_shards()})
         run.rates.append(
             {(group["lr"], group["weight_decay"]): list(group["names"]) for group in parts.optimizer.param_groups}
         )
-        return update(skip_update, gradient_factor)
+        return update(skip_update)
 
     def noting_start(module, arguments):
         # at the start: recomputation breaks off as soon as it has what backward asks for

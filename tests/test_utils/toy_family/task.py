@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
+from megatron.training.tasks.language_model import LanguageModelTask, on_device
 from tests.test_utils.toy_family.model import build
 
 
@@ -14,9 +14,6 @@ class NumbersTask(LanguageModelTask):
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None):
         arguments = self.model_arguments(pre_process, post_process, vp_stage)
         return build(self.cfg, self.cfg.numbers_features, arguments)
-
-    def train_valid_test_datasets_provider(self, num_samples):
-        return mock_data(self, num_samples)
 
     def get_batch(self, data_iterator):
         return on_device(self.local_tokens(next(data_iterator)))

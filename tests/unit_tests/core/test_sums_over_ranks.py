@@ -52,7 +52,7 @@ def test_tokens_of_a_batch_are_added_up_exactly(monkeypatch, dtype):
     pair = {name: Group(name, (0, 1), 0, name) for name in ("dp_cp", "pp")}
     counted = torch.tensor(ODD, dtype=torch.float64).to(dtype)
     total = finalize_model_grads(
-        [chunk], counted, expected_tokens=1.0, groups=replace(SINGLE_PROCESS, **pair), sum_statistics=False
+        [chunk], counted, groups=replace(SINGLE_PROCESS, **pair), sum_statistics=False
     )
     assert total.item() == 4 * ODD and groups == ["dp_cp", "pp"] and scaled == [1.0 / (4 * ODD)]
     assert counted.item() == ODD, "the caller's count stays its own"

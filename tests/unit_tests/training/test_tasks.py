@@ -15,8 +15,8 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert.description import predicted_per_rank
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.data.loader import KeyedDataset, collate
-from megatron.training.tasks import bert, language_model
+from megatron.training.data.loader import BatchReader, KeyedDataset, collate
+from megatron.training.tasks import language_model
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
 
@@ -160,30 +160,18 @@ def on_ranks(monkeypatch, **axes):
     monkeypatch.setattr(parallel_state, "get_process_groups", lambda: groups)
 
 
-def test_a_pair_weighs_as_the_masked_tokens_per_pair_of_the_global_batch(folder, monkeypatch):
+def test_masked_tokens_and_pairs_are_counted(folder):
     task = make_task("bert", folder)
     given = batches(task)
     masked = [int(batch["loss_mask"].sum()) for batch in given]
-    iterator = iter(given)
-    first = list(task.global_batch(iterator, 3))
-    assert [batch["text"] is one["text"] for batch, one in zip(first, given, strict=False)] == [True] * 3
-    assert all(batch["pair_weight"].item() == sum(masked[:3]) / 12 for batch in first)
-    assert [batch["pair_weight"].item() for batch in task.global_batch(iterator, 1)] == [masked[3] / 4]
-    nothing = {**given[0], "loss_mask": torch.zeros_like(given[0]["loss_mask"])}
-    assert [batch["pair_weight"].item() for batch in task.global_batch(iter([nothing]), 1)] == [1 / 4]
-    summed = []
-
-    def all_reduce(x, group):
-        summed.append((x.tolist(), group))
-        x += 1  # of other ranks
-
-    monkeypatch.setattr(bert.dist, "all_reduce", all_reduce)
-    on_ranks(monkeypatch, dp=Group("dp", (0, 1), 0, handle="all"))
-    assert next(task.global_batch(iter(given), 2))["pair_weight"].item() == (sum(masked[:2]) + 1) / 9
-    assert summed == [([sum(masked[:2]), 8], "all")]
-    assert task.global_batch(None, 2) is None  # a stage without data
-    iterator = iter(given)
-    assert make_task("bert", folder, "--bert-no-binary-head").global_batch(iterator, 2) is iterator
+    assert task.losses == ("lm loss", "sop loss")
+    reader = BatchReader(iter(given), task.loss_counts, reads_ahead=True)
+    for first, number in ((0, 3), (3, 1)):
+        taken, counts = task.global_batch(reader, number, 1)
+        assert counts.tolist() == [sum(masked[first : first + number]), 4 * number]
+        assert all(batch is one for batch, one in zip(taken, given[first:], strict=False))
+    task = make_task("bert", folder, "--bert-no-binary-head")
+    assert task.losses == ("lm loss",) and [int(count) for count in task.loss_counts(given[0])] == masked[:1]
 
 
 @pytest.mark.parametrize("flags, ranks, multiple", [
@@ -222,12 +210,12 @@ def test_what_is_known_of_a_sample_follows_its_tokens_into_a_row(rank, folder, m
     on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
     (given, *_) = batches(task)
     given["sample_index"][2] = -1  # it evens out a batch of an evaluation
-    row = task.get_batch(iter([{**given, "pair_weight": 0.5}]))
+    row = task.get_batch(iter([given]))
     tokens, count = {}, 0
     for index, *line in zip(given["sample_index"].tolist(), given["text"], given["padding_mask"], given["is_random"]):
         tokens[index] = (line[0][: int(line[1].sum())].tolist(), int(line[2]))
         count += len(tokens[index][0])
-    assert row["pair_weight"] == 0.5 and row["text"].shape[1] == -(-count // 4) * 4 // 2
+    assert row["text"].shape[1] == -(-count // 4) * 4 // 2
     for text, index, place in zip(*(row[name][0].tolist() for name in ("text", "sample_index", "position_ids"))):
         assert index in tokens and text == tokens[index][0][place] or index == -1 and text == 0
     starts = [row["sample_index"][0, first].item() for first in row["first_tokens"]]
@@ -247,7 +235,7 @@ def test_pairs_of_one_context_parallel_rank_count(folder, monkeypatch):
     for rank, expected in ((0, (given["sample_index"] >= 0)[order]), (1, torch.zeros(4, dtype=torch.bool))):
         on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
         batch = task.get_batch(iter([given]))
-        assert torch.equal(batch["counts"], expected) and batch["pair_weight"] == 0.0
+        assert torch.equal(batch["counts"], expected)
         assert int(batch["labels"].min()) == 0
         assert batch["documents"].all_bounds() == padding
 
@@ -255,18 +243,17 @@ def test_pairs_of_one_context_parallel_rank_count(folder, monkeypatch):
 def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
     task = make_task("bert", folder)
     logits = torch.tensor([[2.0, 0], [0, 0], [1, 3]], dtype=torch.bfloat16, requires_grad=True)
-    batch = {"is_random": torch.tensor([0, 1, 0]), "counts": torch.tensor([True, False, True]), "pair_weight": 3.0,
+    batch = {"is_random": torch.tensor([0, 1, 0]), "counts": torch.tensor([True, False, True]),
              "loss_mask": torch.tensor([[1, 0], [1, 1], [0, 1]])}  # fmt: skip
     losses = torch.arange(6.0).view(3, 2)
     order = float(np.log1p(np.exp(-2.0)) + np.log1p(np.exp(2.0)))
-    loss, num_tokens, report = task.loss_func(batch, (losses, logits))
-    assert loss.item() == pytest.approx(10 + 3 * order, rel=1e-6) and loss.dtype == torch.float32 and num_tokens == 4
-    assert report["sop loss"].tolist() == pytest.approx([order, 2], rel=1e-6)
-    assert report["sop loss"].dtype == torch.float64 and not report["sop loss"].requires_grad
-    exact = task.loss_func(batch, (losses.double(), logits.double()))[2]["sop loss"]
+    found = task.loss_func(batch, (losses, logits))
+    assert [each.item() for each in found["lm loss"]] == [10, 4]
+    assert [each.item() for each in found["sop loss"]] == pytest.approx([order, 2], rel=1e-6)
+    assert found["sop loss"][0].dtype == torch.float32 and found["sop loss"][0].requires_grad
+    exact = task.loss_func(batch, (losses.double(), logits.double()))["sop loss"]
     assert exact[0].item() == pytest.approx(order, rel=1e-14)
-    loss, _, report = task.loss_func(batch, (losses, None))
-    assert loss == 10 and report.keys() == {"lm loss"}
+    assert task.loss_func(batch, (losses, None)).keys() == {"lm loss"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,8 +7,9 @@ import pytest
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.schedules.batch_size import running_global_batch_size
 from megatron.training.checkpoint.checkpointer import SaveReport
-from megatron.training.data.loader import Shard, TrainSampler, sequential
+from megatron.training.data.loader import BatchReader, Shard, TrainSampler, sequential
 from megatron.training.observe.metrics import StepMetrics
+from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -27,6 +28,10 @@ def test_only_refused_updates_count_as_skipped_iterations(losses, skipped, count
     )
 
 
+def len_of(batch):
+    return [len(batch)]
+
+
 def samples_of(rank, ranks, cfg, iterations):
     """Stream positions that data-parallel rank ``rank`` of ``ranks`` trains on, by iteration; and the counters."""
     trainer, taken, moments = Trainer.__new__(Trainer), {}, []
@@ -39,16 +44,23 @@ def samples_of(rank, ranks, cfg, iterations):
     group = {"lr": 0.1, "is_decoupled_lr": False}
     trainer.parts = SimpleNamespace(
         groups=SimpleNamespace(dp=Group("dp", tuple(range(ranks)), rank), tp=SINGLE_PROCESS.tp),
-        train_iterator=iter(sampler), optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
+        task=Task(cfg), on_forward=None, reader=BatchReader(iter(sampler), len_of, reads_ahead=True),
+        optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
         scheduler=SimpleNamespace(set_samples=moments.append),
     )  # fmt: skip
 
-    def update(size):
-        batches = [next(trainer.parts.train_iterator) for _ in range(size // (cfg.micro_batch_size * ranks))]
+    def forward_backward(size):
+        batches, counts = trainer._read(size)
+        batches = list(batches)
+        assert counts.tolist() == [size // ranks]
         taken[trainer.state.iteration + 1] = [position for batch in batches for position, _ in batch]
-        return StepMetrics(losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size)
+        return {}, counts
 
-    trainer._update = update
+    trainer.timers = trainer.parts.task.timers
+    trainer._forward_backward = forward_backward
+    trainer._update = lambda size, local, counts: StepMetrics(
+        losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
+    )
     metrics = [trainer.train_step() for _ in range(iterations)]
     assert [each.skipped for each in metrics] == [
         number in cfg.iterations_to_skip for number in range(1, iterations + 1)
@@ -63,6 +75,7 @@ def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, ram
     cfg = SimpleNamespace(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=rampup, step_batch_size_schedule=None,
         decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=ranks, iterations_to_skip=[],
+        train_iters=7, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
         weight_decay_incr_style="constant",
     )  # fmt: skip
     all_of_them, whole, all_moments = samples_of(0, 1, cfg, 7)
@@ -84,6 +97,7 @@ def test_an_iteration_has_the_learning_rate_of_the_samples_before_it():
     cfg = SimpleNamespace(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 20], step_batch_size_schedule=None,
         decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=1, iterations_to_skip=[2],
+        train_iters=5, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
         weight_decay_incr_style="constant",
     )  # fmt: skip
     assert samples_of(0, 1, cfg, 5)[2] == [0, 8, 16, 32, 56]

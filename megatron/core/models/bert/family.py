@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.optional import MaskedDataConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.models.bert import description, rules
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
-from megatron.core.models.family import ModelFamily, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def data_set(cfg: Settings, options: dict[str, Any]) -> tuple[type, Any]:
+def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set."""
     from megatron.core.datasets import bert_dataset  # imports numpy
 

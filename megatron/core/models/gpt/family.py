@@ -16,7 +16,7 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
 )
 from megatron.core.config.problems import Settings, collect_rules
-from megatron.core.models.family import ModelFamily, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 from megatron.core.models.gpt import custom_layers, description, rules
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.core.inference.sampling import Sampling
 
 
-def data_set(cfg: Settings, options: dict[str, Any]) -> tuple[type, Any]:
+def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set; with --mock-data of generated documents."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # imports numpy
 

@@ -5,7 +5,6 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from megatron import serve_other_names
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import Llama3Scaling
 from megatron.core.config.errors import UserError
-from megatron.core.config.moe import has_side_losses
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_module import (
@@ -26,9 +24,9 @@ from megatron.core.models.common.language_module import (
     program_groups,
 )
 from megatron.core.models.gpt.description import describe_gpt
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer import multi_token_prediction as prediction
-from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
@@ -100,10 +98,6 @@ class GPTModel(LanguageModule):
             )  # fmt: skip
             branches = self.stage_branches(described, layer_range)
         self.max_sequence_length, self.parallel_output = max_sequence_length, parallel_output
-        self._loss_scale: Tensor | None = None
-        self._loss_is_mean = False
-        self._masked_tokens: Tensor | None = None
-        self._loss_is_checked = False
         self.mtp, predicts_on = None, mtp_block_spec is not None
         with self.construction(embedding=pre_process or (post_process and predicts_on), tie_embedding=predicts_on):
             self.decoder = TransformerBlock(
@@ -115,50 +109,6 @@ class GPTModel(LanguageModule):
                     self.mtp = prediction.MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)
         self._has_side_losses = any(modules_with_statistics([self]))
 
-    def set_loss_scale(self, scale: Tensor | None, is_mean: bool = False) -> None:
-        """Set the factor that the schedule applies to the main loss before backward (0-d; None: 1), for auxiliary
-        losses.
-
-        ``is_mean``: the main loss is a mean even if ``forward`` gets a ``loss_mask``, which then does not weight
-        tokens.
-        """
-        self._loss_scale, self._loss_is_mean = scale, is_mean
-
-    def check_loss(self, num_tokens: Tensor | None) -> None:
-        """Raise UserError if ``loss_func`` and ``loss_mask`` would give auxiliary losses a wrong weight. ``num_tokens``
-        is the number of tokens that the main loss sums over; None: it is a mean. Checks only the first micro-batch,
-        because reading the counts waits for the device.
-        """
-        if self._loss_is_checked or not has_side_losses(self.config):
-            return
-        self._loss_is_checked, told = True, self._masked_tokens
-        if num_tokens is None and told is None:
-            return
-        if num_tokens is None or told is None or not math.isclose(float(num_tokens), float(told), rel_tol=1e-3):
-            have = "a mean" if num_tokens is None else f"a sum over {float(num_tokens):g} tokens"
-            want = "none, as of a mean" if told is None else f"that of {float(told):g} tokens"
-            raise UserError(
-                f"losses of experts would have a wrong weight: loss_func returns {have}, and the model's loss_mask was "
-                f"{want}; pass the mask of this rank's tokens, which the sum is over, or for a mean loss_mask=None"
-            )
-
-    def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> AuxLossWeights | None:
-        """Return token weights and the scale of auxiliary losses; None in evaluation, without gradients or without such
-        losses. With ``loss_mask`` the main loss is a sum over its tokens (all-reduced over context parallelism), else a
-        mean over this rank's tokens.
-        """
-        loss_mask = None if self._loss_is_mean else loss_mask
-        if has_side_losses(self.config):
-            self._masked_tokens = None if loss_mask is None else loss_mask.sum()
-        if not self._has_side_losses or not self.training or not torch.is_grad_enabled():
-            return None
-        scale = self._loss_scale
-        if scale is None:
-            scale = torch.ones((), device=device)
-        if loss_mask is None:
-            return AuxLossWeights(torch.full((batch,), self.layout.group.size / batch, device=device), scale)
-        return AuxLossWeights(self.layout.sum(loss_mask.sum(1, dtype=torch.float32)), scale)
-
     def forward(
         self,
         input_ids: Tensor | None,
@@ -169,6 +119,7 @@ class GPTModel(LanguageModule):
         packed_seq_params: PackedSeqParams | None = None,
         sample_index: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        main_loss: MainLoss | None = None,
     ) -> Tensor:
         """Return logits [b, s, v], with -inf for padded entries, or fp32 losses [b, s] of int64 ``labels`` [b, s].
         Losses of negative labels are finite and meaningless: mask them. Pipeline stages other than the last return
@@ -180,10 +131,13 @@ class GPTModel(LanguageModule):
         the samples' indices in the run, on which dropout masks depend. Under context parallelism s counts this rank's
         tokens (``attention/token_layout.py``); ``position_ids`` and document boundaries refer to the full
         sequences. ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned
-        losses.
+        losses. ``main_loss`` says what the caller differentiates; the default is the sum over ``loss_mask``, or without
+        a mask the mean of this rank's losses.
         """
         batch, _, device = self.local_shape(input_ids)
-        aux_losses = self._side_losses(batch, loss_mask, device)
+        aux_losses = None
+        if self._has_side_losses and self.training and torch.is_grad_enabled():
+            aux_losses = (main_loss or MainLoss()).aux_weights(loss_mask, device, batch, self.layout.group)
         context = self.forward_context(
             input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, aux_losses=aux_losses
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from megatron.core.config.optional import MaskedDataConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
-from megatron.core.models.family import ModelFamily, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 from megatron.core.models.t5 import description, rules
 from megatron.core.models.t5.config import EncoderDecoderConfig
 
@@ -26,19 +25,19 @@ def transformers(cfg: Settings) -> dict[str, TransformerConfig]:
     return {"encoder": cfg.model, "decoder": cfg.model}
 
 
-def derive(flat: Any) -> dict[str, Any]:
+def derive(flat: Any) -> Options:
     """Return the decoder's depth, the encoder's by default."""
     return {"decoder_num_layers": flat.num_layers} if flat.decoder_num_layers is None else {}
 
 
-def shrink(cfg: Settings, small: Mapping[str, Any]) -> dict[str, Any]:
+def shrink(cfg: Settings, small: Options) -> Options:
     """Return the decoder's layers, in the same ratio to the ``small`` encoder, and its shorter sequence length."""
     ranks = 2 * cfg.model.context_parallel_size * cfg.model.tensor_model_parallel_size
     layers = round(cfg.group(EncoderDecoderConfig).decoder_num_layers / cfg.model.num_layers * small["num_layers"])
     return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
 
 
-def data_set(cfg: Settings, options: dict[str, Any]) -> tuple[type, Any]:
+def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the data set."""
     from megatron.core.datasets import t5_dataset  # imports numpy
 

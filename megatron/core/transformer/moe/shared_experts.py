@@ -14,10 +14,10 @@ from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import parameter
-from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.overlap import Segments, drain
+from megatron.core.transformer.overlap import Segments
 
 
 class SharedExperts(MLP):
@@ -33,9 +33,6 @@ class SharedExperts(MLP):
                 (1, config.hidden_size), init=weight_init(config), partial=partial, groups=groups,
                 dtype=config.params_dtype,
             )  # fmt: skip
-
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator that yields where a collective may be in flight."""

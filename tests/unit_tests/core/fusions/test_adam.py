@@ -94,6 +94,26 @@ def test_the_kernel_equals_torch(name):
     assert first is second, "tables are built anew only when something moved"
 
 
+class Declared(Copy):
+    """A storage that the kernel does not know: its weight is the negative of the exact value."""
+
+    def write(self, value):
+        super().write(value)
+        self.weight.neg_()
+
+
+@pytest.mark.skipif(adam.triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+def test_declared_storages_are_updated_without_the_kernel():
+    kinds = {"mine": Declared, "built in": Copy}
+    formats = {name: (torch.bfloat16, kind, *FORMATS["bf16, copy"][2:]) for name, kind in kinds.items()}
+    ours, theirs = ([updated(100, *each) for each in formats.values()] for _ in range(2))
+    adam.TritonAdam()(ours, numbers())
+    adam_reference_(theirs, numbers())
+    assert torch.equal(ours[0].storage.weight, theirs[0].storage.weight)
+    assert torch.equal(ours[0].storage.weight, -ours[0].storage.read().bfloat16())
+    check(ours[1], theirs[1], updated(100, *formats["built in"]), False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_kernel_equals_torch_on_a_gpu(name):

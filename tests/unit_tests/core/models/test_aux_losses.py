@@ -1,5 +1,6 @@
 """Losses of routers inside a GPT model weigh as the main loss does, in both conventions of ``loss_func``."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.pipeline_parallel.microbatches import run_without_pipeline
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
+from megatron.core.pipeline_parallel.program_losses import MainLossInput
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from tests.test_utils import training_steps as steps
@@ -21,7 +23,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": 
 TOKENS = BATCH * LENGTH
 
 
-def gradients(micro_batches, *, is_sum, masked=None, transform=None, **overrides):
+def gradients(micro_batches, *, is_sum, masked=None, scale=None, **overrides):
     """By name, of the mean over tokens, for equally long micro-batches; ``masked``: whether the model gets a mask."""
     model = make_model(**{**EXPERTS, **overrides}).train()
 
@@ -34,11 +36,12 @@ def gradients(micro_batches, *, is_sum, masked=None, transform=None, **overrides
     def loss_of_tokens(output):
         return (output.sum(), torch.tensor(output.numel()), {}) if is_sum else (output.mean(), {})
 
-    run_without_pipeline(
+    model.config.calculate_per_token_loss, model.config.grad_scale_func = is_sum, scale
+    get_forward_backward_func()(
         forward_step_func=forward_step, data_iterator=iter(micro_batches), model=model,
-        num_microbatches=len(micro_batches), loss_transform=transform,
+        num_microbatches=len(micro_batches),
     )  # fmt: skip
-    count = len(micro_batches) * (TOKENS if is_sum else 1)
+    count = len(micro_batches) * TOKENS if is_sum else 1
     return {name: param.grad / count for name, param in model.named_parameters()}
 
 
@@ -46,7 +49,7 @@ def test_sums_and_means_have_the_same_gradients():
     """Over several micro-batches and under a loss scale."""
     batches = [batch(seed=seed) for seed in range(3)]
     expected = gradients(batches, is_sum=False)
-    scaled = gradients(batches, is_sum=True, transform=lambda loss: loss * 1024 / 7)
+    scaled = gradients(batches, is_sum=True, scale=lambda loss: loss * 1024 / 7)
     for name, grad in expected.items():
         torch.testing.assert_close(scaled[name] * 7 / 1024, grad, rtol=1e-5, atol=1e-7)
     without = gradients(batches, is_sum=False, moe_z_loss_coeff=None, moe_aux_loss_coeff=[0.0])
@@ -57,16 +60,21 @@ def test_sums_and_means_have_the_same_gradients():
 @pytest.mark.parametrize("is_sum, found", [(True, "a sum over 36 tokens.*as of a mean"), (False, "a mean.*of 36 ")])
 def test_a_main_loss_of_another_kind_is_refused(is_sum, found):
     """Either would silently scale the routers' losses by the tokens of a micro-batch."""
-    with pytest.raises(UserError, match=found):
-        gradients([batch()], is_sum=is_sum, masked=not is_sum)
-    gradients([batch()], is_sum=is_sum, masked=not is_sum, moe_z_loss_coeff=None, moe_aux_loss_coeff=[0.0])
+    for coefficients in ({}, {"moe_z_loss_coeff": None, "moe_aux_loss_coeff": [0.0]}):
+        model, given = make_model(**{**EXPERTS, **coefficients}).train(), MainLossInput()
+        tokens, labels, positions = batch()
+        mask = None if is_sum else torch.ones_like(tokens, dtype=torch.float64)
+        given(model, (tokens, positions), {"labels": labels, "loss_mask": mask})
+        with nullcontext() if coefficients else pytest.raises(UserError, match=found):
+            given.check(torch.tensor(TOKENS) if is_sum else None)
+        given.check(torch.tensor(1))  # later micro-batches are not read
 
 
 def test_means_of_context_parallel_ranks_add_up():
     """Each rank's main loss is a mean over its local tokens, and the ranks' gradients are added."""
-    model = make_model(**EXPERTS).train()
-    model.layout = TokenLayout(Group("cp", (0, 1)))
-    assert model._side_losses(4, None, torch.device("cpu")).tokens_b.sum() == 2
+    cp = Group("cp", (0, 1))
+    for mean, mask in ((MainLoss(), None), (MainLoss(is_mean=True), torch.ones(4, 8))):
+        assert mean.aux_weights(mask, torch.device("cpu"), 4, cp).tokens_b.sum() == 2
 
 
 def gradients_of_ranks(rank, size, sizes, is_sum):
@@ -88,13 +96,15 @@ def gradients_of_ranks(rank, size, sizes, is_sum):
         return model(ids, at, labels=labels, loss_mask=mask), loss_of
 
     def loss_of(output):
-        return (output.sum(), torch.tensor(output.numel()), {}) if is_sum else (output.mean(), {})
+        mean = output.mean() / groups.cp.size  # over the tokens of all context-parallel ranks
+        return (output.sum(), torch.tensor(output.numel()), {}) if is_sum else (mean, {})
 
     ddp.zero_grad_buffer()
-    results = run_without_pipeline(
+    model.config.calculate_per_token_loss = is_sum
+    model.config.finalize_model_grads_func = finalize_model_grads
+    get_forward_backward_func()(
         forward_step_func=forward_step, data_iterator=iter(rows.chunk(2)), model=ddp, num_microbatches=2
     )
-    finalize_model_grads([ddp], sum(each.num_tokens for each in results), groups=groups)
     return steps.shards(model, groups, lambda parameter: parameter.main_grad)
 
 

@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, chunk_iterators
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
-from megatron.core.pipeline_parallel.schedule_plain import forward_only
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
 from megatron.core.sharding.placement import Ones
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -54,15 +53,14 @@ def batches():
     return list(torch.randn(BATCHES, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
-def run(schedule: Schedule, chunks, outputs=None, shapes=((2, WIDTH),), kind=Messages, mean=False, **options):
+def run(schedule: Schedule, chunks, outputs=None, shapes=((2, WIDTH),), kind=Messages, **options):
     def forward_step(iterator, chunk):
         output = chunk(next(iterator))
         if outputs is not None:
             outputs.append(weakref.ref(output))
-        return output, lambda out: (out.sum(), *[torch.tensor(out.numel())] * (not mean), {"loss": out.sum()})
+        return output, lambda out: {"loss": (out.sum(), torch.tensor(out.numel()))}
 
-    transform = options.pop("loss_transform", None)
-    work = Work(forward_step, chunks, chunk_iterators(iter(batches()), len(chunks)), transform)
+    work = Work(forward_step, chunks, chunk_iterators(iter(batches()), len(chunks)))
     shape = MessageShape(shapes, torch.float64, torch.device("cpu"))
     return PipelineRun(schedule, 0, work, kind(schedule, SINGLE_PROCESS, shape), **options).run()
 
@@ -85,7 +83,7 @@ def test_chunks_of_one_rank_equal_one_function(schedule):
     chunks = [Chunk(True), Chunk(False)]
     results = run(schedule, chunks)
     torch.testing.assert_close(gradients(chunks), expected(), rtol=1e-13, atol=1e-13)
-    assert [result.num_tokens.item() for result in results] == [2 * WIDTH] * BATCHES
+    assert [result.logged["loss"][1].item() for result in results] == [2 * WIDTH] * BATCHES
 
 
 def test_split_backward_leaves_the_weight_gradient_for_later():
@@ -164,30 +162,6 @@ def test_receives_are_posted_so_many_actions_ahead(options, ahead):
     (actions,) = schedule.actions
     soon = [soon for index in range(len(actions)) for soon in actions[index : index + 1 + ahead]]
     assert posted == [*soon, "finish"]
-
-
-class WithOwnLoss(Chunk):
-    """Records the arguments about the main loss."""
-
-    def __init__(self, first):
-        super().__init__(first)
-        self.scales, self.counts = [], []
-
-    def set_loss_scale(self, scale):
-        self.scales.append(scale)
-
-    def check_loss(self, num_tokens):
-        self.counts.append(num_tokens)
-
-
-def test_models_with_losses_of_their_own_hear_what_the_main_loss_is():
-    chunks = [WithOwnLoss(True), WithOwnLoss(False)]
-    run(interleaved(1, 2, BATCHES, 2), chunks, loss_transform=lambda loss: loss / 3)
-    assert [chunk.scales for chunk in chunks] == [[torch.ones((), dtype=torch.float64) / 3]] * 2
-    assert [chunk.counts for chunk in chunks] == [[], [2 * WIDTH] * BATCHES]  # the last one has the main loss
-    run(interleaved(1, 2, BATCHES, 2), chunks, mean=True)
-    run(forward_only(1, BATCHES, 2), chunks, loss_transform=lambda loss: loss / 3)
-    assert [len(chunk.scales) for chunk in chunks] == [1, 1] and chunks[1].counts[BATCHES:] == [None] * BATCHES
 
 
 class TwoStreams(Chunk):

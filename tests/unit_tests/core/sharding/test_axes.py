@@ -130,9 +130,9 @@ def step_once(ddp, optimizer, step, groups, micro_batches=2):
     for index, (x, mask) in enumerate(zip(x_th.chunk(micro_batches), mask_t.chunk(micro_batches))):
         with contextlib.nullcontext() if index == micro_batches - 1 else ddp.no_sync():
             x, mask = (each.chunk(groups.tp.size)[groups.tp.rank] for each in (x, mask))
-            ((ddp(x) * mask).sum() / TOKENS).backward()
+            (ddp(x) * mask).sum().backward()
     counted = mask_t.sum() * float(groups.pp.is_last)
-    finalize_model_grads([ddp], counted, expected_tokens=TOKENS, groups=groups)
+    finalize_model_grads([ddp], counted, groups=groups)
 
 
 def wrap(model, groups, options):

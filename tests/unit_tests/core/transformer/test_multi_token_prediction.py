@@ -13,6 +13,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.multi_token_prediction import shifted_tokens
 
@@ -149,13 +150,14 @@ def gradients_under_every_mask(rank, size, cp_size, depths):
     """Mask -> gradients of the sum over all ranks, each rank with its rows and its part of the sequences."""
     groups = parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     model = make_model(groups=groups, mtp_num_layers=depths, context_parallel_size=cp_size)
-    model.set_loss_scale(torch.tensor(5.0, dtype=torch.float64))
+    weights = MainLoss(torch.tensor(5.0, dtype=torch.float64))
     *tokens, _ = batch()
     found = {}
     for name, mask in MASKS.items():
         rows = (each.chunk(groups.dp.size)[groups.dp.rank] for each in (*tokens, mask))
         ids, positions, labels, own = (zigzag.local_part(each, groups.cp.rank, cp_size) for each in rows)
-        ((model(ids, positions, labels=labels, loss_mask=own) * own).sum() * 5).backward()
+        losses = model(ids, positions, labels=labels, loss_mask=own, main_loss=weights)
+        ((losses * own).sum() * 5).backward()
         found[name] = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
         if size > 1:
             torch.distributed.all_reduce(found[name])

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.config.errors import UserError
 from megatron.training.data.batch import get_batch_on_this_cp_rank, pack_rows, sort_by_length
 from megatron.training.data.loader import (
     PADDING,
+    BatchReader,
     EpochShuffle,
     EvalSampler,
     FlatBatch,
@@ -153,3 +155,42 @@ def test_loader_workers_do_not_change_the_batches(num_workers):
     batches = list(loader)
     assert [batch["sample_index"].tolist() for batch in batches[:3]] == [[10, 11], [14, 15], [18, 19]]
     assert all(torch.equal(batch["tokens"][:, 0], batch["sample_index"]) for batch in batches)
+
+
+def counted_reader(stop=100, ahead=True):
+    """A reader of micro-batches 0, 1, ... ``stop``, after which reading fails; and the numbers that were read."""
+    seen = []
+
+    def batches():
+        for number in range(stop):
+            seen.append(number)
+            yield {"number": number}
+        raise UserError("no more data")
+
+    return BatchReader(batches(), lambda batch: [batch["number"], 1], reads_ahead=ahead), seen
+
+
+def test_a_global_batch_is_read_and_counted_while_the_one_before_is_used():
+    reader, seen = counted_reader()
+    taken, counts = reader.take(3, 2)
+    assert seen == [0, 1, 2] and counts.tolist() == [3, 3]
+    for number, ahead in ((0, 3), (1, 4), (2, 4)):
+        assert next(taken)["number"] == number and seen[-1] == ahead  # no more than the next two
+    taken, counts = reader.take(2, 4)
+    assert seen[-1] == 4 and counts.tolist() == [7, 2]
+    assert [batch["number"] for batch in taken] == [3, 4] and seen[-1] == 6
+    assert [batch["number"] for batch in reader.take(4, 0)[0]] == [5, 6, 7, 8] and seen[-1] == 8
+
+
+def test_iterators_of_other_programs_are_read_when_their_batches_are_used():
+    reader, seen = counted_reader(ahead=False)
+    assert [batch["number"] for batch in reader.take(2, 2)[0]] == [0, 1] == seen
+
+
+def test_errors_of_batches_that_nothing_needs_yet_wait():
+    reader, _ = counted_reader(stop=3)
+    assert [batch["number"] for batch in reader.take(2, 2)[0]] == [0, 1]
+    with pytest.raises(UserError, match="no more data"):
+        reader.take(2)
+    reader, _ = counted_reader(stop=2)
+    list(reader.take(2, 2)[0])  # the last global batch

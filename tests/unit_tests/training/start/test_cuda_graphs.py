@@ -17,10 +17,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel.loss_weights import LossWeights
 from megatron.core.pipeline_parallel.microbatches import run_without_pipeline
 from megatron.core.random import philox
 from megatron.core.tensor_parallel import cross_entropy, layers
-from megatron.training.data.loader import KeyedDataset, collate
+from megatron.training.data.loader import BatchReader, KeyedDataset, collate
 from megatron.training.start.cuda_graphs import GraphedForwardBackward
 from megatron.training.tasks.language_model import task_class
 from megatron.training.verify.layout_trace import with_synthetic_data
@@ -58,8 +59,7 @@ def forward_step(data_iterator, model, device):
     )
 
     def loss_func(output):
-        loss, count = (output * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
-        return loss, count, {"lm loss": torch.stack([loss.detach().double(), count.double()])}
+        return {"lm loss": ((output * batch["loss_mask"]).sum(), batch["loss_mask"].sum())}
 
     return output, loss_func
 
@@ -68,16 +68,18 @@ def train(model, forward_backward, device, steps=6, task=None):
     """Return logged values, gradients and weights of each step."""
     step_of_task = partial(forward_step, device=device) if task is None else task.forward_step
     outcome = []
+    weights = LossWeights(("lm loss",), device) if task is None else task.loss_weights
     for step in range(steps):
         model.zero_grad_buffer()
+        weights.set(torch.full((len(weights),), 1 / (7.0 + step)))
         results = forward_backward(
             forward_step_func=step_of_task, data_iterator=batches(step) if task is None else samples(task, step),
-            model=[model], num_microbatches=MICRO_BATCHES, loss_transform=lambda loss, step=step: loss / (7.0 + step),
+            model=[model], num_microbatches=MICRO_BATCHES, loss_weights=weights,
             seq_length=LENGTH, micro_batch_size=BATCH,
         )  # fmt: skip
         model.finish_grad_sync()
         for result in results:
-            outcome += [result.num_tokens, *result.logged.values()]
+            outcome += result.logged.values()
         with torch.no_grad():
             for param in model.parameters():
                 outcome.append(param.main_grad.clone())
@@ -110,7 +112,7 @@ def test_other_shapes_are_refused():
     with pytest.raises(ValueError, match="tokens .1, 16. .*the recorded one .*tokens .2, 16.*remove the flag"):
         graphed(
             forward_step_func=partial(forward_step, device=device), data_iterator=iter(short), model=[model],
-            num_microbatches=1,
+            num_microbatches=1, loss_weights=LossWeights(("lm loss",), device),
         )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def samples(task, step):
     data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.micro_batch_size
     starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
     made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
-    return task.global_batch(made, MICRO_BATCHES)
+    return BatchReader(made, task.loss_counts, reads_ahead=True).take(MICRO_BATCHES)[0]
 
 
 def task_and_model(family, flags, precision="fp32"):

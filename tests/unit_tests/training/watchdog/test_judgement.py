@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.core.config.errors import UserError
@@ -17,7 +16,15 @@ from megatron.training.watchdog.failure_store import Answer, Failure, FailureSto
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.local_ranks import LocalRanks, Process
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Heartbeat, RankProgress, mark_task
+from megatron.training.watchdog.progress import (
+    COMPUTING,
+    DATA,
+    EVALUATING,
+    EVALUATION_DATA,
+    ForwardProgress,
+    Heartbeat,
+    RankProgress,
+)
 from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
 
 
@@ -201,15 +208,21 @@ def test_work_of_unknown_length_is_given_the_time_of_a_collective():
     """The first iteration with its backward pass, also of a resumed run, and the first batch of an evaluation."""
     progress = RankProgress(10.0, 600.0)
     progress.iteration = 40  # as after a checkpoint
-    task = SimpleNamespace(get_batch=lambda: progress.allowed, forward_step=lambda: progress.allowed)
-    mark_task(task, progress)
-    assert task.get_batch() == task.forward_step() == progress.allowed == 540.0
-    assert task.get_batch() == task.forward_step() == progress.allowed == 540.0  # the next micro-batch of it
+    mark = ForwardProgress(progress)
+
+    def forward_step(training):
+        found = []
+        for event in ("reads", "has batch", "done"):
+            mark(event, training)
+            found.append((progress.phase, progress.allowed))
+        return found
+
+    first = [(DATA, 540.0), (COMPUTING, 540.0), (COMPUTING, 540.0)]
+    assert forward_step(True) == forward_step(True) == first  # the next micro-batch of it too
     progress.iteration = 41
-    with torch.no_grad():
-        assert task.get_batch() == task.forward_step() == 540.0
-        assert task.get_batch() == task.forward_step() == progress.allowed == 10.0
-    assert task.get_batch() == task.forward_step() == progress.allowed == 10.0
+    assert forward_step(False) == [(EVALUATION_DATA, 540.0), (EVALUATING, 540.0), (EVALUATING, 10.0)]
+    assert forward_step(False) == [(EVALUATION_DATA, 10.0), (EVALUATING, 10.0), (EVALUATING, 10.0)]
+    assert forward_step(True) == [(DATA, 10.0), (COMPUTING, 10.0), (COMPUTING, 10.0)]
 
 
 def test_a_process_that_stood_still_is_not_blamed_for_it():

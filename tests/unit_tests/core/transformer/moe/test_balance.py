@@ -10,11 +10,11 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.statistics import StatisticsSum
-from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.balance import (
     SideLossRule,

@@ -87,7 +87,7 @@ def step(rank, world, ep, settings):
         ddp.zero_grad_buffer()
         losses = ddp(own[:, :-1], position, labels=own[:, 1:], sample_index=index, loss_mask=everything)
         losses.sum().backward()
-        finalize_model_grads([ddp], everything.sum(), expected_tokens=float(BATCH * LENGTH), groups=groups)
+        finalize_model_grads([ddp], everything.sum(), groups=groups)
         optimizer.update()
     weight = model.decoder.layers[0].self_attention.linear_qkv.weight
     return reads.found, waits.found, weight.detach()

@@ -10,10 +10,10 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
-from megatron.core.transformer.aux_losses import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe import routing

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.transformer.aux_losses import AuxLossWeights
+from megatron.core.pipeline_parallel.loss_weights import AuxLossWeights
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.router import TopKRouter
 
