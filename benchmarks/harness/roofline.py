@@ -201,7 +201,7 @@ def optimizer_bytes_per_parameter(cfg: Config) -> float:
         if cfg.optimizer.use_precision_aware_optimizer
         else [4, 4]
     )
-    if cfg.optimizer != "adam":
+    if cfg.optimizer.optimizer != "adam":
         moments = [4] if cfg.optimizer.sgd_momentum else []
     weight = (
         8 if cfg.model.bf16 or not cfg.model.fp16 else 10

@@ -116,6 +116,6 @@ def compose(flat: FlatConfig) -> PretrainConfig:
     values["frozen"] = True
     held = {*_members().values(), *ModelSettings.__mro__}
     of_families = {kind: frozen_group(kind, values) for kind in optional_groups(type(flat)) if kind not in held}
-    parts: dict[str, Any] = {name: frozen_group(kind, values) for name, kind in _members().items()}
-    others = {field.name: values[field.name] for field in fields(PretrainConfig) if field.name in values}
-    return PretrainConfig(flat=flat, family_groups=of_families, **parts, **others)
+    parts = {name: frozen_group(kind, values) for name, kind in _members().items()}
+    others: dict[str, Any] = {field.name: values[field.name] for field in fields(PretrainConfig) if field.name in values}
+    return PretrainConfig(flat=flat, family_groups=of_families, **{**others, **parts})

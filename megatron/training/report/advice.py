@@ -86,7 +86,7 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
         yield "micro-batch", {"micro_batch_size": half, "eval_micro_batch_size": half}, f"--micro-batch-size {half}"
     if cfg.model.tensor_model_parallel_size > 1:
         yield "sequence", {"sequence_parallel": True}, "--sequence-parallel"
-    if cfg.model.bf16 and cfg.optimizer == "adam":
+    if cfg.model.bf16 and cfg.optimizer.optimizer == "adam":
         moments = ["exp_avg_dtype"] + ["exp_avg_sq_dtype"] * (cfg.optimizer.adam_beta2 <= 0.99)  # a rule requires it
         values = {**dict.fromkeys(moments, "bf16"), "use_precision_aware_optimizer": True}
         flags = "".join(f" --{name.replace('_', '-')} bf16" for name in moments)

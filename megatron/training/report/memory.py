@@ -199,7 +199,7 @@ def master_bytes(cfg: PretrainConfig) -> int:
 
 def moment_bytes(cfg: PretrainConfig) -> int:
     """Return the bytes of all moments per parameter element."""
-    if cfg.optimizer == "sgd":
+    if cfg.optimizer.optimizer == "sgd":
         return state_bytes(cfg) if cfg.optimizer.sgd_momentum else 0
     return sum(
         2 if kind == "bf16" and not cfg.model.fp64 else state_bytes(cfg)

@@ -122,7 +122,7 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
          "contradicts --no-gradient-accumulation-fusion: it accumulates into the main gradient"),
         ("wgrad", cfg.distributed.use_torch_fsdp2, "contradicts --use-torch-fsdp2, which has no main gradients to accumulate into"),
         ("norm", cfg.model.transformer_impl == ENGINE, f"contradicts {_impl(cfg)}: it replaces norms of the built-in layers"),
-        ("adam", cfg.optimizer != "adam", f"contradicts --optimizer {cfg.optimizer}"),
+        ("adam", cfg.optimizer.optimizer != "adam", f"contradicts --optimizer {cfg.optimizer.optimizer}"),
     ]  # fmt: skip
     for part, clash, reason in clashes:
         if part in parts and clash:

@@ -182,8 +182,8 @@ def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
             if getattr(cfg.flat, field) != "fp32":
                 yield problem(cfg, field, "requires --use-precision-aware-optimizer", "add that flag")
         return
-    if cfg.optimizer != "adam":
-        yield problem(cfg, "use_precision_aware_optimizer", f"requires --optimizer adam, not {cfg.optimizer}")
+    if cfg.optimizer.optimizer != "adam":
+        yield problem(cfg, "use_precision_aware_optimizer", f"requires --optimizer adam, not {cfg.optimizer.optimizer}")
     for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
         kind, decay = getattr(cfg.flat, field), 1.0 - getattr(cfg.flat, beta)
         if kind in ("fp16", "fp8"):

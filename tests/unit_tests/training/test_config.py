@@ -15,7 +15,7 @@ from megatron.core.config.transformer_config import default_ffn_hidden_size
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.training import parse_signal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,7 +96,7 @@ def test_impossible_latents_are_named_at_once():
 
 
 def test_shared_fields_have_the_same_default_in_library_and_program():
-    program, different = fields_of(PretrainConfig), set()
+    program, different = fields_of(FlatConfig), set()
     for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         for name, field in fields_of(cls).items():
             if name in program and field.default != program[name].default:

@@ -50,4 +50,4 @@ def test_configurations_may_be_derived_from_dense_ones_and_those_with_experts():
 
 def test_settings_without_effect_on_a_command_line_do_not_reach_the_library():
     args = validate_args(parse_args(f"{TINY} --moe-router-topk 4 --moe-layer-freq [1]".split()), 1)
-    assert core_transformer_config_from_args(args).moe_router_topk == 2
+    assert core_transformer_config_from_args(args.flat).moe_router_topk == 2

@@ -61,4 +61,4 @@ def test_sizes_without_latent_attention_have_no_effect_and_say_so():
 
 def test_layers_are_built_in_ones():
     given = parse_args(f"{TINY} {LATENT} --transformer-impl transformer_engine".split())
-    assert resolve(given, 1).transformer_impl == "local"
+    assert resolve(given, 1).model.transformer_impl == "local"
