@@ -5,14 +5,16 @@ cd "$(dirname "$0")"
 . scripts/environment.sh
 use_environment mlm,dev tokenizers tiktoken sentencepiece matplotlib tensorboard pyarrow orjson zstandard yaml pytest xdist hypothesis ruff mypy pybind11 transformers
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # cached bytecode saves 6 s per pytest process and 0.3 s per program
 [ $# -eq 0 ] || exec "$PYTHON" -m pytest "$@"
 
 "$PYTHON" -m ruff check .
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-"$PYTHON" -m mypy >"$types" 2>&1 &  # beside the tests, which leave cores idle
+"$PYTHON" -m mypy >"$types" 2>&1 &  # beside the tests
 failed=0
-"$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder || failed=$?
+# two processes per core of a small machine: while one waits for a rank, a deadline or the disk, another runs
+"$PYTHON" -m pytest -n 4 --dist loadfile --no-loadscope-reorder || failed=$?
 wait $! || failed=$?
 cat "$types"
 exit $failed

@@ -2,7 +2,7 @@
 
     python tests/sizes.py [--write]
 
-Prints each package (a folder with the files directly in it) beside its ceiling. A ceiling may only fall: ``--write``
+Prints the size and the ceiling of each package (a folder with the files directly in it). A ceiling may only fall: ``--write``
 lowers them to today's sizes, adds new packages and removes deleted ones, and raises none. A feature that needs more
 raises the row of ``size_ceilings.tsv`` by hand and gives the reason in its commit.
 """

@@ -27,11 +27,12 @@ NAMES = (*PER_TOKEN, "attention_mask", *PER_BATCH)
 def get_batch_on_this_tp_rank(
     batch: dict[str, Any], has_cu_seqlens: bool | None = False, is_hybrid_cp: bool | None = False, **known: Any
 ) -> dict[str, Any]:
-    """The first tensor-parallel rank's ``batch`` on every rank of its group, with all of :data:`NAMES`.
+    """Return the first tensor-parallel rank's ``batch`` on every rank of its group, with all of :data:`NAMES` (None if
+    missing) and its further keys. Collective: the other ranks' ``batch`` is not read.
 
-    Without ``has_cu_seqlens`` (``is_sft`` in earlier releases) document boundaries of our data sets become an
-    attention mask. ``known``: groups, ranks and sizes, which follow from the running program.
-    """
+    Without ``has_cu_seqlens`` (``is_sft`` in earlier releases) document boundaries of our data sets become an attention
+    mask, and ``cu_seqlens`` None. ``known``: groups, ranks and sizes, ignored, as they follow from the running program.
+    Raises UserError for ``is_hybrid_cp``."""
     if is_hybrid_cp:
         _reject_hybrid()
     shared = broadcast_batch({**dict.fromkeys(NAMES), **batch})
@@ -62,7 +63,8 @@ def get_batch_on_this_cp_rank(
     whole_keys: Collection[str] = (), **ignored: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return this context-parallel rank's tokens of the tensors [b, s] of ``batch``: two of 2 x CP chunks of every row,
-    also if rows contain several documents (``use_per_sequence_balancing``).
+    also if rows contain several documents (``use_per_sequence_balancing``). Without context parallelism returns
+    ``batch`` itself.
 
     Args:
         is_hybrid_cp: True is rejected. Older releases have ``cp_group`` in this position; a group is accepted here too.
@@ -78,8 +80,9 @@ def get_batch_on_this_cp_rank(
 
 
 def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
-    """``batch`` with its rows concatenated, [1, b * s], and ``cu_seqlens`` [1, n] of all of them; as it is without
-    ``cu_seqlens``. A row of ``cu_seqlens`` [b, n] counts from 0 to s and may repeat s at its end."""
+    """Return a copy of ``batch`` with its rows concatenated, [1, b * s], and ``cu_seqlens`` [1, n] of all of them;
+    ``batch`` itself without ``cu_seqlens``. A row of ``cu_seqlens`` [b, n] counts from 0 to s and may repeat s at its
+    end. ``max_seqlen`` becomes its maximum [1]."""
     if batch.get("cu_seqlens") is None:
         return batch
     flat = dict(batch)

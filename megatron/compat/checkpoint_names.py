@@ -77,7 +77,8 @@ def fail(name: str) -> NoReturn:
 def replace_prefix_for_sharding(
     sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
 ) -> None:  # fmt: skip
-    """Replace the prefix of keys and stored names, in place; ValueError for a key without it."""
+    """Replace the prefix of keys, in place, and of their tensors' names if these begin with it (in copies of the
+    tensors' descriptions). Raises ValueError at the first key without the prefix, after changing the keys before it."""
     from dataclasses import replace
 
     for key in list(sharded_state_dict):

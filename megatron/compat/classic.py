@@ -99,8 +99,9 @@ class ClassicTask(Task):
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """The script's model. Before each forward pass it gets the facts about the micro-batch that our models take and
-        the script does not pass (:meth:`_add_known_facts`)."""
+        """Return the script's model (without a model provider, the model of the settings' family), with ``vp_stage`` if
+        its provider takes it. Registers a forward pre-hook that adds what our models take of a micro-batch and the
+        script does not pass (:meth:`_add_known_facts`)."""
         provider = self.functions.get("model_provider")
         if provider is None:
             provider = task_class(self.cfg.model_family)(self.cfg, self.tokenizer).model_provider
@@ -139,7 +140,9 @@ class ClassicTask(Task):
         return super().micro_batches(self.data.share(data_iterator, number), number, size)
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
-        """The script's forward step. Every rank draws its micro-batch, also where the script does not read it."""
+        """Run the script's forward step and return its (output, loss function). Every rank draws its micro-batch first,
+        also where the script does not read it, except with external data loaders; without an iterator the script gets
+        None."""
         self._batch = {}
         batches = None
         if data_iterator is not None:
@@ -166,12 +169,13 @@ class ClassicTask(Task):
         self._batch = batch if isinstance(batch, Mapping) else {}
 
     def _add_known_facts(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments of the model's forward pass with those that it takes and the script did not give.
+        """Return (args, kwargs) of the model's forward pass plus the arguments that it takes and the script did not
+        give.
 
         ``sample_index`` makes dropout masks functions of the data; ``loss_mask`` marks the tokens that auxiliary losses
-        count. On pipeline stages where the script reads nothing (its first argument is None), a mask that is None
-        counts as not given, and document boundaries are added.
-        """
+        count. On pipeline stages where the script reads nothing (its first argument is None), a keyword that is None is
+        taken as not given, and document boundaries are added. Tensors are this context-parallel rank's, on its
+        device."""
         forward = signature(model.forward)
         given: Mapping[str, Any] = forward.bind_partial(*args, **kwargs).arguments
         known: dict[str, Any] = {}
@@ -243,7 +247,8 @@ def pretrain_from_flags(
     hooks: Sequence[Hook] = (),
     **optional: Any,
 ) -> None:
-    """Parse ``sys.argv`` and train what the four functions describe; see :func:`pretrain`.
+    """Parse ``sys.argv`` and train what the four functions describe; see :func:`pretrain`. Wrong flags end the process
+    with one message.
 
     Args:
         train_valid_test_dataset_provider: ``[train, valid, test sample counts] -> (train, valid, test)``.
@@ -255,7 +260,8 @@ def pretrain_from_flags(
         args_defaults: defaults that this script changes.
         hooks: observers of the loop (``megatron.training.hooks.Hook``), on every rank.
         optional: ``get_embedding_ranks``, ``get_position_embedding_ranks``, ``store`` and ``inprocess_call_wrapper``
-            are accepted, as embeddings and restarts need no help; ``non_loss_data_func`` must be None.
+            are accepted, as embeddings and restarts need no help; other arguments of Megatron-LM must be None or False
+            (ValueError), unknown ones are a TypeError.
     """
     if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
         raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
@@ -270,7 +276,9 @@ _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communica
 
 
 def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
-    """Run the loop. ``options`` are the other arguments of :func:`pretrain`, of any release."""
+    """Run the loop; leave the process (``sys.exit``) with its exit code if that is not 0. Creates the process group of
+    a single process unless --dry-run. ``options`` are the other arguments of :func:`pretrain`, of any release:
+    TypeError for unknown ones, ValueError for values that are not available."""
     if strange := sorted(options.keys() - _NEEDS_NOTHING - _NONE_ONLY - {"skip_model_parallel_init"}):
         raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
     for name in sorted(options.keys() - _NEEDS_NOTHING):
@@ -284,11 +292,12 @@ def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook
 
 
 def _functions(datasets_provider: Callable, forward_step: Callable) -> dict[str, Callable]:
-    return {"datasets_provider": datasets_provider, "forward_step": _two_arguments(forward_step)}
+    return {"datasets_provider": datasets_provider, "forward_step": _checked_forward_step(forward_step)}
 
 
-def _two_arguments(forward_step: Callable) -> Callable:
-    """Return ``forward_step`` as a function of (iterator, model), without its other, optional parameters."""
+def _checked_forward_step(forward_step: Callable) -> Callable:
+    """Return ``forward_step`` itself, which is called with (iterator, model): further parameters must have defaults.
+    Raises ValueError if more than two are required."""
     required = [
         each for each in signature(forward_step).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
@@ -303,7 +312,9 @@ def initialize_megatron(
     args_defaults: dict[str, Any] | None = None,
     **unused: Any,
 ) -> None:
-    """Parses ``sys.argv`` and initializes this process, for programs with their own training loop."""
+    """Parse ``sys.argv`` and initialize this process (logging, process groups, seeds, tokenizer, micro-batch schedule),
+    for programs with their own training loop. Raises errors of wrong flags; ``unused`` arguments are ignored.
+    Collective."""
     cfg = validate_args(
         parse_script_args(args_defaults, extra_args_provider),
         launched_world_size() or 1,

@@ -28,13 +28,11 @@ class StragglerDetector:
 
 
 def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """Attribute ``attr`` of a model or a wrapped module (or, with ``return_model_obj``, its owner).
+    """Return attribute ``attr`` of ``model``, else of the first ``.module`` below it that has it (with
+    ``return_model_obj`` the module that has it). Raises AttributeError if no module has it.
 
     Args:
-        allow_none: an attribute that is None counts as found.
-
-    Raises:
-        AttributeError: no layer of wrapping has it.
+        allow_none: an attribute that is None counts as found; else the search continues below.
     """
     module: Any = model
     while module is not None:

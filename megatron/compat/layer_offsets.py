@@ -20,7 +20,9 @@ def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_ra
 
 
 def _layers(config: Any, vp_stage: int | None, pp_rank: int | None) -> range:
-    """Layers of a stage, counted from 0; UserError for stages that depend on more than the configuration."""
+    """Return the layers of a stage, numbered from 0; ``pp_rank`` None: this rank, ``vp_stage`` None: the first virtual
+    stage. Raises UserError for stages balanced by FLOPs, which the configuration does not determine, or a layout that
+    cuts a layer."""
     ranks = config.pipeline_model_parallel_size
     if ranks == 1 and virtual_pipeline_size(config) == 1:
         return range(config.num_layers)

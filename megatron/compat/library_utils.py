@@ -38,7 +38,8 @@ def get_pg_rank(group: Any = None) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: Any = None, is_expert: bool = False, check_initialized: bool = True
 ) -> Any:
-    """Return ``tp_group``, or the running program's tensor-parallel group (``is_expert``: the experts' group)."""
+    """Return ``tp_group``, or if None the running program's tensor-parallel group (``is_expert``: the experts' group);
+    that fails outside a program if ``check_initialized``, else gives None."""
     if tp_group is not None:
         return tp_group
     getter = parallel_state.get_expert_tensor_parallel_group if is_expert else (
@@ -144,7 +145,8 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
 
 
 def nvtx_decorator(message: str | None = None, color: str | None = None) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator that records each call as a range."""
+    """Return a decorator that records each call as an NVTX range named ``message`` (default: the function's name), also
+    if it raises; ``color`` is ignored."""
 
     def decorate(function: AnyFunction) -> AnyFunction:
         @wraps(function)

@@ -57,10 +57,9 @@ def get_bias_dropout_add(training: bool, fused: bool = False) -> Callable[..., T
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` where they are missing.
-
-    Of our parameters they follow from the declaration: whether tensor-parallel ranks hold parts, and along which dim.
-    """
+    """Set ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on ``tensor`` where they are missing:
+    for our parameters from the declaration (whether tensor-parallel ranks hold parts, and along which dim), else False,
+    -1 and 1."""
     spec: ParameterSpec | None = getattr(tensor, "spec", None)
     placed = None if spec is None else spec.mesh.get("tp") or spec.mesh.get("etp")
     split = isinstance(placed, Shard)
@@ -73,7 +72,8 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
-    """Whether all data-parallel ranks hold the same parameters, bit for bit. Collective."""
+    """Return whether all data-parallel ranks hold the same parameters, bit for bit; the result is equal on all of them.
+    Collective over data- and context-parallel ranks. Copies each parameter to the CPU. ``cross_check`` is ignored."""
     digest = hashlib.sha256()
     for chunk in model:
         for _, param in chunk.named_parameters():
@@ -90,6 +90,8 @@ class Float16Module(nn.Module):
     to it, and outputs of the last pipeline stage to fp32. State dicts equal the wrapped model's."""
 
     def __init__(self, config: Any, module: nn.Module) -> None:
+        """Convert ``module`` in place to fp16 or bf16 (fp16 if both are set) and wrap it. Raises ValueError if
+        ``config`` has neither."""
         super().__init__()
         if not (config.fp16 or config.bf16):
             raise ValueError("Float16Module: config has neither fp16 nor bf16; set one of them")

@@ -37,7 +37,7 @@ class NameSource(NamedTuple):
 
 @functools.cache
 def table() -> dict[str, dict[str, NameSource]]:
-    """Sources by module and name."""
+    """Return {module: {name: source}} of ``names.tsv``, modules with the prefix ``megatron.``."""
     found: dict[str, dict[str, NameSource]] = {}
     for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
@@ -50,7 +50,8 @@ def table() -> dict[str, dict[str, NameSource]]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return what programs get as ``name`` from ``module``; AttributeError for a name that is not in the table."""
+    """Return what programs get as ``name`` from ``module``, importing its source; for names that do not exist here, a
+    class or function that raises UserError when called. Raises AttributeError for a name that is not in the table."""
     known = table().get(module, {})
     source = known.get(name)
     if source is None and ALL in known and not name.startswith("__"):
@@ -64,7 +65,8 @@ def attribute(module: str, name: str) -> Any:
 
 @functools.cache
 def _absent(name: str, reason: str) -> Any:
-    """A class (for a capitalized name) or a function that raises ``UserError`` when it is called."""
+    """Return a class (for a capitalized name) or a function that raises ``UserError``, with ``reason``, when it is
+    called."""
 
     def fail(*_: Any, **__: Any) -> Any:
         from megatron.core.config.errors import UserError
@@ -79,7 +81,8 @@ def _absent(name: str, reason: str) -> Any:
 
 
 def serve_other_names(module: str) -> None:
-    """Give the imported ``module`` a ``__getattr__`` that finds the names of the table."""
+    """Give the imported ``module`` a ``__getattr__`` that finds the names of the table. Also sets ``__all__`` if it is
+    missing in a module that is no package, and an empty ``__path__`` if the table has modules below it."""
     served = sys.modules[module]
     if not hasattr(served, "__all__") and not hasattr(served, "__path__"):  # ``import *`` takes the table's names too
         public = [name for name in vars(served) if not name.startswith("_")]
@@ -112,7 +115,8 @@ class Finder:
         """Python's own."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Serve the names of the table; ``import *`` takes all of them."""
+        """Serve the names of the table; ``import *`` takes all of them, and for a row ``*`` all public names of its
+        source. Raises MissingFamily for modules of model families that do not exist here."""
         module.__doc__ = "Names of Megatron-LM (``megatron.compat.names``)."
         names = table().get(module.__name__, {})
         if ALL in names and names[ALL].module.startswith(FAMILY):

@@ -49,7 +49,7 @@ def init_num_microbatches_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> None:
-    """Set up the schedule, at the first sample. ``rank`` 0 logs it.
+    """Set up the schedule of this process, at the first sample. ``rank`` only decides who logs it (0).
 
     Raises:
         ValueError: a batch size that micro-batches and data-parallel ranks cannot share; the nearest are named.

@@ -89,7 +89,9 @@ def get_timers() -> Timers:
 
 
 def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
-    """A resolved configuration under the names that entry scripts read."""
+    """Return a resolved configuration as a new namespace under the names that entry scripts read: its fields, the
+    script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's, if there is
+    one."""
     values = {**RETIRED_ARGS, **absent.defaults(), **cfg.flat.values()}
     values |= cfg.extra | _derived(cfg.flat)
     if tokenizer is not None:
@@ -102,7 +104,8 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
 
 
 def _derived(cfg: FlatConfig) -> dict[str, Any]:
-    """Names that follow from other settings or from the process."""
+    """Return names that follow from other settings or from the process (ranks, dtype, experts, virtual stages) and
+    counters of 0, which later assignments cannot change."""
     chunks = virtual_pipeline_size(cfg)
     return {
         "rank": launched_rank(),
@@ -136,10 +139,9 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: dict[str, Any] | None = None,
 ) -> Namespace:
-    """Parse ``sys.argv`` and return every setting; :func:`get_args` returns the same object until training starts.
-
-    Wrong flags end the process with one message. ``ignore_unknown_args`` must be False.
-    """
+    """Parse ``sys.argv`` and return every setting; :func:`get_args` returns the same object until training starts. Also
+    applies the settings of a checkpoint or Hugging Face folder if flags ask for them. Wrong flags end the process with
+    one message. ``ignore_unknown_args`` must be False (UserError)."""
     if ignore_unknown_args:
         raise UserError("parse_and_validate_args: ignore_unknown_args is not available; use extra_args_provider")
     with exit_on_config_error():
@@ -152,10 +154,12 @@ def parse_and_validate_args(
 
 
 def current_settings(args: Namespace) -> FlatConfig:
-    """Return the settings that :func:`parse_and_validate_args` read, updated by the script's later changes to ``args``.
+    """Return the settings that :func:`parse_and_validate_args` read, not resolved, updated by the script's later
+    changes to ``args``: changed fields are taken as given by the user, other names as the script's own flags.
 
     Raises:
         UserError: a changed name that follows from other settings.
+        RuntimeError: :func:`parse_and_validate_args` was not called.
     """
     if Current.parsed is None:
         raise RuntimeError("call parse_and_validate_args() first")

@@ -32,6 +32,9 @@ class RotaryEmbedding(nn.Module):
         seq_len_interpolation_factor: float | None = None, rotary_base: float = 10000, rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0, **further: Any,
     ) -> None:  # fmt: skip
+        """Compute the frequencies fp32 [d / 2] of the first ``kv_channels * rotary_percent`` channels, with LLaMA 3's
+        scaling if ``rope_scaling``. ``further`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``; else
+        TypeError."""
         super().__init__()
         if unknown := further.keys() - {"use_cpu_initialization", "cp_group"}:
             raise TypeError(f"RotaryEmbedding() has no arguments {', '.join(sorted(unknown))}")
@@ -55,8 +58,9 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
 ) -> Tensor:  # fmt: skip
-    """Rotate ``t`` [s, b, heads, channels], or [tokens, heads, channels] of documents with bounds ``cu_seqlens``, whose
-    positions each begin at 0 (not under context parallelism: ValueError)."""
+    """Return ``t`` [s, b, heads, channels] rotated, or ``t`` [tokens, heads, channels] of documents with bounds
+    ``cu_seqlens``, whose positions each begin at 0 (ValueError under context parallelism). Channels beyond the angles
+    stay. ``mscale`` multiplies the rotated ones."""
     pairs = bool(config.rotary_interleaved), bool(getattr(config, "multi_latent_attention", False))
     if cu_seqlens is None:
         return _apply_rotary_pos_emb_bshd(t, freqs, *pairs, mscale=mscale)

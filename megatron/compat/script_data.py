@@ -59,7 +59,9 @@ class ScriptData:
         """Place in the model-parallel group of the rank that holds the data; None: every rank holds it."""
 
     def build(self, provider: Callable, num_samples: NumSamples) -> tuple[Any, ...]:
-        """The data sets of ``provider``, built on every rank where they use our builder. Collective.
+        """Return the data sets of ``provider``, built on every rank where they use our builder. If only some ranks of a
+        model replica hold them, the first one with the most becomes :attr:`source`, and the others get stand-ins of
+        equal length. Collective over the replica.
 
         Raises:
             UserError: no rank of a model replica holds all the data sets that its other ranks hold.
@@ -85,7 +87,8 @@ class ScriptData:
         return tuple(_stand_in(each, length) for each, length in zip(datasets, wanted))
 
     def share(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
-        """The next ``number`` micro-batches, broadcast from :attr:`source` to the ranks without data."""
+        """Return the next ``number`` micro-batches, broadcast from :attr:`source` to the other ranks of the model
+        replica (collective; may be fewer at the end of the data). Without a source returns ``batches`` itself."""
         if self.source is None:
             return batches
         group = parallel_state.get_process_groups().tp_pp

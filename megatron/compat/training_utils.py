@@ -46,15 +46,14 @@ def print_rank_last(message: Any) -> None:
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[dict] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
-    """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in the order
-    in which scripts unpack ``values()``.
+    """Return the next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in
+    the order in which scripts unpack ``values()``.
 
     Inside :func:`pretrain` every rank reads its own ``data_iterator``. In a program with a custom loop the first
-    tensor-parallel rank reads for its group, and the others may pass None.
-    ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
-    s, s], True where a token may not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster.
-    ``mtp_on_this_rank`` is accepted: every stage gets all tensors.
-    """
+    tensor-parallel rank reads for its group (collective), and the others may pass None. ``attention_mask`` is None, as
+    the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1, s, s], True where a token may
+    not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster. ``mtp_on_this_rank`` is accepted:
+    every stage gets all tensors."""
     if isinstance(data_iterator, MicroBatches):
         batch = to_device(next(data_iterator), training_device())
     else:
@@ -70,7 +69,8 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Mean over the data- and context-parallel ranks of a list of scalar losses, as one tensor."""
+    """Return the means over data- and context-parallel ranks of scalar losses as one detached tensor [n]; every rank
+    counts equally. Collective. ``losses`` are not changed."""
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     group = parallel_state.get_process_groups().dp_cp
     if group.size > 1:
@@ -86,10 +86,10 @@ def get_ltor_masks_and_position_ids(
     reset_attention_mask: bool,
     eod_mask_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(attention_mask bool [b or 1, 1, s, s] True where hidden, loss_mask fp32 [b, s], position_ids int64 [b, s])``.
-
-    ``data`` is int64 [b, s]. The dense mask is for scripts that want one; our own models never need it.
-    """
+    """Return ``(attention_mask bool [b or 1, 1, s, s] True where hidden, loss_mask fp32 [b, s], position_ids int64 [b,
+    s])`` for ``data`` int64 [b, s], on its device. A document ends with its ``eod_token``: resets apply after it,
+    ``eod_mask_loss`` at it. The mask has one row per sample only with ``reset_attention_mask``; our own models never
+    need it."""
     is_eod = data == eod_token
     documents = torch.cumsum(torch.nn.functional.pad(is_eod.long(), (1, 0))[:, :-1], dim=1)
     causal = torch.ones(data.shape[1], data.shape[1], dtype=torch.bool, device=data.device).tril()

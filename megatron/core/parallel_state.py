@@ -217,7 +217,8 @@ def _with_engines(groups: process_groups.ProcessGroups) -> process_groups.Proces
 
 
 def destroy_model_parallel() -> None:
-    """Forget all groups. torch.distributed stays up: ``torch.distributed.destroy_process_group()`` ends it."""
+    """Discard the groups of this module's getters, if any. torch.distributed and its groups stay up:
+    ``torch.distributed.destroy_process_group()`` ends them. No collective."""
     global _state
     _state = None
 

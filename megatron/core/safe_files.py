@@ -32,8 +32,8 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 
 
 def _open_checked(path: Path, flags: int, mode: str, buffering: int) -> BinaryIO:
-    """Open ``path`` with ``flags`` without waiting for the other end of a pipe. Raises OSError, with the kind of file,
-    unless it is a regular file; closes the descriptor then."""
+    """Open ``path`` with the ``os.open`` ``flags``, creating files with mode 0o666, without waiting for the other end
+    of a pipe. Raises OSError, with the kind of file, unless it is a regular file; closes the descriptor then."""
     # without O_NONBLOCK, opening a pipe waits for its other end
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -50,21 +50,22 @@ def _open_checked(path: Path, flags: int, mode: str, buffering: int) -> BinaryIO
 
 
 def open_regular(path: Path, *, follow: bool = True, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open an existing regular file for reading bytes. Looks at its kind before it opens it.
 
     Args:
         follow: accept a symbolic link to a regular file.
         buffering: 0: unbuffered; as for ``open``.
 
     Raises:
-        OSError: missing, unreadable, or a pipe, device, folder or (unless ``follow``) link.
+        OSError: missing (FileNotFoundError), unreadable, or a pipe, device, folder or (unless ``follow``) link.
     """
     _check_regular(os.stat(path, follow_symlinks=follow), path)  # first: opening a device may have effects
     return _open_checked(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", buffering)
 
 
 def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
-    """The bytes of a regular file; ``OSError`` as by :func:`open_regular`, or if it is larger than ``limit``."""
+    """Return the bytes of a regular file. Raises OSError as :func:`open_regular`, or, before reading, if it has more
+    than ``limit`` bytes; of a file that grows meanwhile only the first ``limit`` bytes are returned."""
     with open_regular(path, follow=follow, buffering=0) as file:
         # before anything is read: a sparse file of a terabyte costs its owner nothing
         if (size := os.fstat(file.fileno()).st_size) > limit:
@@ -73,12 +74,14 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
 
 
 def read_text(path: Path, limit: int = MAX_TEXT_BYTES) -> str:
-    """The text of a regular UTF-8 file; ``OSError`` as by :func:`read_file`, ``ValueError`` for other bytes."""
+    """Return the text of a regular UTF-8 file. Raises OSError as :func:`read_file` (missing, not regular, too large),
+    UnicodeDecodeError, a ValueError, for other bytes."""
     return read_file(path, limit).decode()
 
 
 def parse_json(data: str | bytes, *, unique: bool = False) -> Any:
-    """``json.loads``; ``ValueError`` also for JSON nested deeper than Python's stack.
+    """Return the value of JSON text, any type. Raises ValueError for invalid JSON, and for nesting deeper than Python's
+    stack. Without ``unique`` the last of equal keys wins, as in ``json.loads``.
 
     Args:
         unique: reject a key that a table has twice, and NaN and infinities, which are not JSON.
@@ -106,19 +109,22 @@ def _reject_constant(text: str) -> Any:
 
 
 def create_file(path: Path, mode: str = "xb", buffering: int = -1) -> BinaryIO:
-    """A new empty file for writing, in place of a file or link of that name; nothing is written through a link."""
+    """Create an empty file and open it for writing; ``mode`` as for ``open``, default exclusive bytes. First deletes a
+    file or link of that name, so that nothing is written through a link. Raises OSError for a folder of that name or a
+    missing parent."""
     with suppress(FileNotFoundError):
         os.unlink(path)
     return open(path, mode, buffering)  # type: ignore[return-value]
 
 
 def open_to_append(path: Path, buffering: int = -1) -> BinaryIO:
-    """Open a file, made if missing, for appending; ``OSError`` for a link, pipe or device of that name."""
+    """Open a regular file for appending bytes; created if missing. Raises OSError for a link, pipe, device or folder of
+    that name."""
     return _open_checked(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, "ab", buffering)
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a work file of this user for reading and appending; made if missing.
+    """Open a work file of this user for reading and appending bytes; created if missing. The position is at the end.
 
     Raises:
         OSError: a link, pipe or device, a file with a second name (hard link), or one of another user.
@@ -132,7 +138,7 @@ def open_private(path: Path) -> BinaryIO:
 
 
 def make_folder(path: Path, *, private: bool = False) -> None:
-    """Make a folder for files of this program, or accept the existing one.
+    """Create a folder for files of this program, or accept the existing one, whose permissions are not changed.
 
     Args:
         private: reject a folder of another user, who could replace the files in it.
@@ -151,7 +157,8 @@ def make_folder(path: Path, *, private: bool = False) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link itself, or a folder with its contents (links in it are not followed), if possible."""
+    """Remove a file, a link itself, or a folder with its contents (links in it are not followed). Ignores every
+    OSError, also a missing path; something may remain."""
     with suppress(OSError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
             shutil.rmtree(path, ignore_errors=True)

@@ -64,7 +64,7 @@ def modules_with_statistics(modules: Iterable[nn.Module]) -> Iterator[Any]:
 class StatisticsSum:
     """All-reduce of the statistics of a model; ``modules`` are this rank's chunks. A call is collective over all ranks.
     The constructor is collective over the pipeline: it exchanges labels and sizes, so that every rank knows the modules
-    of all stages."""
+    of all stages. Keeps references to the modules; equal labels of two modules are not detected."""
 
     def __init__(self, modules: Iterable[nn.Module], groups: ProcessGroups) -> None:
         self.own = list(modules_with_statistics(modules))

@@ -25,7 +25,8 @@ class Timer:
     """Stopwatch that sums its running times, in seconds; ``with timer:`` times a block."""
 
     def __init__(self, name: str, synchronize: bool = False, barrier: bool = False):
-        """``synchronize``: wait for the device at both ends. ``barrier``: a ``with`` block also waits for all ranks."""
+        """``synchronize``: wait for the GPU at both ends. ``barrier``: a ``with`` block waits for all ranks at both
+        ends, but not after an exception; :meth:`start` and :meth:`stop` have a separate argument for it."""
         self.name, self.synchronize, self.barrier = name, synchronize, barrier
         self.active = False
         self._started = 0.0
@@ -132,7 +133,9 @@ class Timers:
         log_option: Literal["max", "minmax", "all"] = "minmax",
         barrier_with_L1_time: bool = False,
     ):
-        """``barrier_with_L1_time``: a ``with`` block of level 1 begins and ends when all ranks came there."""
+        """``log_option``: form of :meth:`text`, see :func:`format_times`; UserError for another word.
+        ``barrier_with_L1_time``: a ``with`` block of a level-1 timer waits for all ranks at both ends. ``log_level`` is
+        not checked."""
         if log_option not in ("max", "minmax", "all"):
             raise UserError(f"--timing-log-option {log_option!r}: choose max, minmax or all")
         self.log_level, self.log_option = log_level, log_option
@@ -144,9 +147,10 @@ class Timers:
         self._silent: dict[str, NullTimer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer ``name``. The first call sets its level (default: the highest); above the log level the
-        timer measures nothing. Raises ValueError for a level outside of 0 to 2, or another level than in the first
-        call. At log level 0 timers do not wait for the device."""
+        """Return the timer ``name``, the same object at each call. The first call sets its level (default: 2, the
+        highest); above ``Timers.log_level`` the timer measures nothing. Raises ValueError for a level outside of 0 to
+        2, or another level than in the first call. Only at log level 1 or 2, with CUDA initialized at that call, do
+        timers wait for the device."""
         known = self._levels.get(name)
         if known is None:
             known = MAX_LOG_LEVEL if log_level is None else log_level
@@ -201,16 +205,16 @@ class Timers:
 
     def log(self, names: Sequence[str] | None = None, rank: int | None = None, *options: Any, **named: Any) -> None:
         """Log :meth:`text`, with its further arguments, at INFO on ``rank`` only (default: the last); nothing if no
-        timer ran. Collective: every rank calls it."""
+        timer ran. Collective: every rank calls it. Resets the timers unless ``reset`` is False."""
         text = self.text(names, *options, **named)
         here, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if text is not None and here == (size - 1 if rank is None else rank):
             logger.info("%s", text)
 
     def write(self, names: Sequence[str], writer: Any, iteration: int, *options: Any, **named: Any) -> None:
-        """Write the seconds of each timer, the maximum over ranks, divided by ``normalizer``, with
-        ``writer.add_scalar("<name>-time", seconds, iteration)`` if ``writer`` is not None. Further arguments as for
-        :meth:`text`, which resets the timers. Collective: every rank calls it."""
+        """Write the seconds of each timer that ran, the maximum over ranks, divided by ``normalizer``, with
+        ``writer.add_scalar("<name>-time", seconds, iteration)``; None as ``writer`` writes nothing. Further arguments
+        as for :meth:`text`, which resets the timers unless ``reset`` is False. Collective: every rank calls it."""
         self.text(names, *options, **named)
         if writer is not None:
             for name, milliseconds in self.latest.items():

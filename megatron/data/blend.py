@@ -39,7 +39,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 def parse_and_normalize_split(split: str) -> list[float]:
     """Return three fractions that sum to 1 from text such as ``"949,50,1"``, ``"0.9 0.1"`` or ``"'99,1,0'"``; missing
-    ones are 0. Raises UserError for other text, more than three numbers, or a sum of 0."""
+    ones are 0. Raises UserError for other text (also signs and exponents), more than three numbers, or a sum of 0."""
     strange = re.sub(r"[0-9.,/\s'\"%\[\]()]", "", split)
     numbers = re.findall(r"[.0-9]+", split)
     try:
@@ -67,10 +67,9 @@ def split_range(bounds: tuple[float, float], num_elements: int) -> tuple[int, in
 
 
 def get_blend_from_list(blend: Sequence[Any] | None, flag: str = "--data-path") -> Blend | None:
-    """``[prefix, ...]`` or ``[weight, prefix, weight, prefix, ...]`` as a blend.
-
-    It is the second form when the count is even and every other entry, from the first, is a number.
-    """
+    """Return ``[prefix, ...]`` as (prefixes, None), ``[weight, prefix, weight, prefix, ...]`` as (prefixes, weights as
+    given, not normalized); None for None. Raises UserError for an empty list, some weights only, numbers as prefixes,
+    or weights that are not finite and above zero. A single entry is always a prefix. Opens no file."""
     if blend is None:
         return None
     entries = [str(entry).strip() for entry in blend]
@@ -109,11 +108,10 @@ def _as_number(entry: str) -> float | None:
 
 
 def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Return the data source that the flags name, as ``(blend, None)`` or ``(None, blend of each split)``.
-
-    Reads ``data_path``, ``data_args_path``, ``train_data_path``, ``valid_data_path``, ``test_data_path``,
-    ``per_split_data_args_path`` and ``mock_data`` of ``args``; ``(None, None)`` when none is given or data is mocked.
-    """
+    """Return the data source that the flags name, as ``(blend, None)`` or ``(None, blend of each split)``; ``(None,
+    None)`` without one or with mock data. Reads the files of ``data_args_path`` and ``per_split_data_args_path``.
+    Raises UserError for more than one source, or a malformed one; the three per-split paths count as one source and may
+    be None."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     given = {
         "--data-path": args.data_path is not None,

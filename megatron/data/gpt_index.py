@@ -38,10 +38,12 @@ class GPTIndices:
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int, extra_token: int) -> EpochPlan:
-    """The fewest epochs that hold ``num_samples`` samples; one where ``num_samples`` is None.
+    """Return the fewest epochs that hold ``num_samples`` samples; one if ``num_samples`` is None. Raises UserError
+    without tokens. ``samples_before_final_epoch`` is None unless a last epoch that is used only in small part (below 80
+    %) must be shuffled separately.
 
     Args:
-        extra_token: 1 where samples of a run share a token with the next (the last label), else 0.
+        extra_token: 1 if samples of a run share a token with the next (the last label), else 0.
     """
     if tokens_per_epoch < 1:
         raise UserError("the documents hold no tokens")
@@ -57,8 +59,8 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length:
 
 
 def build_document_index(documents: np.ndarray, plan: EpochPlan, random_state: np.random.RandomState) -> np.ndarray:
-    """Return the documents of all epochs in shuffled order, int32 if the numbers fit, else int64. The last epoch is
-    shuffled separately if the plan uses it only in part. Advances ``random_state``."""
+    """Return the documents of all epochs in shuffled order, a new array, int32 if the numbers fit, else int64. The last
+    epoch is shuffled separately if the plan uses it only in part. Advances ``random_state``."""
     dtype = np.int32 if documents.size == 0 or int(documents.max()) <= np.iinfo(np.int32).max else np.int64
     documents = documents.astype(dtype, copy=False)
     order = np.tile(documents, plan.num_epochs)
@@ -70,7 +72,8 @@ def build_document_index(documents: np.ndarray, plan: EpochPlan, random_state: n
 
 
 def build_shuffle_index(num_first: int, num_samples: int, random_state: np.random.RandomState) -> np.ndarray:
-    """[0, num_first) shuffled, followed by [num_first, num_samples) shuffled."""
+    """Return [0, num_first) shuffled, followed by [num_first, num_samples) shuffled; uint32, int64 from 2^32 - 2
+    samples on. Advances ``random_state``."""
     dtype = np.uint32 if num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(num_samples, dtype=dtype)
     helpers.shuffle(order[:num_first], random_state)

@@ -35,7 +35,8 @@ def compiled(name: str) -> Callable[..., Any] | None:
 
 
 def shuffle(values: np.ndarray, random_state: np.random.RandomState) -> None:
-    """Shuffle the 1-D ``values`` in place: same permutation, same state afterwards as ``random_state.shuffle``."""
+    """Shuffle the 1-D ``values`` in place: same permutation, same state afterwards as ``random_state.shuffle``. Uses
+    C++ for contiguous int32, uint32 and int64 arrays, if it is built."""
     known = {"int32": "shuffle_int32", "uint32": "shuffle_uint32", "int64": "shuffle_int64"}
     name = known.get(values.dtype.name)
     if _cpp is None or name is None or values.ndim != 1 or not values.flags.c_contiguous or len(values) >= 2**32:
@@ -94,9 +95,9 @@ def build_sample_idx(
 def build_sample_idx_numpy(
     sizes: np.ndarray, documents: np.ndarray, sequence_length: int, num_samples: int, extra: int
 ) -> np.ndarray:
-    """Return the same array as ``build_sample_idx`` in C++, [samples + 1, 2] (document position, token offset), by
-    searching token positions in the running sum of lengths. Raises ValueError for documents outside the data set or too
-    few tokens."""
+    """Return the same array as ``build_sample_idx`` in C++, [samples + 1, 2] (document position, token offset) in the
+    dtype of ``documents``, by searching token positions in the running sum of lengths. ``extra`` is 0 or 1. Raises
+    ValueError for documents outside the data set or too few tokens."""
     if len(documents) and (int(documents.min()) < 0 or int(documents.max()) >= len(sizes)):
         raise ValueError("a document number lies outside the data set")
     result = np.zeros((num_samples + 1, 2), dtype=documents.dtype)
@@ -136,7 +137,8 @@ def build_blending_indices_numpy(
     weights: np.ndarray, size: int, limits: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the same arrays as ``build_blending_indices`` in C++: (source int16, its sample int64) per sample; each
-    step takes the source that is furthest behind its share. A source at its limit is not drawn again."""
+    step takes the source that is furthest below its share, the first among equals. A source at its limit is not drawn
+    again; ``size`` must not exceed the sum of ``limits``."""
     taken = np.zeros(len(weights), dtype=np.float64)
     if limits is not None:
         taken[limits == 0] = np.inf  # infinity closes a source

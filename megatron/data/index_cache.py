@@ -73,9 +73,9 @@ class IndexCache:
         self.base = os.path.join(folder, f"{self.key}-{kind}") if folder else ""
 
     def get(self, build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays, mapped from the cache folder if complete, else from ``build()``, which runs in one process
-        while others wait for the lock. Without a usable folder (no path, no locks, read-only) builds in memory with a
-        warning."""
+        """Return the arrays, mapped read-only from the cache folder if complete, else from ``build()``, which runs in
+        one process while others wait for the lock; damage is logged and built again. Without a folder (None) builds in
+        memory; with an unusable one (no locks, read-only, full) also, with a warning. Errors of ``build()`` pass."""
         if self.folder is None:
             return build()
         arrays = self.load()
@@ -126,8 +126,8 @@ class IndexCache:
             return None
 
     def _checksums(self, found: bytes) -> dict[str, Any]:
-        """Return each array's checksum from the content ``found`` of the description file. Raises ValueError if its own
-        checksum, in the last line, or the description does not match."""
+        """Return {array: checksum} from the content ``found`` of the description file. Raises ValueError if its
+        checksum, in the last line, or the description does not match; the arrays are not read."""
         body, _, own = found.rpartition(b"\n")
         text, _, line = body.rpartition(b"\n")
         if own != b"%08x" % zlib.crc32(body) or text != self.description.encode():
@@ -138,8 +138,8 @@ class IndexCache:
         return checksums
 
     def _read(self, name: str, checksum: Any) -> np.ndarray:
-        """Return one array, mapped. Raises ValueError, with the file, if shape, dtype, checksum or the range of its
-        numbers differs from what is expected."""
+        """Return one array, mapped read-only. Reads all of it; raises ValueError, with the file, if shape, dtype,
+        checksum or the range of its numbers differs from what is expected, OSError if it is missing."""
         path = f"{self.base}-{name}.npy"
         array = map_npy(path)
         shape, dtype = self.layout[name]
@@ -155,8 +155,9 @@ class IndexCache:
         return array
 
     def save(self, arrays: Arrays) -> None:
-        """Write each array, then the description with checksums, each to a temporary name that is renamed. A cache
-        without a description does not exist for readers."""
+        """Write each array, then the description with checksums, each to a temporary name that is renamed, without
+        fsync. Readers ignore a cache without description. The lock must be held. Raises OSError and leaves partial
+        files then."""
         for name, array in arrays.items():
             with self._renamed(f"{self.base}-{name}.npy") as stream:
                 np.lib.format.write_array(stream, array, allow_pickle=False)

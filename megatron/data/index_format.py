@@ -172,8 +172,9 @@ def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, 
 
 
 def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
-    """Raise the index error unless lengths are not negative, byte offsets are the running sum of lengths from 0, and
-    the last sequence ends at the end of the .bin (``bin_bytes``). Reads the index in chunks."""
+    """Raise the index error unless the .bin has whole tokens and ends with the last sequence (``bin_bytes``; checked
+    first), lengths are not negative, and byte offsets are the running sum of lengths from 0. Reads the index in chunks,
+    never the .bin."""
     bin_path = idx_path.removesuffix(".idx") + ".bin"
     lengths, pointers, size = index.sequence_lengths, index.sequence_pointers, index.dtype_size
     count = len(lengths)

@@ -63,8 +63,8 @@ class FileTokens:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return ``count`` tokens from token ``start`` as a new array, read from the open file. Raises
-        IndexedDatasetError if the file has become shorter."""
+        """Return ``count`` tokens from token ``start`` as a new array, read from the open file (also if it was replaced
+        or unlinked). Raises IndexedDatasetError if it has become shorter, OSError for read errors."""
         tokens = np.empty(count, dtype=self.dtype)
         target = tokens.data.cast("B") if count else memoryview(b"")
         offset, done = start * self.dtype.itemsize, 0
@@ -92,6 +92,8 @@ class IndexedDataset:
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True):
+        """Open both files and check the whole index against the size of the ``.bin``; tokens are not read. Raises
+        MissingDatasetError (a FileNotFoundError), or IndexedDatasetError for damaged files."""
         self.path_prefix, self.multimodal, self.mmap = str(path_prefix), multimodal, mmap
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         for path in (idx_path, bin_path):
@@ -121,8 +123,9 @@ class IndexedDataset:
         return len(self._lengths)
 
     def __getitem__(self, idx: Any) -> Any:
-        """Return sequence ``idx``, or the list of sequences of a slice with step 1, as new arrays; with the modes as
-        second result if multimodal. Raises TypeError for other indices, ValueError for another step."""
+        """Return sequence ``idx`` (negative: from the end), or the list of sequences of a slice with step 1, cut to the
+        data set; with modes as second result if multimodal. Mapped data gives read-only views, else new arrays. Raises
+        IndexError outside the data set, TypeError for other indices, ValueError for another step."""
         if isinstance(idx, int | np.integer):
             return self.get(int(idx))
         if not isinstance(idx, slice):
@@ -136,8 +139,9 @@ class IndexedDataset:
         return (sequences, self.sequence_modes[start:stop]) if self.multimodal else sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """Return ``length`` tokens (None: the rest) of sequence ``idx`` from token ``offset``, as a new array; with the
-        mode if multimodal. Raises IndexError outside the sequence or the data set."""
+        """Return ``length`` tokens (None: to its end) of sequence ``idx`` from token ``offset``, mapped data as a
+        read-only view, else as a new array; with the mode if multimodal. Raises IndexError for tokens outside the
+        sequence or sequences outside the data set; negative ``idx`` counts from the end."""
         if not -len(self._lengths) <= idx < len(self._lengths):
             raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
         available = int(self._lengths[idx]) - offset
@@ -156,10 +160,9 @@ class IndexedDataset:
         return self._tokens.read(int(self._pointers[start]) // self._size, count)
 
     def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
-        """Fill ``out`` in place with the concatenated tokens of ``sequences``, from token ``offset`` of the first one.
-
-        Returns the number of tokens written, which is less than ``len(out)`` where the sequences end early.
-        """
+        """Fill ``out`` in place with the concatenated tokens of ``sequences``, from token ``offset`` of the first one,
+        cast to its dtype. Returns the number of tokens written, which is less than ``len(out)`` if the sequences end
+        early; the others stay unchanged. ``offset`` must lie inside the first sequence."""
         filled, size, wanted = 0, self._size, len(out)
         for start, length in zip(self._pointers[sequences].tolist(), self._lengths[sequences].tolist()):
             count = min(length - offset, wanted - filled)
@@ -168,7 +171,7 @@ class IndexedDataset:
         return filled
 
     def changes(self) -> Iterator[str]:
-        """Describe how the files differ from the ones that were opened.
+        """Yield a text for each file that was written to, replaced or removed since it was opened; nothing if none was.
 
         Raises:
             IndexedDatasetError: one is shorter than it was: its end reads as zeros, or kills the process.
@@ -216,7 +219,8 @@ class IndexedDataset:
 
 
 def _not_a_prefix(path: str) -> str:
-    """Explain why a path of a file or folder is not a prefix; return an empty string if the path does not exist."""
+    """Explain, with the fix, why the path of a folder, of a text file, or of one file of a data set is not a prefix;
+    return an empty string for other paths, which may not exist."""
     stem, suffix = os.path.splitext(path)
     if suffix in (".bin", ".idx") and IndexedDataset.exists(stem):
         return f"leave out {suffix}: {stem}"
@@ -237,11 +241,11 @@ def _not_a_prefix(path: str) -> str:
 
 
 def resolve_prefix(path_prefix: str) -> str:
-    """Return the prefix to open for a data path: the path itself, or with the first of ``DEFAULT_SUFFIXES`` that
-    exists.
+    """Return the prefix to open for a data path: the path itself, or with the first of ``DEFAULT_SUFFIXES`` for which
+    both files exist (logged). Opens nothing.
 
     Raises:
-        FileNotFoundError: neither exists; names what is near.
+        MissingDatasetError: a FileNotFoundError; neither exists. Names similar paths, or the fix for a folder or text.
     """
     if IndexedDataset.exists(path_prefix):
         return path_prefix

@@ -77,6 +77,8 @@ class IndexedDatasetBuilder:
     """
 
     def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False):
+        """Create the temporary files next to ``bin_path``, whose folder must exist; an older data set stays until
+        ``finalize``. They are also removed when this object is deleted. Raises KeyError for an unknown dtype."""
         self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
         self._np_dtype = np.dtype(dtype)
         DType.code_from_dtype(dtype)
@@ -99,8 +101,8 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append one sequence to the open document; ``end_document`` closes it. Raises UserError for ids that do not
-        fit the dtype; OSError, after removing all files, if writing fails."""
+        """Append one sequence to the open document; ``end_document`` closes it. ``mode`` is ignored unless multimodal.
+        Raises UserError for ids that do not fit the dtype; OSError, after removing all files, if writing fails."""
         tokens = self._as_tokens(tensor)
         with self._reporting():
             self.data_file.write(tokens.data)
@@ -115,7 +117,8 @@ class IndexedDatasetBuilder:
 
     def add_document(self, tensor: Any, lengths: Any, modes: Any = None) -> None:
         """Append a complete document: its tokens, the lengths of its sequences, and their modes if multimodal (default
-        0). Raises ValueError if the lengths do not sum to the number of tokens."""
+        0). Raises ValueError if the lengths do not sum to the number of tokens, UserError for ids that do not fit the
+        dtype; single lengths are not checked."""
         tokens = self._as_tokens(tensor)
         if sum(lengths) != tokens.size:
             raise ValueError(f"the lengths of a document sum to {sum(lengths)}, but it has {tokens.size} tokens")
@@ -129,8 +132,9 @@ class IndexedDatasetBuilder:
                     self._modes.append(mode)
 
     def add_documents(self, tensor: Any, lengths: Any) -> None:
-        """Append many documents of one sequence each: the tokens of all, and the length of each. Raises ValueError for
-        negative lengths, or if they do not sum to the number of tokens."""
+        """Append many documents of one sequence each: the tokens of all, and the length of each; modes are 0. Raises
+        ValueError for negative lengths, or if they do not sum to the number of tokens; UserError for ids that do not
+        fit the dtype."""
         tokens, sizes = self._as_tokens(tensor), np.asarray(lengths, dtype=np.int32)
         if int(sizes.sum(dtype=np.int64)) != tokens.size or (len(sizes) and int(sizes.min()) < 0):
             raise ValueError(f"the lengths sum to {int(sizes.sum(dtype=np.int64))}, but there are {tokens.size} tokens")
@@ -143,8 +147,9 @@ class IndexedDatasetBuilder:
                 self._modes.extend(np.zeros(len(sizes), dtype=np.int8))
 
     def add_index(self, path_prefix: str) -> None:
-        """Append the data set at ``path_prefix`` as if its documents had been added here; checks its index first.
-        Raises UserError if it has another dtype."""
+        """Append all documents of the finished data set at ``path_prefix``, with modes if multimodal; checks its index
+        first, and copies the tokens unread. Raises UserError if it has another dtype, IndexedDatasetError if it is
+        damaged."""
         bin_path = get_bin_path(path_prefix)
         index = read_index(get_idx_path(path_prefix), os.path.getsize(bin_path), self.multimodal)
         if index.dtype != self.dtype:
@@ -163,9 +168,10 @@ class IndexedDatasetBuilder:
                 shutil.copyfileobj(source, self.data_file, BUFFER_BYTES)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index, sync both files, remove an older .idx, and rename the .bin, then the .idx; syncs the folder
-        after each of these. Raises ValueError after ``finalize`` or ``abort``; OSError, after removing the temporary
-        files, if writing fails."""
+        """Write the index, sync both files, remove an older .idx, and rename the .bin, then the .idx, replacing older
+        ones; syncs the folder after each of these. Every document must have been ended: readers reject the index
+        otherwise. Raises ValueError after ``finalize`` or ``abort``; OSError, after removing the temporary files, if
+        writing fails."""
         if not self._open:
             raise ValueError(f"{self.bin_path} is already finished or was given up")
         with self._reporting():
@@ -184,7 +190,8 @@ class IndexedDatasetBuilder:
         self.abort()
 
     def abort(self) -> None:
-        """Close and remove the temporary files without publishing anything. No effect after ``finalize``."""
+        """Close and remove the temporary files without publishing anything; may be called again. No effect after
+        ``finalize``."""
         self._open = False
         for file in (self.data_file, self._lengths.file, self._documents.file, self._modes and self._modes.file):
             if file:
@@ -213,7 +220,7 @@ class IndexedDatasetBuilder:
 
     def _as_tokens(self, values: Any) -> np.ndarray:
         """Return ``values`` as a contiguous array of the data set's dtype, without a copy if possible. Raises UserError
-        if an integer does not fit."""
+        if an integer does not fit; floating-point values are cast unchecked."""
         given = np.asarray(values)
         if given.dtype == self._np_dtype:
             return np.ascontiguousarray(given)
@@ -230,8 +237,8 @@ class IndexedDatasetBuilder:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Context in which a write error removes the partial files and is raised again as an OSError that names the
-        data set."""
+        """Context in which an OSError closes the builder, removes the partial files and is raised again, with its
+        errno, as an OSError that names the data set. Other errors pass."""
         try:
             yield
         except OSError as error:

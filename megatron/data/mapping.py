@@ -38,7 +38,8 @@ def _c_library() -> Any:
 
 
 def map_file(path: str) -> np.ndarray:
-    """The bytes of a file as a read-only uint8 array, valid as long as any view of it, even if the file is unlinked."""
+    """Return the bytes of a regular file as a read-only uint8 array that stays valid as long as any view of it, even if
+    the file is unlinked; later writes to the file show in it. An empty file gives an empty array. Raises OSError."""
     with open_regular(path, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:  # an empty file cannot be mapped

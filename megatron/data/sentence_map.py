@@ -41,13 +41,14 @@ def build_mapping(
     seed: int,
     min_num_sent: int = 2,
 ) -> np.ndarray:
-    """Samples of BERT and T5.
+    """Return the samples of BERT and T5 in shuffled order: runs of sentences of one document of about a target length.
 
     Args:
         docs: int64[d + 1], the first sentence of each document, then the number of sentences.
         sizes: int32[n], tokens of every sentence of the file.
         num_epochs: passes over the documents at most.
-        max_num_samples: no further epoch begins once this many samples exist; None: only ``num_epochs`` counts.
+        max_num_samples: no further epoch begins once this many samples exist, but a begun one is completed; None: only
+            ``num_epochs`` limits them.
         max_seq_length: target length in tokens, at least 2.
         short_seq_prob: one in ``round(1 / short_seq_prob)`` targets is shorter, from 2 tokens on.
         seed: for the target lengths; the shuffle uses ``seed + 1``.
@@ -55,10 +56,11 @@ def build_mapping(
 
     Returns:
         [samples, 3]: first sentence, last sentence + 1, target length; uint32, or uint64 where ``sizes`` has
-        2^32 entries or more.
+        2^32 entries or more. A sample may exceed its target by a part of its last sentence, and may be shorter.
 
     Raises:
         NoSamplesError: a ``ValueError``; not one document gives a sample.
+        UserError: malformed ``docs``, or a number out of range.
     """
     bounds, sizes = _checked(docs, sizes, num_epochs, max_seq_length, least=2)
     if not 0 <= short_seq_prob <= 1:
@@ -119,8 +121,8 @@ def gives_samples(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> n
 
 
 def no_samples_reason(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> str:
-    """Return why no document gives a sample, with counts: too few sentences, or a sentence longer than the limit. To be
-    called only if that is the case."""
+    """Return why no document gives a sample, with counts: too few sentences, or a sentence longer than the limit. Does
+    not check that this is the case: each document with enough sentences counts as one with a long sentence."""
     counts = np.diff(bounds)
     few = int((counts < min_num_sent).sum())
     rest = len(counts) - few
@@ -173,7 +175,10 @@ def build_blocks_mapping_numpy(
 def _group_sentences(
     bounds: list[int], sizes: np.ndarray, target: Target, min_sentences: int, min_left: int, long_from: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (document, first sentence, last sentence + 1, target) for the samples of one epoch; see helpers.cpp."""
+    """Yield (document, first sentence, last sentence + 1, target) for the samples of one epoch. A sample ends at its
+    target if it has ``min_sentences`` and leaves ``min_left``, or with the document. Skips documents of fewer
+    sentences, and of ``long_from`` or more if one is too long. Calls ``target`` once per sample, and once more per
+    document."""
     for document, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:])):
         lengths = sizes[begin:end].tolist()
         if len(lengths) < min_sentences or (len(lengths) >= long_from and max(lengths, default=0) > LONG_SENTENCE):
@@ -202,7 +207,8 @@ def _shuffled(rows: list[Any], width: int, dtype: type, seed: int) -> np.ndarray
 
 
 def mt19937_64(seed: int) -> Iterator[int]:
-    """The 64-bit Mersenne twister of C++ (Nishimura and Matsumoto 2004), word by word."""
+    """Yield the outputs (ints) of C++'s 64-bit Mersenne twister (Nishimura and Matsumoto 2004), without end; ``seed``
+    is taken modulo 2^64."""
     size, middle = 312, 156
     first = [seed % 2**64]
     for i in range(1, size):

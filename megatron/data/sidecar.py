@@ -92,11 +92,8 @@ def _checked(info: SidecarInfo) -> SidecarInfo:
 
 
 def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo | None:
-    """Compare the sidecar of ``prefix`` with ``tokenizer``; None and one warning if it does not exist.
-
-    Raises:
-        ValueError: the data set was made with another tokenizer, or the sidecar is damaged.
-    """
+    """Return the sidecar of ``prefix`` if its fingerprint equals the tokenizer's; None, without a warning, if it does
+    not exist. Raises UserError if the data set was made with another tokenizer, or if the sidecar is damaged."""
     info = read_sidecar(prefix)
     if info is None or info.fingerprint == tokenizer.fingerprint:
         return info

@@ -70,11 +70,12 @@ def mask_words(
     random_state: np.random.RandomState,
     replace: Callable[[int], int] | None = None,
 ) -> list[list[tuple[int, int]]]:
-    """The spans of ``tokens`` int64[n] to mask, from left to right: lists of (position, replacement).
+    """Return the spans of ``tokens`` int64[n] to mask, from left to right: lists of (position, replacement). ``tokens``
+    is not changed; ``random_state`` is advanced, also for words that do not fit. May be empty.
 
     Args:
         target: the length that the sample was to have, which bounds the number of masked tokens.
-        replace: gives the id in the place of an id, drawing from ``random_state``; None: no draw, and the id stays.
+        replace: returns the new id for an id, drawing from ``random_state``; None: no draw, and the id stays.
     """
     places = np.flatnonzero(~rule.never_masked[tokens])
     opens = rule.opens_word[tokens[places]]

@@ -101,9 +101,9 @@ class _StoredTensor:
 
 
 def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> list[dict[str, LazyTensor]]:
-    """Split ``tensors``, in order, into groups of at most ``max_bytes``; a larger tensor forms its own group.
-
-    Within a group, tensors are sorted by decreasing element size, for alignment."""
+    """Split ``tensors``, in order, into groups of at most ``max_bytes`` of tensor data; a larger tensor forms its own
+    group. Returns [] without tensors. Within a group, sorts by decreasing element size, for alignment. Reads no
+    values."""
     groups: list[dict[str, LazyTensor]] = [{}]
     held = 0
     for name, tensor in tensors.items():
@@ -119,12 +119,9 @@ def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES)
 def read_shards(
     index: Path, read: Callable[[Path], dict[str, LazyTensor]] = read_safetensors
 ) -> dict[str, LazyTensor]:  # fmt: skip
-    """Return the lazy tensors of all files in ``index``; each file, opened by ``read``, must match its index entries.
-
-    Raises:
-        CheckpointDamagedError: a file or tensor is missing, a tensor is not in the index, or a file name contains a
-            folder.
-    """
+    """Return the lazy tensors of all files in ``index``, each opened by ``read``; other files of the folder are
+    ignored. Raises FileNotFoundError without the index; CheckpointDamagedError for a malformed index, a file name with
+    a folder, a missing file, or a file that does not hold exactly the tensors that the index assigns to it."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointDamagedError(f"{index}: weight_map is not a table of files")
@@ -147,15 +144,16 @@ def read_shards(
 class Target:
     """Output folder of a conversion: write to ``folder``, then :meth:`publish` renames it to ``final`` atomically.
 
-    A context manager that holds an exclusive lock, released on exit.
+    A context manager that never publishes automatically. Creation makes the parents of ``final``, the hidden folder and
+    its journal, and takes an exclusive lock, without waiting; exit releases it.
 
     Args:
         final: the output path; must not exist or be an empty folder.
         identity: JSON that identifies the conversion. A repeated conversion resumes; files of another conversion are
-            removed. None: files of a failed attempt are removed on exit.
+            removed. None: nothing is resumed, and an exception in the context removes the files.
 
     Raises:
-        CheckpointError: ``final`` exists, cannot be written, or another process is writing it.
+        CheckpointError: ``final`` exists, cannot be written (CheckpointWriteError), or another process is writing it.
     """
 
     def __init__(self, final: str | os.PathLike, identity: Any = None) -> None:
@@ -201,8 +199,9 @@ class Target:
             raise CheckpointError(f"{self.final}: exists already; choose another name, or remove it")
 
     def _resume(self, identity: Any) -> None:
-        """Keep the complete files of an earlier attempt with the same ``identity`` whose checksums match; remove
-        everything else in the folder and rewrite the journal. ``identity`` None or another one: start again."""
+        """Set ``done`` to the files of an earlier attempt with the same ``identity`` whose checksums match; remove
+        everything else in the folder and rewrite the journal. If ``identity`` is None or another one, empty the folder.
+        Reads all kept files."""
         make_folder(self.folder, private=True)
         self._journal.seek(0)
         lines: list[Any] = []
@@ -236,7 +235,8 @@ class Target:
         os.fsync(self._journal.fileno())
 
     def _matches(self, name: str, entry: dict[str, Any]) -> bool:
-        """Whether a file's size and all checksums match its journal entry; reads the full file."""
+        """Whether a file's size and all checksums match its journal entry; reads the full file. A missing or unreadable
+        file, a symbolic link or a malformed entry gives False, not an error."""
         try:
             with open_regular(self.folder / name, follow=False) as file:
                 right = os.fstat(file.fileno()).st_size == entry["bytes"]
@@ -250,10 +250,12 @@ class Target:
             return False
 
     def write(self, name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-        """Write and fsync the safetensors file ``name`` (a path below the folder); return its journal entry.
+        """Write and fsync the safetensors file ``name`` (a path below the folder); record it in the journal and return
+        its entry.
 
         Reads ``tensors`` one at a time. The entry holds ``bytes``, ``header_bytes``, ``header_crc32`` and ``tensors``:
-        name -> [start, [crc32 of each block]]. A complete file of an earlier attempt is not written again."""
+        name -> [start, [crc32 of each block]]. For a name in ``done`` (also of an earlier attempt) only returns its
+        entry, and ignores ``tensors``. Replaces an incomplete file."""
         if name in self.done:
             return self.done[name]
         kinds = ((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
@@ -273,7 +275,9 @@ class Target:
         return entry
 
     def write_shards(self, tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> None:
-        """Write ``model.safetensors``, or, if it would exceed ``max_bytes``, several files and their index."""
+        """Write ``model.safetensors``, or, if the data exceeds ``max_bytes``, ``model-00001-of-0000n.safetensors`` … in
+        the order of ``tensors`` and their index. A larger tensor gets a separate file. Nothing is written without
+        tensors."""
         shards, names = in_files(tensors, max_bytes), dict[str, str]()
         for number, shard in enumerate(shards, 1):
             several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -289,9 +293,8 @@ class Target:
         write_file(self.folder / name, json.dumps(value, indent=2).encode() + b"\n")
 
     def publish(self) -> None:
-        """Fsync all files, rename the folder to its final name and delete the journal.
-
-        Raises CheckpointError if ``final`` exists."""
+        """Fsync all files, rename the folder to its final name (an empty folder there is replaced) and delete the
+        journal; the lock is held until exit. Raises CheckpointError if ``final`` was created meanwhile."""
         self._check_final()
         for path in [*self.folder.rglob("*"), self.folder]:
             fsync_path(path)
@@ -309,9 +312,9 @@ def _is_entry(line: Any) -> bool:
 
 
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:
-    """Append the bytes of a tensor to ``file``; yield the CRC-32 of each block.
-
-    Raises CheckpointError if the data read has another shape or dtype than ``tensor``."""
+    """Read the full tensor and append its bytes to ``file``, block by block as the CRC-32 of each block is yielded:
+    nothing is written until it is iterated. Raises CheckpointError if the data read has another shape or dtype than
+    ``tensor``."""
     values = tensor.read()
     if tuple(values.shape) != tuple(tensor.shape) or values.dtype != tensor.dtype:
         raise CheckpointError(

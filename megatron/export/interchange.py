@@ -47,7 +47,8 @@ def check_names(names: Iterable[str], where: str | os.PathLike) -> None:
 
 
 def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return ``tensors`` plus int64 zeros [experts] for every router without a counter."""
+    """Return a copy of ``tensors`` plus lazy int64 zeros [experts] for every ``model.…router.weight`` whose counter is
+    missing; counters that exist stay."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         if name.startswith("model.") and name.endswith("router.weight"):
@@ -57,9 +58,8 @@ def with_counters(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Describe missing tensors, wrong shapes and extra tensors relative to ``expected`` (name -> shape).
-
-    Counters are optional. Returns an empty list if all tensors match."""
+    """Describe missing tensors, then wrong shapes, then extra tensors relative to ``expected`` (name -> shape); empty
+    if all match. Reads no data. Counters in ``tensors`` are ignored, with any shape; ``expected`` should have none."""
     missing = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in tensors]
     found = [(name, list(tensor.shape)) for name, tensor in tensors.items() if not name.endswith(COUNTER)]
     others = [

@@ -143,7 +143,8 @@ class InterchangeReader:
 
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
-        """Read this rank's shard into ``tensor.local`` in place, cast to its dtype."""
+        """Copy this rank's shard into ``tensor.local`` in place, cast to its dtype; reads only the shard's rows if the
+        source can, and nothing for an empty shard. Checks neither names (KeyError) nor shapes; see :meth:`misfits`."""
         local, lengths = tensor.local.detach(), tuple(tensor.local.shape)
         if not local.ndim:
             local.copy_(self.tensors[tensor.name].read())

@@ -41,6 +41,8 @@ class _Range:
     """File object for ``zipfile`` over ``length`` bytes of a file from ``start``; reads never allocate more bytes."""
 
     def __init__(self, path: Path, start: int, length: int | None) -> None:
+        """Open the file; ``length`` None: up to its end. Raises CheckpointDamagedError if the range exceeds the file,
+        OSError if it cannot be opened or is not a regular file."""
         self.path, self.start, self.at = path, start, 0
         self._file = open_regular(path, buffering=0)
         size = os.fstat(self._file.fileno()).st_size
@@ -97,9 +99,9 @@ class _Record:
     has_header: bool = True
 
     def read(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """Read bytes ``begin`` to ``end`` (default: the end) as uint8 [end - begin].
+        """Read bytes ``begin`` to ``end`` (default: the end) as uint8 [end - begin]; opens the file per call.
 
-        The first call reads the full record to check its CRC-32; later calls read only the range.
+        The first call reads the full record to check its CRC-32, if one was written; later calls read only the range.
         Raises CheckpointDamagedError if the record is truncated or its checksum differs."""
         end = self.num_bytes if end is None else end
         with closing(_Range(self.path, *self.range)) as file:
@@ -221,10 +223,10 @@ def _read_zip(file: _Range) -> tuple[Any, dict[str, _Record]]:
 
 
 def _read_old(file: _Range) -> tuple[Any, dict[str, _Record]]:
-    """Read the legacy format; return the unpickled value and the records by storage key.
-
-    Format: pickles of magic number, version, system info, value and storage keys; then per key an int64 element count
-    and the bytes."""
+    """Return (the unpickled value, records by storage key) of a file in the legacy format: pickles of magic number,
+    version, system info, value and storage keys; then per key an int64 element count and the bytes. Raises
+    CheckpointDamagedError for another file, another byte order, or storages that do not match the keys. These records
+    have no checksums."""
     source, where = io.BytesIO(file.read(min(file.length, MAX_PICKLE_BYTES))), str(file.path)
     size = len(source.getbuffer())
     try:
@@ -253,7 +255,9 @@ def _read_old(file: _Range) -> tuple[Any, dict[str, _Record]]:
 
 
 def _with_lazy_tensors(value: Any, path: Path, records: Mapping[str, _Record]) -> Any:
-    """Replace every :class:`StoredTensor` in ``value`` by a :class:`LazyTensor`; tuples become lists."""
+    """Return ``value`` with every :class:`StoredTensor` replaced by a :class:`LazyTensor`; lists, dictionaries (not
+    their keys) and Records are changed in place, tuples become lists. One tensor in two places stays one; cycles are
+    allowed."""
     found: dict[int, LazyTensor] = {}
     alive: list[Any] = []  # keep references: an id is unique only while its object exists
 
@@ -303,7 +307,8 @@ def _lazy(tensor: StoredTensor, path: Path, records: Mapping[str, _Record]) -> L
 
 
 def _read(tensor: StoredTensor, record: _Record) -> Tensor:
-    """Read the byte range of ``tensor`` from ``record``; return a strided view of it, not a contiguous copy."""
+    """Read only the byte range that ``tensor`` spans in ``record``; return a strided view of it, not a contiguous copy
+    (a new empty tensor if a dimension is 0). Raises CheckpointDamagedError."""
     dtype = tensor.storage.dtype
     if 0 in tensor.shape:
         return torch.empty(tensor.shape, dtype=dtype)

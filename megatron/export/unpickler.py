@@ -169,7 +169,8 @@ _STORAGES = {
 
 
 def find_kind(module: str, name: str) -> Any:
-    """Return the :class:`Kind` for ``module.name``, or the torch dtype of that name. Imports nothing.
+    """Return the :class:`Kind` for ``module.name``, whose ``build`` makes plain data for names in the tables and an
+    inert Record for classes of other packages; a torch dtype is returned itself. Imports nothing.
 
     Raises:
         CheckpointError: the name belongs to the standard library, numpy or torch, but is not in the tables.
@@ -208,8 +209,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         return find_kind(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
-        """Return the storage that a persistent ID describes, and record it in ``storages`` by key. Raises
-        CheckpointDamagedError for other IDs or unknown types."""
+        """Return the storage that a persistent ID describes, and record it in ``storages`` by key, where the first of a
+        key stays. Raises CheckpointDamagedError for other IDs or unknown types."""
         # torch before 1.6 wrote a sixth item, a view of a storage; it is None since 0.4
         known = isinstance(pid, tuple) and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
         if not known or pid[0] != "storage" or not isinstance(pid[1], Kind):
@@ -274,8 +275,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self._call(kind, args))
 
     def load_build(self) -> None:
-        """Store the state of an object as attributes of its Record; ignored for dictionaries and tensors. States other
-        than dictionaries become the attribute ``state``."""
+        """Pop the state of an object and store it as attributes of its Record: entries with text keys, the second of a
+        pair of tables, or else the attribute ``state``. Ignored for dictionaries and tensors."""
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Record):
             return  # ignore attributes of dictionaries and tensors: they are never read

@@ -52,7 +52,8 @@ def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
 
 
 def locate(data: IndexedDataset, token: int) -> str:
-    """Describe the document, and the offset in it, of the token with global index ``token``."""
+    """Return "document D at token T" for the token with global index ``token``: the document that holds it and its
+    offset in that document, both from 0."""
     starts = data.index.sequence_pointers
     size = data.index.dtype_size
     sequence = int(np.searchsorted(starts, token * size, side="right")) - 1
@@ -71,7 +72,7 @@ def document_lengths(data: IndexedDataset, num_tokens: int) -> np.ndarray:
 
 
 def print_histogram(lengths: np.ndarray) -> None:
-    """Print a histogram of document lengths in power-of-two bins."""
+    """Print a histogram of document lengths, one line per non-empty bin: 0, then powers of two (1, 2-3, 4-7 …)."""
     exponents = np.zeros(len(lengths), dtype=np.int64)
     exponents[lengths > 0] = np.floor(np.log2(lengths[lengths > 0])).astype(np.int64) + 1
     counts = np.bincount(exponents)
@@ -97,11 +98,12 @@ def print_sentences(data: IndexedDataset) -> None:
 
 
 def check(path: str, vocab_size: int | None) -> None:
-    """Print a summary of the data set ``path``; ids must be below ``vocab_size`` (None: the sidecar's, if any).
+    """Read all of the data set ``path`` and print a summary; then check ids, which must not be negative and be below
+    ``vocab_size`` (None: the sidecar's; unlimited without a sidecar).
 
     Raises:
-        UserError: the data set is damaged or contains ids outside the vocabulary.
-        OSError: it cannot be read.
+        UserError: the data set or its sidecar is damaged, or it contains other ids.
+        OSError: it is missing or cannot be read.
     """
     prefix = resolve_prefix(path)
     data = IndexedDataset(prefix)
@@ -129,7 +131,8 @@ def check(path: str, vocab_size: int | None) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check every prefix; return 1 if a data set is unusable, 2 if one is missing or unreadable, else 0."""
+    """Check every prefix of ``argv`` and print summaries and errors; return the highest code: 1 if a data set is
+    unusable, 2 if one is missing or unreadable, else 0. --vocab-size limits the ids."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -88,8 +88,8 @@ def configuration(argv: Sequence[str]) -> PretrainConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw or print the simulated schedule of the flags ``argv`` and print its rows (stages, bubble). Returns 0. Raises
-    UserError for a pipeline of one rank, and for wrong flags."""
+    """Print the pipeline rows (stages, bubble) of the flags ``argv``, then the simulated schedule as text of --width
+    columns, or draw it to --output. Returns 0. Raises UserError for a pipeline of one rank, and for wrong flags."""
     cfg = configuration(argv)
     if cfg.model.pipeline_model_parallel_size == 1:
         raise UserError("--pipeline-model-parallel-size 1: there is no pipeline to draw; give more than one")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of this tool."""
+    """Return the flags of this tool (--load and --text are required). Exits with code 2 for unknown, abbreviated or
+    malformed flags, --top-k below 1, or --text-pair unless there is one for each --text."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -39,7 +40,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return (token ids, token types) in the format of training: cls A sep, or cls A sep B sep.
+    """Return (token ids, token types) in the format of training: cls A sep, or cls A sep B sep, types 0 and 1.
 
     Raises:
         UserError: more tokens than positions, a pair for a model without binary head, or a single text without mask.
@@ -62,7 +63,8 @@ def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int]
 
 
 def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator[str]:
-    """Yield the output lines of one text or one pair: the ``top_k`` tokens per mask, then the order of a pair."""
+    """Yield the output lines of one text or one pair: the text, the ``top_k`` tokens of each mask with probabilities,
+    then the order of a pair. Raises UserError as :func:`build_sample`."""
     from megatron.core.inference.masked import fill_mask
 
     tokenizer = trained.tokenizer
@@ -79,7 +81,9 @@ def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the predictions for the texts of the command line ``argv``; return the exit code."""
+    """Print the --top-k tokens of each mask in every --text of ``argv``, and for a --text-pair the probabilities of
+    both orders; return 0. Raises UserError, such as for a single text without mask, or a pair for a model without
+    binary head."""
     args = parse_command_line(argv)
     from megatron.training.trained_model import load_trained_model
 

@@ -20,7 +20,8 @@ from megatron.core.safe_files import read_text
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of this tool."""
+    """Return the flags of this tool (``--help`` lists them; only --load is required). Exits with code 2 for unknown,
+    abbreviated or malformed flags. Ranges are left to `check_ranges`, prompts to `load_prompts`."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -58,7 +59,7 @@ def load_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raise ``UserError`` with all flags whose values are out of range."""
+    """Raise ``UserError`` that lists all sampling flags and --ckpt-step whose values are out of range, one per line."""
     from megatron.core.inference.sampling import sampling_problems
 
     problems = sampling_problems(vars(args))
@@ -70,10 +71,11 @@ def check_ranges(args: argparse.Namespace) -> None:
 
 
 def texts(args: argparse.Namespace) -> Iterator[str]:
-    """Load the model and yield the generated text of each prompt.
+    """Check flags and prompts, load the model, and yield the generated text of each prompt; nothing runs before the
+    first is requested. Each prompt uses the same seed.
 
     Raises:
-        UserError: a flag is out of range, or the checkpoint cannot be used.
+        UserError: a flag is out of range, the prompt file is unreadable, or the checkpoint cannot be used.
     """
     from megatron.core.inference.sampling import Sampling
     from megatron.core.models.registry import get_family

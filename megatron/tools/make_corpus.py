@@ -31,7 +31,8 @@ def source_files(root: Path) -> list[Path]:
 
 
 def documents(root: Path, paths: list[Path]) -> Iterator[dict[str, str]]:
-    """Yield each non-empty UTF-8 file as {"text", "path"}; unreadable files are skipped."""
+    """Yield each UTF-8 file that is not blank as {"text", "path" relative to ``root``}; unreadable files are
+    skipped."""
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
@@ -69,7 +70,8 @@ def topics() -> Iterator[dict[str, str]]:
 
 
 def docstrings(document: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the docstrings of a file that have at least ``SHORTEST`` characters; skip test folders and idlelib."""
+    """Yield the docstrings of a file that have at least ``SHORTEST`` characters, cleaned of indentation; nothing for
+    test folders, idlelib, and files that this Python cannot parse."""
     if {"test", "tests", "idlelib"} & set(Path(document["path"]).parts):
         return
     try:
@@ -86,7 +88,8 @@ def docstrings(document: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[Iterable[dict[str, str]]]:
-    """Yield the documents of --documents ``kind``, grouped by source file, or prose one by one in random order."""
+    """Yield the documents of --documents ``kind`` (files, functions, docs), grouped by source file. Docs (docstrings
+    and help topics) are read completely first and yielded one by one in an order from ``seed``."""
     if kind == "docs":
         prose = [*topics(), *(each for file in files for each in docstrings(file))]
         random.Random(seed).shuffle(prose)
@@ -97,7 +100,8 @@ def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[It
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the corpus of the command line ``argv``; return the exit code."""
+    """Write the corpus of this Python's standard library to --output of ``argv``, replacing it, and print its size;
+    return 0. Stops after the file or docstring that reaches --max-bytes of text. Raises UserError without sources."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -53,10 +53,11 @@ def common_dtype(prefixes: list[str], multimodal: bool) -> type:
 
 
 def common_sidecar(prefixes: list[str]) -> SidecarInfo | None:
-    """Return the sidecar that all data sets share, or None, with a warning if only some data sets have one.
+    """Return the sidecar that all data sets share; None if no data set has one, or, with a warning on stderr, only
+    some.
 
     Raises:
-        UserError: tokenizers or --append-eod differ.
+        UserError: tokenizers or --append-eod differ, or a sidecar is damaged.
     """
     found = {prefix: read_sidecar(prefix) for prefix in prefixes}
     known = {prefix: info for prefix, info in found.items() if info is not None}
@@ -114,7 +115,8 @@ def merge(folder: str, output: str, multimodal: bool) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge the data sets of the command line ``argv``; return the exit code."""
+    """Merge the data sets of the folder --input of ``argv`` into --output-prefix (:func:`merge`); return 0. Raises
+    UserError or OSError. --multimodal reads and writes modes."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

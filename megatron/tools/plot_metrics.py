@@ -134,7 +134,8 @@ def is_number(value: Any) -> bool:
 
 
 def run_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes that distinguish the runs; the full paths if two are equal."""
+    """Return the shortest path suffixes of equal depth that distinguish the runs (folders, also for a .jsonl file in
+    them); the paths as they are if two runs are equal."""
     parts = [(path.parent if path.suffix == ".jsonl" else path).resolve().parts for path in paths]
     depth = max(map(len, parts))
     for length in range(1, depth + 1):
@@ -346,7 +347,8 @@ def column_means(series: Series, first: float, last: float, columns: int) -> lis
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of this tool."""
+    """Return the flags of this tool. Exits with code 2 for unknown, abbreviated or malformed flags, without --output
+    and --text, unless --labels has one name per run, or for a negative half-life."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -376,7 +378,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plot the runs of the command line; return the exit code."""
+    """Print the chart of the first metric (--keys: each) with --text, and draw all to --output, for the runs of the
+    command line; return 0. Raises UserError for runs without records, unknown keys, or without matplotlib."""
     options = parse_arguments(arguments)
     labels = options.labels or run_labels(options.runs)
     runs = [load(path, label, options.x) for path, label in zip(options.runs, labels)]

@@ -21,7 +21,8 @@ MAX_LINE_BYTES = 64 << 20
 
 
 def read_texts(inputs: list[str], keys: list[str], max_bytes: int | None, separator: str) -> Iterator[str]:
-    """Yield the usable texts in input order until ``max_bytes`` of UTF-8 are reached; skip unusable lines."""
+    """Yield the usable texts of ``keys`` in input order, up to and including the text that reaches ``max_bytes`` of
+    UTF-8 (None: all); skip unusable lines. ``separator`` is the --text-documents of plain text."""
     files, seen = find_inputs(inputs, keys, separator), 0
     for index, file in enumerate(files):
         for part in split_file(index, file, part_bytes(files), MAX_LINE_BYTES):
@@ -34,7 +35,8 @@ def read_texts(inputs: list[str], keys: list[str], max_bytes: int | None, separa
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the tokenizer of the command line ``argv`` and write its files; return the exit code."""
+    """Train the tokenizer of the command line ``argv`` and write its files to the folder --output, created if missing;
+    print the size, with a note if the text gives fewer tokens. Return 0. Raises UserError."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -42,7 +42,8 @@ def token_counts(train: Any, vocab_size: int) -> np.ndarray:
 
 
 def unigram_loss(counts: np.ndarray, valid: Any, num_samples: int) -> float:
-    """Return the mean negative log-likelihood, in nats per unmasked token, of the first ``num_samples`` samples."""
+    """Return the mean negative log-likelihood, in nats per unmasked token, of the first ``num_samples`` samples (or
+    all, if fewer) under the frequencies ``counts``."""
     negative_log = -np.log(counts / counts.sum())
     total = tokens = 0.0
     for index in range(min(num_samples, len(valid))):
@@ -60,10 +61,11 @@ def order_loss(train: Any, valid: Any, num_samples: int) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the baseline for the flags ``argv``; return the exit code.
+    """Print the unigram loss on the evaluation samples of the run's flags ``argv``, for BERT's pairs also the loss of
+    the order, and with --metrics the model's last losses; return 0. Builds data and tokenizer, no model.
 
     Raises:
-        UserError: --metrics contains no validation loss.
+        UserError: wrong flags, or --metrics contains no validation loss.
     """
     own = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter

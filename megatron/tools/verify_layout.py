@@ -84,7 +84,8 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return sizes with fewer heads (same ratio to query groups), head dim 8, a short sequence, few layers."""
+    """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
+    sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
     tp, cp = cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size
     heads, groups = _small_heads(
         cfg.model.num_attention_heads, cfg.model.num_query_groups or cfg.model.num_attention_heads, tp * cp
@@ -192,7 +193,8 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
-    """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size."""
+    """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size (at
+    least 2, or one interleaved group); no batch-size schedule, 100 iterations."""
     per_rank = max(1, cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size))
     enough = max(2, 2 * cfg.model.pipeline_model_parallel_size)
     group = cfg.model.microbatch_group_size_per_virtual_pipeline_stage or 1
@@ -230,9 +232,9 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
 
 
 def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], steps: int) -> None:
-    """Train in one process; save the trace as the reference, or this rank's comparison with an existing reference.
-
-    ``place`` holds the rendezvous variables and ``FOLDER``, which receives ``reference.pt`` or ``<rank>.pt``."""
+    """Train in one process; save the trace as ``reference.pt`` if that file does not exist yet, else this rank's
+    comparison with it as ``<rank>.pt``, both in ``place["FOLDER"]``. ``place`` also holds the rendezvous variables,
+    which are set in this process with its ranks; GPUs are hidden."""
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
     import torch
 
@@ -259,7 +261,8 @@ def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str],
 
 
 def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
-    """Run :func:`run_rank` in ``world_size`` processes and wait; raises the first failure with its traceback."""
+    """Run :func:`run_rank` in ``world_size`` new processes of this machine, with rendezvous on a free port, and wait;
+    raise the first failure with its traceback, after which the others are ended."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:
@@ -272,7 +275,8 @@ def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
 
 
 def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
-    """Train ``cfg`` on one rank and on ``world_size`` ranks; return the verdict of the comparison."""
+    """Train ``cfg`` on one rank, then on ``world_size`` ranks, in new processes on the CPU and a temporary folder;
+    return the verdict of the comparison in fp64 tolerance. Raises the first failure of a process."""
     import torch
 
     from megatron.core.sharding.rectangles import Rectangle
@@ -294,7 +298,8 @@ def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
 
 
 def table(verdict: Any) -> str:
-    """Format a table of loss, gradient norm and the largest gradient and weight errors per step."""
+    """Return a table as text with one row per step: loss (the first one) and gradient norm, each next to the
+    reference's, and the largest gradient and weight errors with their names."""
     lines = [f"{'step':>4} {'loss':>12} {'one rank':>12} {'norm':>12} {'one rank':>12}  worst gradient / worst weight"]
     for row in verdict.rows:
         loss, expected = (next(iter(row[key].values()), math.nan) for key in ("losses", "reference losses"))
@@ -306,7 +311,9 @@ def table(verdict: Any) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify the layout of the flags ``argv`` and print the verdict; return the exit code (1: different)."""
+    """Shrink the model of the flags ``argv``, train it on one rank and in its layout on --world-size ranks (default:
+    the fewest that fit) for --steps steps, and print tables and verdict. Return the exit code: 0 equal, 1 different.
+    Raises UserError for flags that are invalid there."""
     own = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )

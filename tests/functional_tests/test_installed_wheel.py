@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from megatron.console import TOOLS
 from megatron.core.models.registry import programs
 from megatron.version import __version__
+from tests.test_utils.warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 IGNORED = [*(line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()), "tests"]
@@ -55,16 +57,37 @@ def shell(wheel, tmp_path_factory):
     (site / "packages_of_this_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment |= {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     (folder / "work").mkdir()
+    return Shell(folder / "work", site, environment)
 
-    def run(command, code=0):
+
+@dataclass
+class Shell:
+    """Runs commands in ``folder``; the package is installed in ``site``."""
+
+    folder: Path
+    site: Path
+    environment: dict
+
+    def __call__(self, command, code=0):
         result = subprocess.run(
-            ["bash", "-c", command], cwd=folder / "work", env=environment, capture_output=True, text=True
+            ["bash", "-c", command], cwd=self.folder, env=self.environment, capture_output=True, text=True
         )
         assert result.returncode == code, f"{command}\n{result.stdout}{result.stderr}"
         return result.stdout + result.stderr
 
-    run.folder, run.site = folder / "work", site
-    return run
+
+@pytest.fixture(scope="module")
+def warm_shell(shell, tmp_path_factory):
+    """A ``shell`` whose ``python`` and ``megatron`` start with torch and the installed package loaded."""
+    programs = tmp_path_factory.mktemp("warm")
+    installed = Path(shutil.which("megatron", path=shell.environment["PATH"]))
+    warm = WarmPython(programs, installed.with_name("python"), shell.environment)
+    command = programs / "megatron"
+    command.write_text(f"#!{warm.python}\n{installed.read_text().partition(chr(10))[2]}")
+    command.chmod(0o755)
+    path = f"{programs}{os.pathsep}{shell.environment['PATH']}"
+    yield replace(shell, environment={**shell.environment, "PATH": path})
+    warm.close()
 
 
 def test_wheel_has_the_typing_marker_and_no_other_top_level_package(wheel):
@@ -113,7 +136,9 @@ def test_help_and_version_do_not_import_torch(shell):
         (shell.folder / "torch.py").unlink()
 
 
-def test_installed_commands_go_from_text_to_generated_text(shell):
+def test_installed_commands_go_from_text_to_generated_text(warm_shell):
+    shell = warm_shell
+    assert shell("python -c 'import megatron; print(megatron.__file__)'").startswith(str(shell.site))
     shell("megatron make-corpus --output corpus.jsonl --max-bytes 200000")
     shell("megatron train-tokenizer --input corpus.jsonl --vocab-size 300 --output tokenizer")
     shell("megatron preprocess --input corpus.jsonl --output-prefix data --workers 1 --append-eod"

@@ -72,7 +72,7 @@ GOES_ON = ("expert-bias", "global_aux_loss", "--bf16", "--fp16")
 
 
 def in_the_suite(name):
-    """A row with four steps (the rate rises, peaks, falls; every buffer is used again), or all ten for models with
+    """A row with three steps (every buffer is used again, also one of two that alternate), or all ten for models with
     persistent state; two steps show a gradient that is not summed or counted. ``tests/torture/layouts.py`` takes ten
     of every row."""
     one = row(name)

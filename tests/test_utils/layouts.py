@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 VOCAB_SIZE = 61  # not divisible by anything
-STEPS, FEW_STEPS = 10, 4
+STEPS, FEW_STEPS = 10, 3
 
 MODEL = [
     "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",

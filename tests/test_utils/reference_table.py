@@ -21,6 +21,7 @@ GROUPS = "--group-query-attention --num-query-groups"
 LLAMA = f"{ROPE} --swiglu --normalization RMSNorm --disable-bias-linear {UNTIED} {GROUPS} 2"
 WARMUP = "--lr-warmup-iters 5"
 PACKED = "--reset-position-ids --reset-attention-mask"
+FEW = "--train-iters 9"
 
 NETWORK = {
     "all-defaults": "--adam-eps 1e-8 --hidden-dropout 0.1",
@@ -138,7 +139,6 @@ EVALUATION = {
                     " --validation-set-names small smaller own --eod-mask-loss",
     "unnamed-sets": f"--train-data-path a --valid-data-path c b {WHOLE} --multiple-validation-sets",
 }  # fmt: skip
-FEW = "--train-iters 9"
 MOE = f"{FEW} --num-experts 4 --moe-ffn-hidden-size 24 --init-method-std 0.1"
 EIGHT = f"{FEW} --num-experts 8 --moe-ffn-hidden-size 12 --init-method-std 0.1 --disable-bias-linear --swiglu"
 BALANCED = "--moe-router-load-balancing-type"
@@ -250,18 +250,19 @@ PRECISION = {
 }
 
 
-def _complete(row):
+def _complete(row, more=""):
     """The data that most rows take, no dropout where a row names none."""
     flags, precision = row if isinstance(row, tuple) else (row, "fp64")
     data = "" if "data-path" in flags else DATA
-    return f"{data} {'' if 'all-defaults' in flags else NO_DROPOUT} {flags}".split(), precision
+    return f"{data} {'' if 'all-defaults' in flags else NO_DROPOUT} {more} {flags}".split(), precision
 
 
 ROWS = {
-    name: _complete(row)
+    name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES) else "")
     for group in (
         NETWORK, POSITIONS, FAMILIES, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION,
     )
     for name, row in group.items()
 }
-"""Name -> (flags after ``BASE``, precision)."""
+"""Name -> (flags after ``BASE``, precision). A few iterations show what a network computes; schedules, data and the
+optimizer's memory take ``BASE``'s."""

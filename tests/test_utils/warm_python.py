@@ -102,6 +102,7 @@ def become(task, stand_in, path):
     os.environ.clear()
     os.environ.update(task["env"])
     os.chdir(task["folder"])
+    sys.modules["multiprocessing.process"].ORIGINAL_DIR = task["folder"]  # of relative paths of scripts
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         buffering = 1 if name == "stderr" or task["unbuffered"] else -1
         file = open(number, "rw"[number > 0], buffering, closefd=False)  # noqa: SIM115
@@ -116,16 +117,14 @@ def become(task, stand_in, path):
     return words
 
 
-def run_server(address, stand_in):
-    """Imports, serves, and in each program runs it."""
+def run_server(address, stand_in, *preloaded):
+    """Import the ``preloaded`` modules, serve, and in each program run it."""
     import gc
     import importlib
     import runpy
     import types
 
-    from tests.test_utils.gloo_pool import PRELOADED
-
-    for name in PRELOADED:
+    for name in preloaded:
         importlib.import_module(name)
     path = [each for each in sys.path[1:] if each not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     gc.collect()
@@ -146,22 +145,26 @@ def run_server(address, stand_in):
 
 
 class WarmPython:
-    """The server and its stand-in, the executable ``python``, in ``folder``."""
+    """The server and its stand-in, the executable ``python``, in ``folder``. The ``interpreter`` loads this checkout's
+    suite, or the one of the given ``environment``."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, interpreter=sys.executable, environment=None):
         import shlex
         import subprocess
         import time
 
+        from tests.test_utils.gloo_pool import PRELOADED
+
         address, self.python = f"{folder}/server", f"{folder}/python"
-        real, here = shlex.quote(sys.executable), shlex.quote(os.path.abspath(__file__))
+        real, here = shlex.quote(str(interpreter)), shlex.quote(os.path.abspath(__file__))
         with open(self.python, "w") as file:
             file.write(f'#!/bin/sh\nexec {real} -ISE {here} shadow {shlex.quote(address)} "$@"\n')
         os.chmod(self.python, 0o755)
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        environment = environment or {**os.environ, "PYTHONPATH": root}
         self.server = subprocess.Popen(
-            [sys.executable, __file__, "server", address, self.python],
-            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            [interpreter, os.path.abspath(__file__), "server", address, self.python, *PRELOADED],
+            env={**environment, "OMP_NUM_THREADS": "1"}, cwd=folder, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         while not os.path.exists(address):
             assert self.server.poll() is None, "the server of warm programs did not start"

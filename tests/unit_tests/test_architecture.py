@@ -10,7 +10,7 @@ from tests.sizes import Size, ceilings, sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Rooms: a package with everything below it, or a loose module. room -> the rooms that it may import, beside its own.
+# Rooms: a package with everything below it, or a loose module. room -> other rooms that it may import.
 # A graph without cycles (tested); by it the subject of a file decides where it lives, not what it imports.
 CORE = {
     "config": "",

@@ -91,10 +91,10 @@ def _version_4_is_usable(config: TransformerConfig) -> bool:
 
 
 def choose_kernel(request: Request) -> KernelChoice:
-    """Return the best supported kernel for ``request``; the reason lists rejected better ones. Unfused if requested or
-    with dropout; without a GPU torch's SDPA, or unfused for key blocks, soft cap or bias. No device access. Raises
-    UserError for a flash version with ``fused``, a 32- or 64-bit dtype with ``fused`` or ``flash``, or a flag without a
-    supported kernel, with every reason."""
+    """Return the best supported kernel; the reason lists rejected better ones. In this order: unfused if requested or
+    with dropout; UserError for a flash version with ``fused``; without GPU and flash version SDPA, or unfused for key
+    blocks, soft cap or bias; UserError for 32 or 64 bits with ``fused`` or ``flash``, or if none is supported. No
+    device access."""
     if request.backend in ("unfused", "local"):
         return KernelChoice("unfused", f"--attention-backend {request.backend}")
     if request.dropout:
@@ -132,9 +132,11 @@ def _first_that_serves(request: Request) -> KernelChoice:
 
 
 def _candidates(request: Request) -> Iterator[str]:
-    """Yield names of candidate kernels, best first: only the flash-attn version requested by flag, installed or not;
-    "triton", "unfused" for ``auto`` with a bias; else installed flash-attn packages, then torch's kernels by backend,
-    dtype, window and capability. Does not check ``supports``. Requires a GPU unless a version is requested."""
+    """Yield candidate kernels, best first; checks no ``supports``. Only the requested flash-attn version, installed or
+    not; ``auto`` with a bias: triton, unfused. Else for 16 bits: installed flash-attn (``flash``: 4, 3; ``auto``: 4),
+    cudnn (``fused``, or ``auto`` from sm_90 on; no window on full sequences), flash (not for ``fused`` without window);
+    for ``auto`` or a window on full sequences: efficient and math (key blocks: unfused); for ``auto`` with a soft cap
+    unfused."""
     if request.flash_version is not None:
         yield f"flash-attn {request.flash_version}"
         return
@@ -225,7 +227,8 @@ def _build(
 
 @functools.lru_cache(maxsize=16)
 def _flash_bands_are_correct(name: str, channels: int, dtype: torch.dtype) -> bool:
-    """Return whether the current GPU's kernel ``name`` is correct on a ring's band tiles (runs it; cached)."""
+    """Return whether kernel ``name`` computes a ring's band tiles correctly on the current GPU, with scale
+    channels^-0.5: runs :func:`bands_are_right` once per arguments; cached."""
     scale = channels**-0.5
     kernel: FlashKernel = torch_sdpa.TorchAttention(name, scale)
     if name == "flash-attn 4":

@@ -97,8 +97,9 @@ def attention_core(
     config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0
 ) -> Op:  # fmt: skip
     """Describe core attention (between the projections): forward FLOPs of one sequence over all ranks, gradient bytes,
-    and activation bytes per token saved in addition to its inputs and output. ``query``, ``key`` and ``output`` are
-    elements per token on this rank. ``num_keys``: length of the other sequence in cross-attention, all visible; 0 for
+    and activation bytes per token saved in addition to its inputs: the log-sum-exp, and with context parallelism or
+    sinks the output; otherwise, if unfused, scores and copies instead. ``query``, ``key`` and ``output`` are elements
+    per token on this rank. ``num_keys``: length of the other sequence in cross-attention, all visible; 0 for
     self-attention."""
     pairs = float(place.seq_length * num_keys) if num_keys else visible_pairs(config, place)
     tp = config.tensor_model_parallel_size

@@ -63,6 +63,9 @@ class CoreAttention(nn.Module):
         k_channels: int | None = None,
         v_channels: int | None = None,
     ) -> None:
+        """Check the context-parallel size and the heads of an all-to-all (UserError), select and build the kernel, and
+        register the sink as ``softmax_offset``. Communication forms are built at the first call. Arguments are
+        described at the class."""
         super().__init__()
         self._static, self._sink = TokenLayout.of(groups), has_sink(config)
         if config.context_parallel_size != (ranks := self._static.group.size):
@@ -93,6 +96,7 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext = _NO_CONTEXT) -> Tensor:
         """Attend and return [s, b, a * e] in the queries' dtype. Collective over the ranks of ``ctx.layout``, also in
         backward. With context parallelism, reads document bounds on the host; the first read waits for the GPU.
+        Cross-attention reads ``ctx.encoder_documents`` and ignores mask and bias.
 
         A dense ``ctx.attention_mask`` applies in addition to causality and window; some kernels and context parallelism
         reject it (UserError). Raises ValueError in training with dropout without ``ctx.dropout``, and without
@@ -105,7 +109,9 @@ class CoreAttention(nn.Module):
         return self.form(ctx.layout)(query, key, value, mask, self.softmax_offset).flatten(2)
 
     def form(self, layout: TokenLayout) -> Attention:
-        """Return the context-parallel form for the ranks of ``layout``; cached by them."""
+        """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;
+        built once per (group, order, levels) and cached. Raises ValueError for the default layout if the program has
+        several context-parallel ranks."""
         ranks = layout.group, layout.order, layout.levels
         form = self._forms.get(ranks)
         if form is None:

@@ -91,10 +91,10 @@ class PackedSeqParams:
     def documents(self, num_tokens: int, context_parallel_size: int = 1) -> PackedSeqParams:
         """Normalize the bounds of a batch of ``num_tokens`` tokens (in full sequences) for self-attention.
 
-        With ``cu_seqlens_q_padded``, each document's padding becomes a separate document, which no other token sees.
-        Returns ``self`` if nothing changes. Raises UserError for "thd" or padded bounds with context parallelism, and
-        ValueError if a document exceeds its padded length (not checked on GPUs, as that would wait) or key bounds
-        differ from query bounds (on GPUs a device assertion)."""
+        With ``cu_seqlens_q_padded``, each document's padding becomes a separate document, which no other token sees;
+        the result then has bounds only. Returns ``self`` if nothing changes. Raises UserError for "thd" or padded
+        bounds with context parallelism, and ValueError if a document exceeds its padded length (not checked on GPUs, as
+        that would wait) or key bounds differ from query bounds (on GPUs a device assertion)."""
         if context_parallel_size > 1 and (self.qkv_format == "thd" or self.cu_seqlens_q_padded is not None):
             raise UserError(
                 f"packed_seq_params: {context_parallel_size} context-parallel ranks split rows, not documents; split "

@@ -39,7 +39,8 @@ class Llama3Scaling:
     original_max_position_embeddings: int = 8192
 
     def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
-        """Return the scaled copy of ``frequencies`` [r / 2] in radians per position; ``base`` and ``width`` are not
+        """Return a scaled copy of ``frequencies`` [r / 2] in radians per position: divided by ``factor`` for long
+        wavelengths, unchanged for short ones, linear in original / wavelength between. ``base`` and ``width`` are not
         used."""
         wavelengths = 2 * math.pi / frequencies
         low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
@@ -111,6 +112,8 @@ class RotaryEmbedding(nn.Module):
         scaling: Scaling | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Set the settings; tables are computed at the first call. Raises UserError unless int(``kv_channels`` *
+        ``rotary_percent``) is even and at least 2."""
         super().__init__()
         self.width = int(kv_channels * rotary_percent)
         if self.width < 2 or self.width % 2:
@@ -183,7 +186,8 @@ LATENT_CONTEXT = 4096
 
 def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
     """Build the rotary embedding of multi-latent attention for ``qk_pos_emb_head_dim`` channels: plain with rope_type
-    "rope", else with YaRN scaling. As in Megatron-LM, YaRN ignores ``percent``."""
+    "rope", else with YaRN scaling, whose original context is 4096 tokens unless configured. As in Megatron-LM, YaRN
+    ignores ``percent``."""
     channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
     if config.rope_type == "rope":
         return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)

@@ -161,8 +161,10 @@ def _clipped(start: int, stop: int, document: tuple[int, int] | None) -> tuple[i
 
 
 def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator[Tile]:
-    """Yield tiles of the visible pairs of ``tile``, with the band in local indices: without queries and keys that have
-    no visible pair, and split as the module docstring says. Yields nothing if all pairs are hidden."""
+    """Yield tiles of the visible pairs of ``tile`` (at most ``before`` and ``after`` positions from the query; None: no
+    limit), with the band in local indices: without queries and keys that have no visible pair, cut so that a tile with
+    a left limit has no more queries than keys, and causal ones split at the diagonal. Nothing if all pairs are
+    hidden."""
     distance = tile.query_position - tile.key_position
     low = -tile.num_queries if before is None else distance - before  # visible: low <= j - i <= high
     high = tile.num_keys if after is None else distance + after

@@ -138,13 +138,11 @@ def renamed() -> dict[str, str]:
 
 
 def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.Segment], list[str], list[cli.Problem]]:
-    """Replace older spellings of a command line by today's flags. ``known`` spellings are not changed.
+    """Replace older spellings of a command line by today's flags. ``known`` spellings are not changed, except for
+    values that the table has. Replacements go to the front, so that today's spelling wins where both are given.
 
-    What comes of a rewrite goes to the front, so that today's spelling wins where both are given.
-
-    Returns:
-        the command line in today's flags, one notice per spelling or value that is read otherwise, and the refusals.
-    """
+    Returns (the command line in today's flags, one notice per spelling or value that is read otherwise, the problems of
+    rejected flags and values). Rows of the table without a replacement stay, for :func:`answers`."""
     front: list[list[str]] = []
     kept: list[cli.Segment] = []
     notices: list[str] = []

@@ -75,15 +75,17 @@ def flag(
     check: Callable[[str], object] | None = None,
     meant: Mapping[str, str] | None = None,
 ) -> Any:
-    """A dataclass field whose flag is irregular.
+    """Return a dataclass field whose flag is irregular.
 
     ``name: int = flag()`` is an ordinary flag that starts as None but is annotated with the type it has once the
     configuration is resolved, so that the code that reads it need not ask.
 
     Args:
-        names: spellings, the first one being the official one.
+        names: spellings, the first one being the official one; default: from the field's name.
+        default, default_factory: as of ``dataclasses.field``; the factory wins.
         nargs: as argparse's: a count, ``"+"`` or ``"*"``.
         parse: from the text on the command line to the value; raises ``ValueError`` with the reason.
+        metavar: placeholder of the value in ``--help``.
         on: a further spelling that sets a default-true boolean to True.
         check: raises ``ValueError`` with the reason for a text that no other setting could make sensible.
         meant: choice to suggest for names that other programs use, in lower case.
@@ -251,8 +253,9 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
 
 @functools.cache
 def group_flags(*groups: type) -> tuple[FlagSpec, ...]:
-    """Return the flags of these dataclasses, in the order of their fields. Inherited fields belong to the class that
-    declares them; fields marked ``flag=False`` have no flag."""
+    """Return the flags of these dataclasses, in the order of their fields. Left out: inherited fields, whose flags
+    their own class gives, and fields marked ``flag=False``. Raises TypeError for a field whose type has no
+    conversion."""
     specs = []
     for group in groups:
         hints = get_type_hints(group, include_extras=True)
@@ -319,8 +322,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def _read(spec: FlagSpec, segment: Segment) -> Any:
-    """Return the value that one segment gives to its flag: for a switch the opposite of its default, else the converted
-    operands. Raises ValueError, with the reason, for a wrong number of operands or a wrong value."""
+    """Return the value that one segment gives to its flag: for a switch the opposite of its default, or True for its
+    ``on`` spelling; else the converted operand, a list of them if the flag has ``nargs``. Raises ValueError, with the
+    reason, for a wrong number of operands or a wrong value."""
     count = len(segment.operands)
     if spec.is_bool:
         if count:
@@ -338,7 +342,8 @@ def _read(spec: FlagSpec, segment: Segment) -> Any:
 
 
 def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the field values of a command line (the last of repeated flags applies) and all its problems."""
+    """Return (values by field of a command line, all its problems). Only fields that occur are there, the last of
+    repeated flags wins; a problem (unknown flag, wrong value) leaves its value out."""
     table = flag_table(specs)
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -372,8 +377,8 @@ def read_mapping(
     specs: Iterable[FlagSpec], mapping: Mapping[str, Any], renamed: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return (values by field, problems) of settings from a file, nested tables flattened. Keys are field or flag names
-    with ``-`` or ``_``; ``renamed`` maps older flag names. The key of a negative flag (``no_...``) inverts its
-    value."""
+    with ``-`` or ``_``; ``renamed`` maps older flag names. The key of a negative flag (``no_...``) inverts its value.
+    Only fields that occur are there; an unknown key or a wrong value becomes a problem."""
     specs = tuple(specs)
     by_field = {spec.field: spec for spec in specs}
     by_flag = flag_table(specs)
@@ -396,11 +401,9 @@ def read_mapping(
 
 
 def from_object(spec: FlagSpec, value: Any) -> Any:
-    """Return a typed value from a file, checked like the text on a command line.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Return a value of a settings file in the field's type, checked like the text on a command line; a single value of
+    a flag with ``nargs`` becomes a list. Raises ValueError, with the reason, also for null unless the field is
+    optional."""
     if value is None:
         if not spec.optional:
             raise ValueError("needs a value")
@@ -419,7 +422,7 @@ def from_object(spec: FlagSpec, value: Any) -> Any:
 
 def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description: str = "") -> argparse.ArgumentParser:
     """Return an argparse parser of these flags in groups, for ``--help`` and for scripts that add custom flags. Names
-    cannot be abbreviated."""
+    cannot be abbreviated, nothing is required, and defaults are filled in."""
     parser = argparse.ArgumentParser(
         prog=prog, description=as_typed(description), allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
     )

@@ -55,7 +55,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def call_all(calls: Iterable[Callable[[], Result]]) -> list[Result]:
-    """Call all ``calls``, also after errors, and return their results.
+    """Call all ``calls``, also after a UserError, and return their results. Other errors propagate at once.
 
     Raises:
         UserError: the problems of all calls, each line once; in their class if all have the same class.

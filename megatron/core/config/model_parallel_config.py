@@ -98,7 +98,8 @@ class PrecisionConfig(FlagGroup):
 
 
 def parameter_dtype(fp16: bool, bf16: bool, fp64: bool) -> torch.dtype:
-    """The parameters' torch dtype under these flags; imports torch."""
+    """Return the torch dtype of the parameters: fp64, else fp16, else bf16 if set (no check for several), else fp32.
+    Imports torch."""
     import torch
 
     if fp64:

@@ -59,7 +59,9 @@ class ModelSettings(
 
 
 def following_sizes(settings: ModelSettings) -> dict[str, Any]:
-    """Return sizes derived from others, for sizes that are None and can be derived."""
+    """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std and (with experts)
+    expert FFN size, each only if it is None in ``settings``, derived from the others; None if these are missing too.
+    Changes nothing."""
     hidden, heads = settings.hidden_size, settings.num_attention_heads
     values = {
         "num_query_groups": heads,
@@ -91,7 +93,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
     @classmethod
     def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of Megatron-LM's constructor under the names that they have here.
+        """Return the arguments ``given`` of Megatron-LM's constructor under the names that they have here, a new dict:
+        older names (which win), single values for lists, fused activations, activation functions. Drops settings of the
+        training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay unchecked.
 
         Raises:
             ConfigError: an activation that this library does not have.
@@ -123,6 +127,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         return settings
 
     def __post_init__(self) -> None:
+        """Raise ConfigError with all impossible sizes; then fill in, in place, derived sizes that are None, the number
+        of virtual stages, and ``pipeline_dtype`` fp32 for an fp32 residual stream."""
         if problems := list(self._impossible_sizes()):
             raise ConfigError(problems)
         for name, value in following_sizes(self).items():
@@ -153,8 +159,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
                 yield Problem(name, "must be at least 0 and less than 1", getattr(self, name))
 
     def _impossible_heads(self) -> Iterator[Problem]:
-        """Yield problems of the attention heads: they must divide ``hidden_size`` (without ``kv_channels``), be a
-        multiple of the query groups and of the tensor-parallel size; norms across heads need RMSNorm."""
+        """Yield problems of the attention heads: they must divide ``hidden_size`` (without ``kv_channels`` or latent
+        attention), be a multiple of the query groups and of the tensor-parallel size; norms across heads need
+        RMSNorm."""
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads is None or hidden is None:
             return

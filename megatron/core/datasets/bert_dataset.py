@@ -55,8 +55,8 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def __getitem__(self, idx: int) -> dict[str, Any]:
         """Return sample ``idx``: ``text``, ``types``, ``labels`` (-1 where not masked), ``padding_mask`` and
         ``loss_mask``, int64 [s], and the numbers ``is_random`` (segments swapped) and ``truncated``. Text is [cls]
-        first [sep] second [sep], truncated to the sample's target length, masked, and padded. Depends only on files,
-        seed and ``idx``."""
+        first [sep] second [sep] (without pairs [cls] text [sep]), truncated to the sample's target length, masked,
+        padded with 0. Depends only on files, seed and ``idx``."""
         tokens, lengths, target = self.sentences(idx)
         random_state = self.random_state(idx)
         first, second, is_random = self._pair(tokens, lengths, random_state)
@@ -121,8 +121,9 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, target: int, random_state: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return views that have ``target`` tokens together, removing single tokens from the longer one (``second`` among
-    equals), from its start or its end by the toss of a coin."""
+    """Return views that together have ``target`` tokens: single tokens are removed from the longer segment (``second``
+    among equals), each from its start or its end by a random draw. Advances ``random_state`` by the number of removed
+    tokens."""
     bounds = [[0, len(first)], [0, len(second)]]
     excess = len(first) + len(second) - target
     for from_start in (random_state.random_sample(excess) < 0.5).tolist():

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlendedDataset:
-    """Samples of ``datasets`` interleaved.
+    """Samples of ``datasets`` interleaved; which sample comes from which source is built or read from the index cache.
 
     Args:
         datasets: the sources, of one class and one split.
@@ -28,7 +28,7 @@ class BlendedDataset:
         config: the configuration.
 
     Raises:
-        ValueError: a source is asked for more samples than it has.
+        UserError: weights are not positive, or a source is asked for more samples than it has.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class BlendedDataset:
         self._log_shares(taken.tolist())
 
     def _log_shares(self, taken: list[int]) -> None:
-        """Log the share of each source: a line for each, or one for all where they are many."""
+        """Log the samples, weight and epochs of each source, which gives ``taken`` samples. Of more than
+        ``MANY_SOURCES``, these lines go to DEBUG and one line for all to INFO."""
         total, name, many = sum(self.weights), self.split.name, len(self.datasets) > MANY_SOURCES
         epochs = [dataset.num_epochs * count / len(dataset) for dataset, count in zip(self.datasets, taken)]
         for dataset, weight, count, passes in zip(self.datasets, self.weights, taken, epochs):

@@ -39,13 +39,16 @@ def built_on_every_rank() -> Iterator[None]:
 
 
 class BlendedMegatronDatasetBuilder:
-    """Build one data set per split.
+    """Build one data set per split. The constructor opens no file.
 
     Args:
         cls: the ``MegatronDataset`` class.
         sizes: samples wanted of train, valid and test: a number, 0 for none, or None for one pass over the data.
         is_built_on_rank: whether this process needs the data at all; see :func:`built_on_every_rank`.
         config: the configuration.
+
+    Raises:
+        UserError: not three sizes, or a full pass (None) of a split whose sources have weights.
     """
 
     def __init__(
@@ -89,8 +92,9 @@ class BlendedMegatronDatasetBuilder:
         call_all(partial(self._check_split, split) for split in Split)
 
     def _check_split(self, split: Split) -> None:
-        """Open every source of ``split``. Raises UserError with the problems of all sources, or EmptySplitError if the
-        split needs samples that its sources do not hold."""
+        """Open every source of ``split``; builds no index. Raises UserError with the problems of all sources, or
+        EmptySplitError if sources hold no sample: all of them, or any if they have weights or are separate validation
+        sets. A test split that no flag names may be empty. Mock data and size 0 are not checked."""
         size, blend, bounds = self.sizes[split.value], self._blend(split), self._bounds(split)
         if size == 0 or blend is None or bounds is None:
             return
@@ -168,8 +172,9 @@ class BlendedMegatronDatasetBuilder:
     def _build_by_size(
         self, prefixes: list[str], split: Split, bounds: tuple[float, float], size: int | None
     ) -> BlendedDataset:
-        """Blend one pass over all sources, weighted by their numbers of samples. Skips empty sources; raises
-        EmptySplitError if all are empty; warns if ``size`` exceeds the pass."""
+        """Blend one pass over all sources, each weighted by its number of samples, cut to ``size`` (None: all). Skips
+        empty sources; raises EmptySplitError if all are empty; warns if ``size`` exceeds the pass, which is not
+        repeated."""
         datasets = self._build_sources(prefixes, split, bounds, [None] * len(prefixes), skip_empty=True)
         if not datasets:
             raise EmptySplitError(

@@ -90,6 +90,9 @@ class GPTDataset(MegatronDataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ):
+        """Plan the epochs, build the indices or read them from the index cache (one process builds, others wait), and
+        log the counts. Raises EmptySplitError if the documents give no sample, UserError if a needed end-of-document id
+        is missing."""
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: GPTDatasetConfig = config
         self._pad = _padding_id(config)
@@ -116,8 +119,8 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """Open the indexed data set at ``dataset_path``. Raises UserError for mock settings, or if it stores several
-        sentences per document."""
+        """Open the indexed data set at ``dataset_path`` (a prefix, also without its default suffix). Raises UserError
+        for mock settings, or if it stores several sentences per document; MissingDatasetError if a file is missing."""
         if config.mock:
             raise UserError(
                 "no data: give --data-path (or another source of data), or --mock-data for synthetic samples"
@@ -135,9 +138,9 @@ class GPTDataset(MegatronDataset):
         return len(self.sample_index) - 1
 
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
-        """Return sample ``idx``: tokens and labels int64 [s], loss_mask float32 [s] and position_ids int64 [s], with
-        document boundaries if a flag requires them. None gives sample 0 with a loss mask of zeros (padding of the last
-        batch)."""
+        """Return sample ``idx`` as new arrays: tokens and labels int64 [s], loss_mask float32 [s] (0 at padding) and
+        position_ids int64 [s], with document boundaries if a flag requires them. None gives sample 0 with a loss mask
+        of zeros (padding of the last batch). Raises UserError for an id outside the vocabulary."""
         text, filled = self._text(0 if idx is None else idx)
         if self.extra_token:
             tokens, labels = text[:-1].copy(), text[1:].copy()
@@ -298,6 +301,8 @@ class MockGPTLowLevelDataset:
     max_sequence_length = 4096
 
     def __init__(self, tokenizer: Any):
+        """Draw the lengths of all documents from a fixed seed. Ids count from 1 below the vocabulary size without the
+        end-of-document id, which ``tokenizer`` must have."""
         self.eod = int(tokenizer.eod)
         generator = np.random.default_rng(seed=self.seed)
         self.sequence_lengths = generator.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)

@@ -103,9 +103,9 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         return opens
 
     def problems(self) -> Iterator[str]:
-        """Yield each problem with its fix: masking or short-sequence probability out of range, n-grams below 1,
-        permutation (not available), a sequence length without room for two tokens, a tokenizer without the needed
-        special tokens."""
+        """Yield each problem with its fix: masking probability outside (0, 1) or short-sequence probability outside [0,
+        1], n-grams below 1, permutation (not available), a sequence length without room for two tokens, a tokenizer
+        without the needed special tokens."""
         if not 0 < self.masking_probability < 1:
             yield f"--mask-prob {self.masking_probability}: must lie between 0 and 1, such as 0.15"
         if not 0 <= self.short_sequence_probability <= 1:
@@ -142,6 +142,9 @@ class MaskedWordPieceDataset(MegatronDataset):
         index_split: Split,
         config: MaskedWordPieceDatasetConfig,
     ):
+        """Check ``config``, build the sample index or read it from the index cache (one process builds, others wait),
+        and log the counts. Raises UserError for problems of ``config``, EmptySplitError if the documents give no
+        sample."""
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: MaskedWordPieceDatasetConfig = config
         config.check()

@@ -82,9 +82,9 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     def config_attention_mask(
         encoder_tokens: Any, decoder_tokens: Any, encoder_mask: Any, decoder_mask: Any, use_local: bool = False
     ) -> tuple[Any, Any, Any]:
-        """Masks of encoder, decoder and cross-attention, as programs pass them to a model, from bool tensors [b, e] and
-        [b, s] that are True where hidden: with ``use_local`` [b, 1, queries, keys], else [b, 1, 1, keys], None (causal)
-        and a pair."""
+        """Return masks of encoder, decoder and cross-attention, True where hidden, as programs pass them to a model,
+        from bool tensors [b, e] and [b, s] that are True where hidden: with ``use_local`` [b, 1, queries, keys], else
+        encoder [b, 1, 1, keys], None (causal) and the pair (decoder, encoder). The tokens are ignored."""
         encoder, decoder = encoder_mask[:, None, None], decoder_mask[:, None, None]
         if not use_local:
             return encoder, None, (decoder, encoder)

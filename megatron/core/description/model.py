@@ -78,9 +78,9 @@ class Param:
         return 0 if self.tied_to or self.stored is None else math.prod(self.stored) - math.prod(self.shape)
 
     def local_shapes(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-        """Return the shapes that one rank stores, padding included; ``sizes`` maps axes to numbers of ranks. There are
-        two shapes if ranks share rows.
-        """
+        """Return the shapes that one rank stores, padding included; ``sizes`` maps axes to numbers of ranks (missing:
+        1). There are two shapes, split and shared rows, if there are fewer blocks than ranks (``shared``). Leading dims
+        are flattened to ``ndim`` dims. Does not check that sizes divide."""
         shape = list(self.stored or self.shape)
         for axis, dim in self.mesh.items():
             ranks = sizes.get(axis, 1)
@@ -142,7 +142,8 @@ class Piece:
         return replace(self, params=tuple(replace(each, name=f"{prefix}{each.name}") for each in self.params))
 
     def scaled_to_tokens(self, share: float) -> Piece:
-        """Return a copy with bytes scaled by ``share``, its tokens per token of the reference sequence."""
+        """Return a copy with the bytes of its operations (traffic, gradients, saved) scaled by ``share``, its tokens
+        per token of the reference sequence. FLOPs and parameters do not change."""
         def scaled(op: Op) -> Op:
             saved = tuple(replace(each, bytes=each.bytes * share) for each in op.saved)
             return replace(op, traffic=op.traffic * share, gradients=op.gradients * share, saved=saved)
@@ -236,9 +237,8 @@ class ModelDescription:
 
     @property
     def costs(self) -> ModelCosts:
-        """Relative times of branches and head, in units of a median layer, for balancing pipeline stages; times are
-        None if a piece is unknown.
-        """
+        """Relative times of branches and head, in units of a median layer, for balancing pipeline stages; head includes
+        multi-token prediction. Times are None if a piece is unknown or the median layer has no FLOPs."""
         names = tuple(tuple(branch.name for branch in branches) for branches in self.layers)
         layers = [[branch.time for branch in branches] for branches in self.layers]
         unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 per layer if all are equal
@@ -256,8 +256,7 @@ def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()
 
 def weight_shapes(model: ModelDescription, *, expert_bias: bool) -> dict[str, tuple[int, ...]]:
     """Map the names of a model's stored tensors to their global, unpadded shapes. Tied parameters are omitted.
-    ``expert_bias`` adds ``router.expert_bias`` [experts] for every MoE router.
-    """
+    ``expert_bias`` adds ``router.expert_bias`` [experts] for every parameter named ``router.weight``."""
     shapes: dict[str, tuple[int, ...]] = {}
     for param in model.params():
         if not param.tied_to:

@@ -71,7 +71,8 @@ def _no_norm(config: Config) -> Op:
 
 
 def one_piece(pieces: Iterable[Piece]) -> Piece:
-    """Combine the branches of a layer that stages cannot split into one piece."""
+    """Combine the branches of a layer that stages cannot split into one piece ``layer``: parameters, ops and settings
+    in order. It is known only if there are branches and all are known."""
     pieces = list(pieces)
     return Piece(
         "layer", tuple(each for piece in pieces for each in piece.params),
@@ -84,9 +85,9 @@ def one_piece(pieces: Iterable[Piece]) -> Piece:
 def residual_branch(
     mixer: Piece, config: Config, *, name: str, norm_name: str, describe_norm: NormDescription = norm
 ) -> Piece:
-    """Describe the branch x + dropout(mixer(norm(x))) with parameters under ``name`` and ``norm_name``;
-    ``norm_placement`` selects a norm before the mixer, after it, or both.
-    """
+    """Describe the branch x + dropout(mixer(norm(x))): ``mixer`` with its parameters under ``name``, and norms before
+    it (``norm_name``), after it (``post_<name>_layernorm``), or both, by ``norm_placement``. The last op also saves the
+    dropout mask. Adds the settings of branches to the mixer's."""
     before, behind = config.norm_placement != "post", config.norm_placement != "pre"
     post_name = f"post_{name}_layernorm"
     entry = describe_norm(norm_name, config.hidden_size, config) if before else []

@@ -24,8 +24,9 @@ def all_ranks() -> Group:
 
 
 def all_gather_json(value: Any, group: Group) -> list[Any]:
-    """All-gather a JSON value; return the values by group rank. Collective: two all-gathers of bytes, by gloo if the
-    group has a host handle, else by its backend. The host waits for the result."""
+    """All-gather a JSON value; return the values by group rank, after a JSON round trip (tuples become lists), or
+    [value] itself for one rank. Collective: two all-gathers of bytes, by gloo if the group has a host handle, else by
+    its backend. The host waits for the result. Raises TypeError for other values, on this rank only."""
     if group.size == 1:
         return [value]
     handle = group.host_handle or group.handle

@@ -38,7 +38,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: not a regular file, not JSON, or not an object.
+        CheckpointDamagedError: unreadable, not a regular file, over 1 GiB, not JSON, or not an object.
     """
     data = read_regular_file(path, MAX_JSON, follow=True)
     try:

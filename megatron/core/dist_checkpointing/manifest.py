@@ -84,7 +84,9 @@ def _is_sizes(value: Any, length: int | None = None) -> bool:
 
 
 def _check_structure(manifest: dict[str, Any], path: Path) -> None:
-    """Check names and numbers, because a crafted file can have a valid checksum; raise CheckpointDamagedError."""
+    """Raise CheckpointDamagedError unless ``files``, ``tensors``, ``objects``, ``assets``, ``run_id`` and
+    ``world_size`` are well-formed, all names plain (no paths), every chunk inside its tensor and file, and every tensor
+    covered exactly once. A crafted file can have a valid checksum. Reads no other file."""
     files, tensors, assets = (manifest.get(key) for key in ("files", "tensors", "assets"))
     if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(manifest.get("objects"), dict):
         raise CheckpointDamagedError(f"{path}: files, tensors or objects are missing")
@@ -138,8 +140,8 @@ def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, A
 
 
 def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
-    """Return the manifest of ``directory`` after checking that exactly its files exist, in their sizes. Reads no tensor
-    data.
+    """Return the manifest of ``directory`` after checking that exactly its ``*.safetensors`` files exist, in their
+    sizes. Does not look at assets or other files, and reads no tensor data.
 
     Raises:
         CheckpointDamagedError: the manifest is missing or damaged; or the list of all missing, foreign or wrongly sized
@@ -173,7 +175,8 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
 
 
 def check_coverage(manifest: dict[str, Any]) -> None:
-    """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once."""
+    """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once; lists all tensors that fail.
+    Tensors without elements need no chunks. Entries must be well-formed."""
     problems = []
     for name, entry in manifest["tensors"].items():
         chunks = [chunk_rectangle(chunk) for chunk in entry["chunks"]]

@@ -29,8 +29,9 @@ def save(
     objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
     group: Group | None = None, fault: writer.Fault = writer.no_fault, **accepted: Any,
 ) -> int:  # fmt: skip
-    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir`` and return the bytes of all ranks' tensor files.
-    Collective over ``group``; blocks until the checkpoint is complete. See ``writer.save``.
+    """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``, replacing one of that name, and return the
+    bytes of all ranks' tensor files. Collective over ``group``; blocks until the checkpoint is complete. An error on
+    any rank leaves no files and the replaced checkpoint unchanged. See ``writer.save``.
 
     Args:
         sharded_state_dict: shards and JSON values, in dictionaries of any depth. Only the first rank's JSON values are
@@ -60,9 +61,10 @@ def load(
     sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
     allow_unused: Iterable[str] = (), group: Group | None = None, **accepted: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Fill the shards of ``sharded_state_dict`` in place; return new dictionaries with their local tensors and all
-    stored JSON values, which replace passed ones. Collective over ``group``. See ``reader.load``; arguments are as in
-    :func:`save`.
+    """Fill the shards of ``sharded_state_dict`` in place, cast to their dtypes; return new dictionaries with their
+    local tensors and all stored JSON values, which replace passed ones. Collective over ``group``. Fills nothing unless
+    names and shapes match on all ranks; all stored tensors outside of ``allow_unused`` (name prefixes) must be
+    requested. ``strategies`` and Megatron-LM's other arguments are as in :func:`save`.
 
     Raises:
         CheckpointError: damage, missing or unused names, wrong shapes; lists all of them.
@@ -81,7 +83,8 @@ def _check(accepted: Mapping[str, Any]) -> None:
 
 
 def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor]:
-    """Return the shards in nested dictionaries by slash-separated path."""
+    """Return {``path`` + slash-separated keys: shard} of the shards in nested dictionaries; other values are
+    ignored."""
     found: dict[str, ShardedTensor] = {}
     for name, value in tree.items():
         if isinstance(value, ShardedTensor):
@@ -92,7 +95,8 @@ def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor
 
 
 def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tree`` without shards and dictionaries of shards only. Raises UserError for non-JSON values."""
+    """Return ``tree`` without shards and without dictionaries that hold only shards, at any depth; empty dictionaries
+    stay. Raises UserError that names the values of one dictionary that are not JSON."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         inner = _values(value) if isinstance(value, Mapping) else value

@@ -56,8 +56,9 @@ def load_from(
     reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
     group: Group,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Run :func:`load` from an opened source, whose ``read_into`` several threads may call. Collective over ``group``:
-    three exchanges (names, problems, end)."""
+    """Fill the local tensors of ``sharded_state_dict`` in place from an opened source and return them by key, with the
+    checks and errors of :func:`load`: nothing is filled unless names and shapes match on all ranks. Collective over
+    ``group``: three exchanges (names, problems, end). Several threads call ``reader.read_into``."""
     names = sorted({tensor.name for tensor in sharded_state_dict.values()})
     asked = together(lambda: names, group)
 
@@ -85,9 +86,9 @@ def load_from(
 
 
 def misfits(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], wanted: Iterable[ShardedTensor]) -> list[str]:
-    """Describe each tensor in ``wanted`` that is missing in ``stored`` (name -> shape, dtype) or does not match.
-
-    Shapes must be equal; dtypes must both be floating-point or both not."""
+    """Return a message for each tensor in ``wanted`` that is missing in ``stored`` (name -> shape, dtype), has another
+    global shape, or is floating-point where the stored tensor is not or vice versa (the first reason only); empty if
+    all fit. Other dtypes may differ. Tensors that only ``stored`` has are ignored."""
     problems = []
     for tensor in wanted:
         shape, dtype = stored.get(tensor.name, (None, tensor.local.dtype))
@@ -160,7 +161,8 @@ class CheckpointReader:
         return misfits({name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in entries}, tensors)
 
     def read(self, name: str) -> Tensor:
-        """Read a full global tensor into new CPU memory; raise CheckpointDamagedError for damage."""
+        """Read a full global tensor into new CPU memory, in its stored dtype, with checks of its checksums. Raises
+        CheckpointDamagedError for damage, KeyError for an unknown name."""
         entry = self.manifest["tensors"][name]
         whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
         self.read_into(ShardedTensor(name, whole, tuple(entry["shape"]), (0,) * whole.ndim))
@@ -169,10 +171,12 @@ class CheckpointReader:
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
         """Fill ``tensor.local`` in place from the chunks that intersect it, cast to its dtype; waits for copies to a
-        GPU. Several threads may call it.
+        GPU. Does not compare the global shape (see :meth:`misfits`). Several threads may call it.
 
         Raises:
-            CheckpointDamagedError: a checksum differs, a file is truncated, or chunks do not cover the shard.
+            CheckpointDamagedError: a checksum differs, a file is truncated, or chunks do not cover the shard; it may be
+                filled in part.
+            KeyError: the name is not stored.
         """
         entry = self.manifest["tensors"][tensor.name]
         dtype = DTYPES[entry["dtype"]]
@@ -186,7 +190,9 @@ class CheckpointReader:
             raise CheckpointDamagedError(f"{self.directory}: {tensor.name} is stored only in part")
 
     def _read_chunk(self, name: str, chunk: dict, dtype: torch.dtype, wanted: Rectangle, target: Tensor) -> None:
-        """Copy the rectangle ``wanted`` (global coordinates) of ``chunk`` to ``target``, some rows at a time."""
+        """Copy the rectangle ``wanted`` (global coordinates, inside ``chunk``) to ``target``, a view of its shape, cast
+        to its dtype; some rows at a time. Checks the file's header (once) and the CRC-32 of every block that it reads;
+        raises CheckpointDamagedError."""
         self._check_header(chunk["file"])
         if target.ndim == 0:
             target.copy_(self._rows(name, chunk, dtype, 0, 1).reshape(()))
@@ -203,7 +209,9 @@ class CheckpointReader:
             target[start : start + count].copy_(rows)
 
     def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        """Return rows ``first`` to ``first + count`` of a chunk, checked; valid until this thread's next call."""
+        """Return rows ``first`` to ``first + count`` of a chunk, full rows in the stored ``dtype``; valid until this
+        thread's next call. Reads the blocks that contain them and raises CheckpointDamagedError if the CRC-32 of one
+        differs. A 0-d chunk has one row."""
         row_shape = chunk["shape"][1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         total = math.prod(chunk["shape"]) * dtype.itemsize
@@ -227,7 +235,8 @@ class CheckpointReader:
         return self._own.buffer[:size]
 
     def _check_header(self, file: str) -> None:
-        """Check the CRC-32 of a file's header once: other safetensors readers rely on it. Raises on damage."""
+        """Check the CRC-32 of a file's header, at the first call for this file only: other safetensors readers rely on
+        it. Raises CheckpointDamagedError."""
         if file in self._checked_headers:
             return
         entry = self.manifest["files"][file]
@@ -254,7 +263,8 @@ class CheckpointReader:
                 done += count
 
     def verify_assets(self) -> list[str]:
-        """Describe the copied files (assets) that are damaged or missing; reads all of them."""
+        """Return a message for each copied file (asset) that is missing, unreadable or has another CRC-32; empty if all
+        are intact. Reads all of them, and raises nothing."""
         problems = []
         for name, entry in self.manifest["assets"].items():
             try:
@@ -266,7 +276,8 @@ class CheckpointReader:
         return problems
 
     def verify(self) -> None:
-        """Read and check all tensors and assets; raise ``CheckpointDamagedError`` with a list of all damage."""
+        """Check every tensor and asset against its checksums; raise ``CheckpointDamagedError`` that lists the first
+        damage of each. Reads one full tensor at a time into CPU memory. No process group."""
         problems = self.verify_assets()
         for name in self.names:
             try:

@@ -45,9 +45,9 @@ class Staging:
         self._pieces = self._take()
 
     def stage(self, tensors: Iterable[Tensor]) -> None:
-        """Copy ``tensors`` to host memory and hand them to the writer; afterwards they may be modified.
-
-        Blocks on the device copies, and on the writer once the memory limit is reached."""
+        """Copy ``tensors`` block by block to host memory and pass the blocks, then an end mark (also after an
+        exception), to the writer thread. Afterwards the tensors may be modified. Blocks on the device copies, and on
+        the writer once the memory limit is reached. Does not wait until the writer is done."""
         on_stream: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.stream is not None:
             # the optimizer step that writes the tensors may still be running
@@ -62,8 +62,9 @@ class Staging:
             self._filled.put(None)
 
     def _copy(self, data: Tensor) -> None:
-        """Copy flat bytes into slabs, block by block, at aligned offsets. Copies from a GPU are only enqueued; a full
-        slab is handed over first."""
+        """Copy flat bytes into slabs, block by block, at aligned offsets; only enqueues copies from a GPU. A block that
+        does not fit in the current slab goes to another one, for which :meth:`_slab` may wait. Hands nothing over
+        otherwise."""
         for start in range(0, data.numel(), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
             places = self._copied[-1][1] if self._copied else []
@@ -121,7 +122,9 @@ class Staging:
 
 
 def free_host_memory() -> float:
-    """Return the available host memory in bytes: the minimum of MemAvailable and the cgroup's remaining limit."""
+    """Return the available host memory in bytes: the minimum of MemAvailable and the remaining limit of a version-2
+    cgroup, where page cache counts as free. MemAvailable only, if there is no such limit or its files cannot be
+    read."""
     free = 1024.0 * _fields("/proc/meminfo").get("MemAvailable:", 0)
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         folder = Path("/sys/fs/cgroup")
@@ -136,8 +139,9 @@ def _fields(path: str | Path) -> dict[str, int]:
 
 
 def default_limit(num_bytes: int) -> float:
-    """Return a staging limit in bytes for a rank: all its ``num_bytes`` if as much for each of the host's
-    ``LOCAL_WORLD_SIZE`` ranks fits into memory; else 1 GB. Not collective: ranks may get different limits."""
+    """Return a staging limit in bytes for a rank: 1.25 ``num_bytes`` plus a slab, if that times the host's
+    ``LOCAL_WORLD_SIZE`` ranks (default 1) is at most half of the free memory; else 1 GB. Not collective: ranks may get
+    different limits."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     wanted = 1.25 * num_bytes + SLAB_BYTES  # 25% more, because blocks are not split across slabs
     return wanted if wanted * ranks <= SHARE_OF_MEMORY * free_host_memory() else 1e9

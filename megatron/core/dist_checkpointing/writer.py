@@ -102,7 +102,9 @@ class WritePlan:
 
 
 def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> WritePlan:
-    """Assign each shard to one of the ranks that hold it, balanced by bytes. Collective over ``group``."""
+    """Assign each shard to one of the ranks that hold it, balanced by bytes, and return this rank's part. Collective
+    over ``group``. Keeps references to the tensors. Empty local tensors are skipped; global tensors without elements
+    become manifest entries."""
     tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
     mine = _plan(tensors, group)
     return WritePlan(sorted((tensors[key] for key in mine), key=_stem), _empty_tensors(sharded_state_dict))
@@ -112,8 +114,9 @@ def write(
     part: WritePlan, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
     assets: Mapping[str, str | os.PathLike] | None = None, group: Group, fault: Fault = no_fault,
 ) -> int:  # fmt: skip
-    """Write and publish the plans of all ranks of ``group``. Collective; returns the bytes and raises as :func:`save`.
-    If it raises, the first rank has deleted the hidden directory and restored a checkpoint renamed for replacement.
+    """Write and publish the plans of all ranks of ``group`` as ``checkpoint_dir``, replacing one of that name.
+    Collective; returns the bytes of all ranks' tensor files. Raises CheckpointWriteError on all ranks if any rank
+    fails; the first rank has then deleted the hidden directory and restored a checkpoint renamed for replacement.
 
     Args:
         part: this rank's plan.
@@ -162,7 +165,9 @@ def write(
 
 
 def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
-    """Return the (name, offsets) that this rank writes: each shard goes to its least loaded holder, largest first."""
+    """Return the sorted (name, offsets) that this rank writes of ``tensors``: each shard goes to the least loaded of
+    the ranks that hold it (ties: the first), largest first. Collective: one all-gather of sizes, from which all ranks
+    compute the same assignment."""
     offers = [[key[0], list(key[1]), t.local.numel() * t.local.element_size()] for key, t in tensors.items()]
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
@@ -188,8 +193,9 @@ def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, dict[str, 
 
 
 def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], top: dict[str, Any]) -> dict[str, Any]:
-    """Add all ranks' chunks to ``entries`` in place and return the manifest. Raises CheckpointWriteError if shapes or
-    dtypes differ between ranks, CheckpointError if a tensor is not covered exactly once."""
+    """Return the manifest of all ranks' files and chunks plus ``top``. ``entries`` (of empty tensors) is filled in
+    place. Raises CheckpointWriteError if ranks disagree on a shape or dtype, CheckpointError if a tensor is not covered
+    exactly once. Rank 0 only; no I/O."""
     files: dict[str, Any] = {}
     for part in written:
         files.update(part["files"])
@@ -215,8 +221,9 @@ class _RankWriter:
         self.blocks, self.checksums = blocks, checksums
 
     def write(self, tensors: list[ShardedTensor]) -> dict[str, Any]:
-        """Write all files durably; return this rank's part of the manifest, ``{"files": {file: entry}, "chunks":
-        [[name, shape, dtype, chunk], …]}``."""
+        """Write ``tensors`` durably to one file per first component of their names; return this rank's part of the
+        manifest, ``{"files": {file: entry}, "chunks": [[name, shape, dtype, chunk], …]}``. Writes no file without
+        tensors. Raises OSError."""
         parts: dict[str, list[ShardedTensor]] = {}
         for tensor in tensors:
             parts.setdefault(_stem(tensor), []).append(tensor)
@@ -265,8 +272,9 @@ def _key(tensor: ShardedTensor) -> str:
 def safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """Return the header of a safetensors file of ``tensors`` (key, dtype, shape), padded to 8 bytes so that mapped
-    tensors are aligned, and the byte in the file at which each tensor starts."""
+    """Return (header, starts) of a safetensors file of ``tensors`` (key, dtype, shape), in this order: the first bytes
+    of the file, with their 8-byte length and padded to 8 bytes so that mapped tensors are aligned, and the byte in the
+    file at which each tensor starts."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begins, end = [], 0
     for key, dtype, shape in tensors:
@@ -279,8 +287,8 @@ def safetensors_header(
 
 
 def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in host blocks of ``BLOCK_BYTES``: views of CPU memory, or copies of device memory,
-    each of which the host waits for."""
+    """Yield the bytes of ``tensor`` in host blocks of ``BLOCK_BYTES`` (the last one shorter): views of CPU memory, or
+    copies of device memory, for which the host waits one by one."""
     data = flat_bytes(tensor)
     # one block at a time: a host copy of the full tensor could exceed the free memory
     for start in range(0, data.numel(), BLOCK_BYTES):
@@ -316,7 +324,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def copy_asset(source: Path, target: Path) -> dict[str, int]:
-    """Copy an asset to the new file ``target`` and fsync it; return its manifest entry. Raises OSError."""
+    """Copy the file ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folder is created if
+    missing, and fsync both; return its manifest entry. Raises OSError, also for an existing target or a larger
+    source."""
     data = read_file(source, MAX_ASSET_BYTES)
     target.parent.mkdir(exist_ok=True)
     write_file(target, data)
@@ -325,7 +335,9 @@ def copy_asset(source: Path, target: Path) -> dict[str, int]:
 
 
 def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> None:
-    """Replace ``path`` by ``data`` atomically and durably: after a crash it has the old or the new content."""
+    """Replace ``path`` by ``data`` atomically and durably: after a crash it has the old or the new content. Writes a
+    hidden temporary file next to it, which is removed if an OSError is raised. ``fault`` is called once, before the
+    rename."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -371,7 +383,8 @@ def _publish(temporary: Path, final: Path, fault: Fault) -> None:
 
 
 def recover(parent: str | os.PathLike) -> None:
-    """Restore checkpoints that were renamed for a replacement that failed. Call from one process only."""
+    """Rename ``.NAME.old`` folders in ``parent`` back to NAME unless NAME exists: checkpoints that were renamed for a
+    replacement that failed. Skips links and files. Call from one process only."""
     for replaced in Path(parent).glob(f".*{REPLACED}"):
         final = replaced.with_name(replaced.name[1 : -len(REPLACED)])
         if not os.path.lexists(final) and replaced.is_dir() and not replaced.is_symlink():
@@ -379,7 +392,8 @@ def recover(parent: str | os.PathLike) -> None:
 
 
 def remove_leftovers(parent: str | os.PathLike) -> None:
-    """Delete leftovers of interrupted saves and deletions in ``parent``. Only the process with the lock may call it."""
+    """First :func:`recover` checkpoints, then delete what interrupted saves and deletions left in ``parent``: hidden
+    ``.tmp-`` and ``.old`` names. Ignores errors of deletion. Only the process with the lock may call it."""
     recover(parent)
     for pattern in (f".*{TEMPORARY}*", f".*{REPLACED}"):
         for path in Path(parent).glob(pattern):

@@ -31,6 +31,7 @@ def finalize_model_grads(
         groups: this rank's process groups; None uses ``parallel_state``.
         sum_statistics: whether to also all-reduce module statistics, which updates the expert bias of routers. Pass
             False if the caller runs a ``StatisticsSum`` itself; otherwise the statistics would be consumed here.
+        unused: further arguments of Megatron-LM; ignored.
 
     Returns:
         Valid tokens of the global batch (fp64 scalar on the device), or None without ``num_tokens``. For a batch

@@ -132,8 +132,9 @@ class Bucket:
             self._sum = None
 
     def start_gather(self) -> None:
-        """Start the all-gather of the updated weight shards over ``layout.group``, in place, after waiting for an
-        all-gather in flight. No-op without a weight buffer or for one rank."""
+        """Start the in-place all-gather of the updated weight shards over ``layout.group``, or with a declared storage
+        of their payloads, after waiting for an all-gather in flight. Does not wait; :meth:`finish_gather` does. Only
+        waits without a weight buffer or for one rank."""
         # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
@@ -144,7 +145,8 @@ class Bucket:
         self._gather = all_gather(sent, local_shard(sent, group), group=group.handle, async_op=True)
 
     def _own_payloads(self, kind: type[Storage]) -> Tensor:
-        """Write the payloads of this rank's shards into ``payloads`` and return it, uint8 [blocks, bytes]."""
+        """Write the payloads of this rank's shards to their blocks of ``payloads`` and return all of it, uint8 [blocks,
+        bytes]; blocks of other ranks keep old values. Asserts that the optimizer has built the storages."""
         origin = self.weights.storage_offset() if self.weights is not None else 0
         for shard in self.shards:
             assert shard.storage is not None, "payloads are gathered after the optimizer has built the storages"
@@ -154,7 +156,8 @@ class Bucket:
         return self.payloads
 
     def finish_gather(self) -> None:
-        """Wait for the all-gather; all weights of the bucket are then up to date (on CUDA: in stream order)."""
+        """Wait for the all-gather in flight, if any (on CUDA: in stream order); with a declared storage then write the
+        weights from the gathered payloads. Afterwards all weights of the bucket are up to date."""
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
@@ -246,10 +249,10 @@ class ParamAndGradBuffer:
             bucket.reset()
 
     def gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        """Count a gradient of the last micro-batch, then start the reduction of every bucket that is complete, in
-        bucket order: a later bucket waits for all earlier ones. Does nothing for buckets that are reduced after
-        backward. Raises RuntimeError if the bucket is already complete or started, i.e. an earlier micro-batch ran
-        outside ``no_sync``."""
+        """Count the gradient of ``parameter`` in the last micro-batch as ready, then start the reduction of every
+        complete bucket, in bucket order up to the first incomplete one. Does nothing if its bucket is reduced after
+        backward (``is_last``). Raises RuntimeError if its bucket is already complete or started, i.e. an earlier
+        micro-batch ran outside ``no_sync``."""
         # Start buckets in a fixed order even if gradients become ready in another one: ranks may run backward in
         # different orders (unused branches, experts without tokens), and collectives in different orders deadlock.
         arrived = self.bucket_of[parameter]
@@ -290,8 +293,9 @@ class ParamAndGradBuffer:
 
 
 def group_by_kind(parameters: Iterable[nn.Parameter], reduce_in_fp32: bool) -> dict[BufferKind, list[nn.Parameter]]:
-    """Group parameters by buffer kind; each list keeps the creation order. The gradient dtype is fp32 for bf16 and fp16
-    parameters if ``reduce_in_fp32``, else the dtype of the parameter."""
+    """Group parameters by the properties that a buffer shares: dtype, gradient dtype, declared storage, and whether the
+    update rule owns matrices. Each list keeps the given order. The gradient dtype is fp32 for bf16 and fp16 parameters
+    if ``reduce_in_fp32``, else the dtype of the parameter."""
     kinds: dict[BufferKind, list[nn.Parameter]] = {}
     for parameter in parameters:
         spec, dtype = spec_or_replicated(parameter), parameter.dtype

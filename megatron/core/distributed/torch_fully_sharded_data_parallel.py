@@ -111,8 +111,8 @@ class TorchFullyShardedDataParallel(DataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable the all-reduce over optimizer instances (HSDP) in backward. The reduce-scatter within an instance
-        still runs for every micro-batch."""
+        """Disable the all-reduce over optimizer instances (HSDP) in backward; no effect with one instance. The
+        reduce-scatter within an instance still runs for every micro-batch. Enabled again on exit."""
         self._set_all_reduce(False)
         try:
             yield

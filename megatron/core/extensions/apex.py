@@ -50,7 +50,8 @@ def what_is_missing(part: str) -> str | None:
 
 
 def _load(part: str, module: str, *names: str) -> list[Any]:
-    """Import ``module`` for ``part`` and return its members ``names``. Raises UserError with the install command."""
+    """Import ``module`` for ``part`` and return its members ``names``. Raises UserError, with the install command, if
+    apex or the part's extension is not installed, the import fails, or a member is missing."""
     reason = what_is_missing(part)
     if reason is None:
         try:
@@ -91,8 +92,9 @@ class ApexNormalize:
     def __call__(
         self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + branch, its norm): ``branch`` None means x itself. RMSNorm without a bias, else LayerNorm; the
-        offset is added to the weight first. The norm has the weight's dtype."""
+        """Return (s, y): s = x + branch (``x`` itself without a branch) and its norm y in the weight's dtype. RMSNorm
+        if ``bias`` is None, else LayerNorm (``traits.centred`` is not read); ``traits.offset`` is added to the weight
+        first."""
         stream = x if branch is None else x + branch
         whole = (weight + traits.offset if traits.offset else weight).to(stream.dtype)
         if bias is None:
@@ -115,8 +117,9 @@ class ApexAdam:
         (self._apply,) = _load("adam", "apex.multi_tensor_apply", "multi_tensor_applier")
 
     def __call__(self, entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
-        """Update all entries in place by apex's capturable Adam: fp32 masters and moments. Learning rate, step count
-        and the skip flag stay on the device; nothing waits."""
+        """Update masters, model weights and moments of all entries in place by apex's capturable Adam (AdamW if
+        ``step.decoupled``). Gradients are multiplied by ``step.factor``, in place if they have the masters' dtype, even
+        if ``step.skip`` is 1, which changes no weights or moments. No host sync."""
         from megatron.core.fusions.storage import as_fp32_lists, by_rates
 
         skip, count, one = step.skip.int(), step.step.int(), step.step.new_ones(1)

@@ -28,7 +28,8 @@ def loaded_cudnn() -> dict[Path, str]:
 
 
 def require_one_cudnn() -> None:
-    """Raise UserError if this process has loaded libraries of several cuDNN installations, which call each other."""
+    """Raise UserError if this process has loaded libraries of several cuDNN installations (folders), which call each
+    other. None or one passes; on systems without /proc always."""
     if len(homes := sorted(map(str, loaded_cudnn()))) > 1:
         raise UserError(
             f"this process has loaded cuDNN from {' and '.join(homes)}, whose parts call each other: wrong numbers "
@@ -39,9 +40,9 @@ def require_one_cudnn() -> None:
 
 @contextmanager
 def one_cudnn() -> Iterator[None]:
-    """Make imports in this context use torch's loaded cuDNN instead of a system-wide one. Torch loads cuDNN's libraries
-    by name on first use. A package linked with all of them would load the system's, which torch would then use next to
-    its own. Sets CUDNN_HOME temporarily. Raises UserError on exit if libraries of several installations are loaded."""
+    """If exactly one cuDNN is loaded on entry (torch loads it on first use; else nothing is done), load all its
+    libraries and set CUDNN_HOME to its folder until exit, so that packages imported in this context use it, not a
+    system-wide one. After the body raises UserError if libraries of several installations are loaded."""
     before = os.environ.get("CUDNN_HOME")
     if len(loaded := loaded_cudnn()) == 1:
         ((home, name),) = loaded.items()

@@ -17,7 +17,8 @@ def is_installed(module: str) -> bool:
 
 
 def loaded_libraries(prefix: str) -> list[Path]:
-    """Return this process's shared libraries whose file names start with ``prefix``, sorted; empty except on Linux."""
+    """Return the paths of the shared libraries that this process has loaded (mapped) and whose file names start with
+    ``prefix``, sorted; empty where /proc does not exist, i.e. except on Linux."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -25,7 +25,8 @@ _ALIGNED = 8
 
 @functools.cache
 def _gemm_add_inplace() -> Callable[..., None] | None:
-    """Import and return the package's ``out += A @ B``; None if it is missing or has another interface. Cached."""
+    """Import and return the package's ``out += A @ B``; None if it is missing, cannot be imported or has another
+    interface. The result is cached, also None."""
     if not is_installed("quack"):
         return None
     try:

@@ -46,7 +46,8 @@ def select_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 def select_weighted_activation(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the activation times a weight per token: ([..., f or 2 f], weights [...]) -> [..., f] in the dtype of the
-    first. Triton kernels compute gated ones in one pass."""
+    first; differentiable in both. On GPUs one Triton kernel computes gated ones (with ``bias_swiglu_fusion``, except
+    GELU and fp64); else the result of :func:`select_activation` is multiplied."""
     plain, is_gated = partial(_weighted, activation=select_activation(config)), config.gated_linear_unit
     if config.geglu or not is_gated or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return plain

@@ -71,8 +71,10 @@ if triton is not None:
         SECOND: tl.constexpr, DECOUPLED: tl.constexpr, AVOID_HALVES: tl.constexpr, ALIGNMENT: tl.constexpr,
         FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Update BLOCK elements of one tensor in place. KEPT_BITS: extra master storage, 0, 16 (remainder) or 32 (fp32
-        copy). ALIGNMENT divides all addresses (bytes) and sizes (elements), for wide accesses."""
+        """Update moments, master and model weight of BLOCK elements of one tensor in place, the block and tensor that
+        ``chunks`` names for this program. ``scalars``: skip (1: writes nothing), gradient factor, 1 - b1^t, sqrt(1 -
+        b2^t). KEPT_BITS: extra master storage, 0, 16 (remainder) or 32 (fp32 copy). ALIGNMENT divides all addresses
+        (bytes) and sizes (elements), for wide accesses."""
         chunk = chunks + tl.program_id(0).to(tl.int64) * 2
         row = table + tl.load(chunk).to(tl.int64) * FIELDS
         at = tl.load(chunk + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -95,8 +95,8 @@ def _signed(word: int) -> int:
 
 
 def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None:
-    """Write dropout of ``x`` [s, b, h], plus ``residual`` if given, to ``out``, by coordinates in ``draw``; kept values
-    are divided by 1 - rate. All tensors are contiguous."""
+    """Write dropout of ``x`` [s, b, h], plus ``residual`` if given, to ``out`` in its dtype, by the key and coordinates
+    in ``draw``; kept values are divided by 1 - rate. All tensors are contiguous (not checked)."""
     length, batch, width = x.shape
     tiles = triton.cdiv(width, 8 * _BLOCKS)
     _dropout_kernel[(length * batch * tiles,)](

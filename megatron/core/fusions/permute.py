@@ -89,8 +89,8 @@ def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
 
 
 def combine_plain(x: Tensor, place_tj: Tensor) -> Tensor:
-    """Sum rows ``place_tj`` [t, j] of ``x`` [r, h] to [t, h] in fp32 (fp64 for fp64), rounded to the dtype of ``x``.
-    Torch operations."""
+    """Sum rows ``place_tj`` [t, j] of ``x`` [r, h] to [t, h] in fp32 (fp64 for fp64) in choice order, rounded once to
+    the dtype of ``x``; -1 adds nothing. Torch operations."""
     total = x.new_zeros((len(place_tj), x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
     for place_t in place_tj.unbind(1):
         total += gather_plain(x, place_t)
@@ -125,8 +125,9 @@ if triton is not None:
 
 
 def _launch(kernel: Any, x: Tensor, index: Tensor, **constants: int) -> Tensor:
-    """Run ``kernel`` on ``x`` [., h] and the row map ``index``, one program per block of columns of each output row,
-    and return its result [len(index), h] in the dtype of ``x``. Launches nothing for an empty result."""
+    """Run ``kernel(x, index, out, h, tiles, BLOCK, **constants)``, inputs made contiguous, on a 1-d grid: program i
+    handles block i % tiles of the columns of output row i // tiles. Return the new ``out`` [len(index), h] in the dtype
+    of ``x`` [., h]. Launches nothing for an empty result."""
     out = x.new_empty((len(index), x.shape[1]))
     tiles = triton.cdiv(x.shape[1], _BLOCK)
     if out.numel():
@@ -137,12 +138,12 @@ def _launch(kernel: Any, x: Tensor, index: Tensor, **constants: int) -> Tensor:
 
 
 def gather_triton(x: Tensor, source_r: Tensor) -> Tensor:
-    """Implement :func:`gather_plain` in one kernel: one read, one write."""
+    """Return copies of rows ``source_r`` [r] of ``x`` [t, h], zeros for -1, as :func:`gather_plain`, in one kernel."""
     return _launch(_gather_kernel, x, source_r)
 
 
 def combine_triton(x: Tensor, place_tj: Tensor) -> Tensor:
-    """Implement :func:`combine_plain` in one kernel: one read, one write."""
+    """Sum rows ``place_tj`` [t, j] of ``x`` [r, h] in fp32 in choice order, as :func:`combine_plain`, in one kernel."""
     return _launch(_combine_kernel, x, place_tj, CHOICES=place_tj.shape[1])
 
 

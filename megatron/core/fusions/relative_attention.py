@@ -70,8 +70,9 @@ if triton is not None:
     def _visible(
         place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr
     ):  # fmt: skip
-        """Return document start and end of each of the ``own`` positions ``place``, and the range of ``others``, from a
-        multiple of STEP, that any of them sees."""
+        """Return (first, last, low, high): start and end of the document of each position in ``place`` (0 without
+        DOCUMENTS), and the range of the ``others`` positions of the other side that any of them sees, from ``back``
+        before to ``ahead`` after; low is a multiple of STEP. ``own`` is the number of positions of this side."""
         first, last = place * 0, place * 0
         low, high = tl.maximum(tl.min(place) - back, 0), tl.minimum(tl.max(place) + ahead + 1, others)
         if DOCUMENTS:
@@ -246,8 +247,9 @@ def relative_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, pairs: Pairs,
     tilings: Mapping[str, Tiling] = TILINGS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out, with the dim order of ``query`` in memory, and lse fp32 [b, a, s]. query [b, a, s, d], key and value
-    [b, g, t, d]: d a power of 2, last dim contiguous; ``bias`` [a, n] by distance."""
+    """Return out [b, a, s, d], with the dim order of ``query`` in memory, and lse fp32 [b, a, s], 0 and -inf for
+    queries without visible keys. No autograd. query [b, a, s, d], key and value [b, g, t, d]: d a power of 2, last dim
+    contiguous; ``bias`` [a, n] is indexed by ``pairs.middle`` + j - i, which must be inside for every pair."""
     out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     tiling, (batch, heads, num_queries, _) = tilings["forward"], query.shape
     grid = (triton.cdiv(num_queries, tiling[0]), batch * heads)
@@ -258,8 +260,10 @@ def relative_attention(
 def relative_attention_backward(
     grad: Tensor, kept: Sequence[Tensor], scale: float, pairs: Pairs, tilings: Mapping[str, Tiling] = TILINGS
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key, value and pair biases (fp32 [a, s, t], summed over the batch; each
-    dS is rounded to the dtype of query; the caller sums by distance). ``kept``: query, key, value, out, lse, bias."""
+    """Return the gradients of query, key, value and pair biases. The latter is fp32 [a, s, t], summed over the batch
+    from dS rounded to the dtype of query, zero for hidden pairs; the caller sums it by distance. ``kept``: query, key,
+    value, out, lse, bias of :func:`relative_attention`. Holds dS of at most ``_LARGEST`` elements (at least one batch
+    row) at a time."""
     query, key, value, out, lse, bias = kept
     grad, delta = grad if grad.stride(-1) == 1 else grad.contiguous(), torch.empty_like(lse)
     (batch, heads, num_queries, _), (_, groups, num_keys, _) = query.shape, key.shape

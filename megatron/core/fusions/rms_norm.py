@@ -34,8 +34,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x and weight in their dtypes, with reductions in fp32 (fp64 for fp64); None for
-        eps."""
+        """Return the gradients of x and weight in their dtypes; None for eps. Reductions are fp32 (fp64 for fp64); the
+        product of ``grad`` and weight is rounded to their dtype first. ``grad`` is not changed."""
         x, weight, rstd_t1 = ctx.saved_tensors
         normed = x * rstd_t1
         product = grad * normed

@@ -231,7 +231,8 @@ class _SplitRotary(torch.autograd.Function):
 
 
 def split_rotary_triton(packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement :class:`SplitRotary` with one kernel in forward and one in backward."""
+    """Return (query, key, value) as :class:`SplitRotary`, contiguous copies, by one kernel in forward and one in
+    backward. Tables are used in fp32; not differentiable in them."""
     return _SplitRotary.apply(packed, cos, sin, interleaved)
 
 

@@ -36,7 +36,8 @@ if triton is not None:
 
 
 def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
-    """Write ``total + part`` to ``out``; ``total`` fp32, all three contiguous."""
+    """Write ``total + part``, summed in fp32, to ``out`` in its dtype; ``total`` is fp32, all three are contiguous (not
+    checked)."""
     numel = total.numel()
     _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](
         total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS
@@ -79,7 +80,8 @@ if triton is not None:
 
 
 def sum_all_triton(parts: Sequence[Tensor]) -> Tensor:
-    """Sum two to eight contiguous parts of up to 32 bits in one kernel."""
+    """Return the sum, in list order in fp32, of two to eight contiguous parts of one shape and dtype (up to 32 bits), a
+    new tensor in their dtype, rounded once. One kernel; nothing is checked."""
     out = torch.empty_like(parts[0])
     numel = out.numel()
     grid = (triton.cdiv(numel, _ELEMENTS),)

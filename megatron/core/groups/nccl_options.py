@@ -23,9 +23,9 @@ concurrent GEMMs then lack; 4 thread blocks give enough bandwidth."""
 
 
 def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Read the settings by axis from a YAML file; return {axis: {setting: value}}. Raises UserError if PyYAML is
-    missing, the file cannot be read or has another structure, or axes (not in ``axes``) or settings are unknown (all
-    are listed). Does not check values."""
+    """Return {axis: {setting: value}} from a YAML file. Raises UserError if PyYAML is missing; if the file cannot be
+    read, is empty or has another structure; or with all axes that are not in ``axes`` and all settings that are not in
+    ``SETTINGS``. Does not check values, and does not add ``DEFAULTS``."""
     if importlib.util.find_spec("yaml") is None:
         raise UserError("nccl_communicator_config_path needs the package PyYAML: pip install pyyaml")
     import yaml
@@ -48,7 +48,8 @@ def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, 
 
 def group_options(settings: Mapping[str, Any]) -> Any:
     """Return ``pg_options`` for ``torch.distributed.new_group`` over NCCL, with ``settings`` as attributes of its
-    ``config``; None without settings. Does not check names or values."""
+    ``config``; None for empty ``settings``. Does not check names or values, so that an unknown setting may have no
+    effect."""
     if not settings:
         return None
     from torch.distributed import ProcessGroupNCCL

@@ -262,7 +262,8 @@ class RankGrid:
         return self._rank_lists(self.expert_sizes, axes)
 
     def embedding_rank_lists(self) -> list[list[int]]:
-        """Return, for each pipeline, the group of its first and last rank, then one group per middle rank."""
+        """Return, for each pipeline, the group of its first and last rank, then one group of one rank per middle rank.
+        A pipeline of one rank gives that rank only."""
         lists = []
         for ranks in self.rank_lists("pp"):
             lists.append([ranks[0], ranks[-1]] if len(ranks) > 1 else ranks)

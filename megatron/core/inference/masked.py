@@ -12,8 +12,9 @@ from torch import Tensor, nn
 def fill_mask(
     model: nn.Module, text: Sequence[int], mask: int, types: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Probabilities fp32 [m, v] of the tokens at the m places where ``text`` holds ``mask``, and [2] of its two parts
-    being in order and swapped; None without a head for that.
+    """Return the probabilities fp32 [m, v], on the CPU, of the tokens at the m positions where ``text`` holds the id
+    ``mask`` (m may be 0), and [2] that the two parts of ``text`` are in order and swapped; None if the model has no
+    binary head.
 
     Args:
         model: a :class:`BertModel`; left in evaluation mode.

@@ -35,9 +35,9 @@ class Sampling:
             raise UserError("; ".join(f"{name} {value}: {problem}" for name, (value, problem) in problems.items()))
 
     def chooser(self) -> Callable[[Tensor], int]:
-        """Return a function from logits [v] to a token ID, for one text: the largest logit with temperature 0, else a
-        draw from a generator with this object's seed (None: torch's global generator). It raises UserError for NaN or
-        infinite logits."""
+        """Return a function from logits [v] to a token id, for one text: the largest logit with temperature 0, else a
+        draw from a generator with this object's seed (None: torch's global generator). It raises UserError if a logit
+        is NaN or +inf, or all are -inf."""
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
         def choose(logits: Tensor) -> int:
@@ -50,8 +50,9 @@ class Sampling:
         return choose
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Return fp32 logits [v], shifted so that the largest is 0, divided by the temperature, and -inf outside the
-        ``top_k`` largest and outside the smallest set with probability ``top_p``. Ties at top_k are kept."""
+        """Return fp32 logits [v], shifted so that the largest is 0, divided by the temperature (above 0), and -inf
+        outside the ``top_k`` largest (ties are kept) and, of these, outside the smallest set with probability
+        ``top_p``, which includes the token that reaches it."""
         logits = logits.float()
         logits = (logits - logits.max()) / self.temperature  # at most 0: a small temperature overflows to -inf only
         if self.top_k > 0:
@@ -73,8 +74,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def sampling_problems(values: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
-    """Return {name: (value, problem)} of every value that is out of its range, NaN included. Missing names and None
-    pass."""
+    """Return {name: (value, problem)} of all ``values`` that are out of their range, NaN included; a temperature
+    between 0 and 1e-6 is too. Missing names, None and names without a range pass."""
     found = {}
     for name, (low, high) in _RANGES.items():
         value = values.get(name)
@@ -100,7 +101,8 @@ def generate(
     stop_token: int | None = None,
     sampling: Sampling = PLAIN,
 ) -> Iterator[int]:
-    """Yields tokens after ``prompt`` until ``stop_token`` (not yielded) or ``max_new_tokens``.
+    """Yield the tokens generated after ``prompt`` until ``stop_token`` (not yielded) or ``max_new_tokens``; each runs
+    the model on the full context. A generator: checks and model calls start with its first ``next``.
 
     Args:
         model: maps (input_ids [1, s], position_ids [1, s]) to logits [1, s, v]; left in evaluation mode.
@@ -131,8 +133,9 @@ def generate_seq2seq(
     stop_token: int | None = None,
     sampling: Sampling = PLAIN,
 ) -> Iterator[int]:
-    """Yields the tokens a :class:`T5Model` decoder generates after ``start`` until ``stop_token`` (not yielded),
-    ``max_new_tokens`` or the end of its positions. ``text`` is encoded once.
+    """Yield the tokens a :class:`T5Model` decoder generates after ``start`` until ``stop_token`` (not yielded),
+    ``max_new_tokens`` or ``max_sequence_length``. ``text`` is encoded once. A generator: checks start with its first
+    ``next``; leaves the model in evaluation mode.
 
     Raises:
         UserError: an empty text, or one of more than ``max_sequence_length`` tokens.

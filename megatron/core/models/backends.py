@@ -94,6 +94,9 @@ class EngineNamedLayer(TransformerLayer):
         self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
         groups: ProcessGroups, branches: range | None = None,
     ) -> None:  # fmt: skip
+        """Build the layer and register the norms before SelfAttention's ``linear_qkv`` and MLP's ``linear_fc1``, and
+        MLASelfAttention's latent norms, as ``layer_norm_weight`` and ``layer_norm_bias`` of the following linear.
+        Subclasses of these mixers, other mixers and weightless norms keep their names; computation does not change."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         for branch in self.branches:
             kind = type(branch.mixer)
@@ -114,6 +117,9 @@ class TransformerEngineLayer(EngineNamedLayer):
         self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
         groups: ProcessGroups, branches: range | None = None,
     ) -> None:  # fmt: skip
+        """Build the layer; then each branch's first column-parallel linear adopts the branch's norm. None does with
+        ``layernorm`` in --recompute-modules, or tensor parallelism; a branch whose normalized stream is its residual,
+        or with other module classes, stays as it is."""
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         if "layernorm" in recomputed_modules(config):
             return
@@ -165,8 +171,9 @@ def get_backend(name: str) -> Backend:
 
 
 def kernel_summary(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
-    """Yield log lines about the implementations that the built ``model_chunks`` use: layer backend and attention kernel
-    per layer. Inspects the modules, not the settings."""
+    """Yield log lines about the implementations that the built ``model_chunks`` use: one of layer backends, then one
+    per attention kernel, with its layer numbers if there are several. Inspects the modules of each
+    :class:`TransformerLayer`, not the settings; nothing without such layers."""
     kinds: set[str] = set()
     attention: dict[str, list[int]] = {}
     for chunk in model_chunks:

@@ -56,7 +56,8 @@ def programs() -> dict[str, tuple[ModelFamily, Program]]:
 
 
 def find_program(name: str) -> tuple[ModelFamily, Program]:
-    """Return family and program of a program's name, its script, or the module of a family, whose first program it is.
+    """Return family and program for ``name``: a program's name or script (``gpt``, ``pretrain_gpt.py``), else with dots
+    the module of a family, which is imported and whose first program it is.
 
     Raises:
         UserError: there is no such program.

@@ -49,8 +49,9 @@ def l2_norm(shares: Iterable[Share], device: torch.device) -> Tensor:
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one dtype, in order, that stop growing at ``_BATCH`` elements. The bound limits memory
-    if the iterable creates tensors on the fly (masters joined from two parts)."""
+    """Yield non-empty lists of tensors of one dtype, in order. A list ends once it has more than ``_BATCH`` elements,
+    or before a tensor of another dtype. The bound limits memory if the iterable creates tensors on the fly (masters
+    joined from two parts)."""
     batch: list[Tensor] = []
     elements = 0
     for tensor in tensors:

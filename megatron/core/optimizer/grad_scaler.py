@@ -81,7 +81,8 @@ class DynamicGradScaler:
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scale and both counters."""
+        """Restore the scale and both counters from the dictionary of :meth:`state_dict`; KeyError if one is missing.
+        Windows, factors and bounds stay as constructed, and the scale is not clamped to them."""
         self.scale = float(state_dict["scale"])
         self.growth_tracker = int(state_dict["growth_tracker"])
         self.hysteresis_tracker = int(state_dict["hysteresis_tracker"])

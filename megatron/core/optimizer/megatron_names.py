@@ -105,8 +105,9 @@ class MegatronNames:
     def sharded_state_dict(
         self: Any, model_sharded_state_dict: Any = None, is_loading: bool = False, *unused: Any, **ignored: Any
     ) -> dict[str, Any]:
-        """Return moments, main parameters, step and loss scale for ``dist_checkpointing.save`` and ``load``. ``load``
-        fills these tensors; pass its result to ``load_state_dict``. Keeps a reference to the state until the next call.
+        """Return moments and main parameters (as ``ShardedTensor``), step and loss scale in one flat dictionary with
+        keys ``optimizer.…``, for ``dist_checkpointing.save`` and ``load``. ``load`` fills these tensors; then pass its
+        result to ``load_state_dict``, which sets weights and step. Keeps a reference to the state until the next call.
         The arguments are ignored."""
         self._lent_state = state = self.state_dict()
         scalars = {f"{_PREFIX}{name}": state[name] for name in ("step", "grad_scaler")}

@@ -143,8 +143,9 @@ class MegatronOptimizer(MegatronNames):
         ]
 
     def _build_rule(self, kind: RuleFactory, names: Sequence[str]) -> UpdateRule:
-        """Build the update rule of the parameters ``names``. Raises UserError if it owns matrices and a shard is cut
-        from one at any element."""
+        """Build the update rule ``kind`` for the parameters ``names``, from the configuration and their storages.
+        Raises UserError if the rule owns matrices and the shard of a parameter is a part, unless the parameter declares
+        such a rule (FSDP then gathers rows)."""
         rule = kind(self.config, [self.storage[name] for name in names])
         declared = [name for name in names if spec_or_replicated(self.model_params[name]).owns_matrices]
         cut = [name for name in names if not self.shards[name].is_full and name not in declared]
@@ -405,9 +406,9 @@ class MegatronOptimizer(MegatronNames):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`, or the result of ``dist_checkpointing.load``; copies into the live tensors, and
-        sets step and loss scale. Also writes the model's weights from ``main_param`` and starts their all-gather if the
-        state is sharded. Waits for the device. Raises UserError for missing or unknown names (all are listed); nothing
-        has changed then."""
+        sets step and loss scale. Also writes the model weights that ``main_param`` has (not fp32 models) and starts the
+        all-gather if the state is sharded. Waits for the device. Raises UserError for missing or unknown names (all are
+        listed); nothing has changed then. Does not check shapes first."""
         state_dict = self.plain_state(state_dict)
         check_names(self.state_dict(), state_dict)
         for kind, tensors in self.moments.items():

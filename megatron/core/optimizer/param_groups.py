@@ -63,7 +63,8 @@ def parameter_groups(
     Args:
         config: learning rates, decoupled learning rates, default update rule.
         named: (global name, parameter) pairs; their order is kept within a group.
-        no_weight_decay: predicate for parameters without weight decay; default: biases and 1-d parameters.
+        no_weight_decay: predicate for parameters without weight decay; default: biases and 1-d parameters, except q/k
+            norms with ``apply_wd_to_qk_layernorm``.
         scale_lr: predicate for parameters whose learning rate is multiplied by ``lr_mult``.
         lr_mult: learning rate factor.
         update_rule: update rule per parameter; default: as declared in its spec, else ``config.optimizer``.

@@ -86,7 +86,9 @@ RuleFactory = Callable[[OptimizerConfig, Sequence[Storage]], UpdateRule]
 
 
 class Adam:
-    """Adam with bias correction; ``storages`` determine the kernel, or Apex's is used (``config.apex_parts``)."""
+    """Adam with bias correction. The ``storages`` that it will update determine the kernel (Triton or torch), unless
+    Apex's is used ("adam" in ``config.apex_parts``). Raises UserError for a moment dtype other than fp32 and bf16, or
+    if Apex is required and missing."""
 
     owns: ClassVar[Literal["elements", "matrices"]] = "elements"
 
@@ -121,8 +123,8 @@ class SGD:
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and momentum buffers of all ``entries`` in place, after multiplying the
-        gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 skips the
-        update. No host sync."""
+        gradients by ``conditions.factor`` (in place if they have the masters' dtype). ``conditions.skip`` 1 changes no
+        weights or momentum, but still scales gradients. No host sync."""
         # is_first_step=False: buffers start at zero, which without dampening gives torch's first step
         for (lr, weight_decay), group in by_rates(entries).items():
             for masters, gradients, moments in as_fp32_lists(group, conditions.factor):
@@ -134,8 +136,8 @@ class SGD:
 
 
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a moment given by name or as a torch dtype. Raises UserError if it is not in
-    ``DTYPES``; the message names ``flag``."""
+    """Return the torch dtype of a moment given as "fp32", "bf16" or one of these torch dtypes. Raises UserError for any
+    other, such as fp16; the message names ``flag``."""
     if isinstance(name, torch.dtype):
         name = next((known for known, dtype in DTYPES.items() if dtype == name), str(name))
     if name not in DTYPES:

@@ -60,10 +60,10 @@ def parse_token_count(text: str) -> int:
 
 
 def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
-    """Parse ``"0:16 2.4B:320"``: pairs of threshold in tokens and batch size in samples. A size applies from the first
-    sample at which the consumed tokens reach its threshold. Thresholds are converted to samples with ``seq_length``,
-    rounded up. Raises ScheduleError for invalid entries, a first threshold other than 0, or thresholds that do not
-    increase."""
+    """Parse ``"0:16 2.4B:320"``: pairs (separated by spaces or commas) of threshold in tokens and batch size in
+    samples. A size applies from the first sample at which the consumed tokens reach its threshold; thresholds become
+    samples by ``seq_length``, rounded up. Raises ScheduleError for no or invalid entries, a first threshold other than
+    0, or thresholds that do not increase."""
     flag = f"{_STEPS} {text!r}"
     plateaus: list[Plateau] = []
     previous = -1
@@ -109,7 +109,7 @@ def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
 def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
     """Return the batch size schedule of ``config``, plateaus by ascending first sample from 0: step schedule, ramp or
     constant size. Among plateaus with equal first sample the last one applies. Raises ScheduleError for invalid flags,
-    for both kinds of schedule together, or without a positive global batch size."""
+    for both kinds of schedule together, or, except with a step schedule, without a positive global batch size."""
     if config.step_batch_size_schedule:
         if config.rampup_batch_size:
             raise ScheduleError("--rampup-batch-size", "excludes --step-batch-size-schedule: give one")

@@ -197,9 +197,9 @@ def _annealing(style: str | None, share: float) -> float:
 def decay_weight(
     plan: SchedulePlan, samples: float, *, start_wd: float | None = None, end_wd: float | None = None
 ) -> float:
-    """Return the weight decay coefficient after ``samples`` consumed samples: from start to end over ``wd_incr_steps``,
-    then the end value; constant style: the end value. ``start_wd`` and ``end_wd`` of a parameter group override the
-    plan's values."""
+    """Return the weight decay coefficient after ``samples`` consumed samples: linear or cosine from start to end over
+    ``wd_incr_steps``, then the end value; constant style: always the end value. ``start_wd`` and ``end_wd`` of a
+    parameter group override the plan's values."""
     start = plan.start_wd if start_wd is None else start_wd
     end = plan.end_wd if end_wd is None else end_wd
     if samples > plan.wd_incr_steps or plan.wd_incr_style == "constant":
@@ -227,6 +227,8 @@ class OptimizerParamScheduler:
         self, optimizer: Any, *plan: Any, use_checkpoint_opt_param_scheduler: bool = False,
         override_opt_param_scheduler: bool = False, **fields: Any,
     ) -> None:  # fmt: skip
+        """Build a :class:`SchedulePlan` from ``plan`` and ``fields`` unless ``plan`` is one, and write the values for 0
+        samples into ``optimizer.param_groups``. Raises UserError for both options together, before anything else."""
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
             raise UserError("--use-checkpoint- and --override-opt_param-scheduler exclude each other")
         self.optimizer = optimizer
@@ -265,10 +267,10 @@ class OptimizerParamScheduler:
         return {**asdict(self.plan), "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position, compare the stored schedule with this program's, and update all parameter groups. If
-        the schedules differ, the constructor's options decide which one is used, and a warning lists the differences.
-        ``wd_incr_steps`` is not compared if weight decay is constant. Raises UserError if the schedules differ and
-        neither option is set (all differences are listed), or the stored fields do not match."""
+        """Restore the position and update all parameter groups. If the stored schedule differs, the constructor's
+        options decide which one is used, and a warning lists the differences; ``wd_incr_steps`` is not compared if
+        weight decay is constant. Raises UserError, with nothing changed, if they differ and neither option is set (only
+        the decay length differs: with the effects of both options), or the stored fields do not match."""
         fields = dict(state_dict)
         num_steps = int(fields.pop("num_steps"))
         unknown = set(fields) ^ set(SchedulePlan.__dataclass_fields__)

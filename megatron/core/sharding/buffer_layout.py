@@ -66,9 +66,9 @@ class CutRule(NamedTuple):
 def chosen_bucket_size(
     total: int, *, bucket_size: int | None, num_buckets: int | None, overlap: bool, num_ranks: int
 ) -> int | None:
-    """Return the minimum elements per bucket for ``total`` elements of a model chunk; None: a single bucket.
-    ``num_buckets`` overrides ``bucket_size``. The default with overlap is max(40 million, 1 million x
-    ``num_ranks``)."""
+    """Return the minimum elements per bucket for ``total`` elements; None: a single bucket. ``num_buckets`` has
+    precedence: ceil(total / num_buckets); then ``bucket_size``. Without both, max(40 million, 1 million x
+    ``num_ranks``) with ``overlap``, else None."""
     if num_buckets is not None:
         return -(-total // num_buckets)
     if bucket_size is None and overlap:
@@ -105,7 +105,9 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
 
 
 def _bucket_stops(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None) -> Iterator[int]:
-    """Yield the index after the last parameter of each bucket, at least one. Empty parameters at the end get none."""
+    """Yield the index after the last parameter of each bucket. A bucket ends with the parameter that fills it to at
+    least ``bucket_size`` (None: never), before a parameter that is ``alone``, and after it. Yields at least one; empty
+    parameters at the end belong to no bucket."""
     filled = last = 0
     for index, size in enumerate(sizes):
         if alone[index] and filled:

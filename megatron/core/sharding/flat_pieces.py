@@ -69,9 +69,9 @@ def _split_flat_range(
 
 
 def flat_range(tensor: Tensor) -> tuple[Tensor, int, int]:
-    """Return (local shard, begin, end): the shard's element range in the unsharded parameter or gradient.
-    ``fully_shard`` shards by rows (asserted). A plain tensor is returned in full with its range (0, numel). The result
-    is detached and shares memory. No collective."""
+    """Return (local shard, begin, end): the shard's element range in the unsharded parameter or gradient, flat. A
+    ``DTensor`` must be split by rows, as ``fully_shard`` does (asserted); the last ranks may have an empty range. A
+    plain tensor is returned in full, with (0, numel). The result is detached and shares memory. No collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0, tensor.numel()
     local = tensor.to_local().detach()

@@ -50,8 +50,8 @@ def take_shard(full: Tensor, shard: ParameterShard, groups: ProcessGroups) -> Te
 
 
 def _gather_rows(flat: Tensor, shard: ParameterShard, group: Group) -> Tensor:
-    """All-gather the rows of a parameter that ``fully_shard`` has split into equal chunks over ``group``; the last
-    ranks may have fewer rows or none."""
+    """Return all elements of this rank's mesh shard of the parameter, flat, by an all-gather of ``flat`` over
+    ``group``: the rows that ``fully_shard`` has split into equal chunks. The last ranks may have fewer rows or none."""
     shape = shard.parameter.shape
     chunk = -(-shape[0] // group.size) * (shape.numel() // shape[0])
     sent = flat.new_zeros(chunk)
@@ -62,8 +62,9 @@ def _gather_rows(flat: Tensor, shard: ParameterShard, group: Group) -> Tensor:
 
 
 def _join(local: Tensor, placement: Placement | Nested, group: Group) -> Tensor:
-    """All-gather ``local`` over ``group`` and join the shards along the dims of ``placement``; no collective for one
-    rank or a replicated placement."""
+    """All-gather ``local`` over ``group`` and join the shards along the dims of ``placement``, in rank order: a new
+    tensor. For one rank or a replicated placement return ``local`` itself, without collective. Ranks of a replicated
+    part of ``Nested`` send, too; the first copy is used."""
     terms = (placement.outer, placement.inner) if isinstance(placement, Nested) else (placement,)
     if group.size == 1 or not any(isinstance(term, Shard) for term in terms):
         return local

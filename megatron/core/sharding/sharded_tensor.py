@@ -72,9 +72,9 @@ def module_tensors(
 def stored_tensors(
     name: str, parameter: Tensor, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
 ) -> dict[str, ShardedTensor]:
-    """Return this rank's shard of a parameter or buffer as sharded tensors by key: live views, or copies as described
-    for ``rounded`` in :func:`module_tensors`. Usually one rectangle; FSDP shards of folded stacked weights can give
-    several, and a shard of padding none."""
+    """Return this rank's shard of a parameter or buffer as sharded tensors by key, named ``prefix`` + global name: live
+    views, or with ``rounded`` copies in the compute dtype if that differs (FSDP). Usually one rectangle; FSDP shards of
+    folded stacked weights can give several, and a shard of padding none."""
     local, *stretch = flat_range(parameter)
     if rounded:
         local = local.to(getattr(parameter, "compute_dtype", local.dtype))

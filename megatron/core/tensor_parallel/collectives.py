@@ -34,13 +34,15 @@ def _started(start: Callable[..., Any], result: Tensor, source: Tensor, group: G
 
 
 def begin_all_reduce(x: Tensor, group: Group) -> AsyncHandle:
-    """Start an all-reduce (sum) of ``x`` over ``group`` in place. ``wait()`` of the returned handle gives ``x``."""
+    """Start an all-reduce (sum) of ``x`` over ``group`` in place. ``wait()`` of the returned handle gives ``x``. Not
+    for a group of one rank, whose handle None is the world; this is not checked."""
     return _Collective(dist.all_reduce(x, group=group.handle, async_op=True), x, x)
 
 
 def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
     """Start an all-gather over ``group``, [s / n, ...] of every rank -> [s, ...] in rank order. ``wait()`` of the
-    returned handle gives the new tensor."""
+    returned handle gives the new tensor; ``x`` must not change until then. Not for a group of one rank, whose handle
+    None is the world; this is not checked."""
     if group.engines is not None and group.engines.carries(x.nbytes):
         return group.engines.all_gather(x)
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
@@ -50,7 +52,7 @@ def begin_all_gather(x: Tensor, group: Group) -> AsyncHandle:
 def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
     """Start a reduce-scatter of partial sums over ``group``, [s, ...] -> this rank's [s / n, ...]. ``wait()`` of the
     returned handle gives the new tensor; ``x`` is not changed. Copy engines sum in fp32 and round once, torch in the
-    dtype of ``x``. Raises ValueError if s is not divisible by n."""
+    dtype of ``x``. Raises ValueError if s is not divisible by n. Not for a group of one rank (not checked)."""
     if x.shape[0] % group.size:
         raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
     if group.engines is not None and group.engines.carries(x.nbytes // group.size):
@@ -63,8 +65,9 @@ def begin_all_to_all(
     x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
 ) -> AsyncHandle:
     """Start an all-to-all over ``group``: send ``send[r]`` consecutive rows of ``x`` to rank r and receive
-    ``receive[r]`` rows from it, in rank order. ``wait()`` of the returned handle gives the new tensor. ``is_even``: all
-    sizes on all ranks are equal, which copy engines require."""
+    ``receive[r]`` rows from it, in rank order. ``wait()`` of the returned handle gives the new tensor. ``is_even``
+    promises that all sizes on all ranks are equal, which copy engines require; they then ignore ``send`` and
+    ``receive``. Not for a group of one rank (not checked)."""
     # even sizes only: windows grow on all ranks together, and a rank knows only its local sizes
     if is_even and group.engines is not None and group.engines.carries(x.nbytes // group.size):
         return group.engines.exchange(x.contiguous().chunk(group.size), torch.cat)

@@ -48,21 +48,23 @@ def vocab_parallel_cross_entropy(
     reuse_logits: bool = False,
 ) -> Tensor:
     """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. Collective over the
-    group in forward; with label smoothing, a second collective. Raises as :func:`vocab_parallel_losses`.
+    group in forward; with label smoothing, a second collective. Raises ValueError for logits of another shape or a
+    smoothing outside [0, 1), IndexError for a target beyond the vocabulary (on GPUs a device assertion).
 
     The first four arguments are Megatron-LM's. Layers of this library call :func:`vocab_parallel_losses`.
 
     Args:
         vocab_parallel_logits: this rank's slice of the vocabulary, [..., v]. Entries of -inf (padding) are excluded
             from softmax and smoothing.
-        target: global ids, int64 [...]. A negative id marks an ignored position, as in :func:`vocab_parallel_losses`.
+        target: global ids, int64 [...]. A negative id marks a position that the caller masks out: its loss is
+            log sum_v exp(x_v - max x), without smoothing, not 0.
         label_smoothing: probability in [0, 1) that is spread evenly over the other entries; ValueError outside.
         tp_group: ranks that hold the slices, a torch ``ProcessGroup`` or a ``Group``; None: the running program's
             tensor-parallel group.
-        group: alias of ``tp_group``.
+        group: alias of ``tp_group``, which has precedence.
         vocab_size: unpadded vocabulary size, padded to a multiple of ``divisible_by``; None: no padding.
         divisible_by: see ``vocab_size``.
-        reuse_logits: see :func:`vocab_parallel_losses`; ignored with label smoothing.
+        reuse_logits: whether backward overwrites the logits with their gradient; ignored with label smoothing.
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing {label_smoothing}: must be at least 0 and less than 1")
@@ -133,12 +135,9 @@ def vocab_parallel_losses(
 
 
 def local_labels(target: Tensor, local_size: int, vocab_size: int, group: Group) -> LocalLabels:
-    """Return global ids ``target`` [...] relative to this rank's slice of ``local_size`` entries; ``vocab_size`` is
-    unpadded.
-
-    Raises:
-        IndexError: an id is beyond the vocabulary (on CPU; a device assertion on GPUs).
-    """
+    """Return global ids ``target`` [...] flattened and relative to this rank's slice of ``local_size`` entries;
+    ``vocab_size`` is unpadded. Negative ids are accepted and marked as ignored. Raises IndexError for an id beyond the
+    vocabulary (on CPU; a device assertion on GPUs). No collective."""
     check_ids(target, vocab_size, "target ids", True)
     label_t = (target - group.rank * local_size).reshape(-1).contiguous()
     return LocalLabels(label_t, target.reshape(-1) < 0, num_true_entries(vocab_size, local_size, group), group)

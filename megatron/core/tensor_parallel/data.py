@@ -21,7 +21,9 @@ class _Form(NamedTuple):
 def broadcast_data(
     keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
 ) -> dict[str, Tensor]:
-    """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank.
+    """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank;
+    entries that are not in ``keys`` are not sent. A missing key raises KeyError on the first rank only, and the others
+    block.
 
     Collective over the group: one object broadcast of shapes, then one broadcast per key. The other ranks may pass
     None. Results are on the training device; on the first rank they may be the input tensors themselves.

@@ -83,8 +83,9 @@ GemmRecipe = Callable[[GemmPlace], object | None]
 
 
 def install_gemms(model: nn.Module, recipe: GemmRecipe) -> None:
-    """Replace the GEMMs of every linear layer of ``model`` for which ``recipe`` returns an object; None keeps them.
-    Call it before the model is wrapped, so that names are global."""
+    """Replace the GEMMs of every linear layer of ``model`` for which ``recipe`` returns an object; None keeps them. The
+    object must be of the layer's kind, :class:`Gemms` or ``GroupedProducts`` for experts (asserted). Call it before the
+    model is wrapped, so that names are global."""
     for name, module in model.named_modules():
         if isinstance(module, GemmLayer):
             number = re.search(r"\blayers\.(\d+)\.", name)

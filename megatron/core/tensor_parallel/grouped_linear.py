@@ -112,12 +112,13 @@ GROUPED = GroupedProducts(
 
 
 class GroupedLinear(GemmLayer):
-    """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases with
-    ``add_bias_linear``.
+    """Linear layer of this rank's experts, ``Y[r] = X[r] W[g]^T + b[g]``: [r, i] -> [r, o]; biases (zeros at first)
+    with ``add_bias_linear``.
 
-    The weight is logically (experts, output size, input size). Experts are split over ``ep``, and the output size over
-    ``etp``. With ``splits_input`` the input size is split instead: outputs are then partial sums over ``etp``, and only
-    the first rank adds the bias.
+    The weight is logically (``config.num_moe_experts``, output size, input size); the parameter of a rank is 2-d, [g *
+    o, i]. Experts are split over ``ep``, and the output size over ``etp``. With ``splits_input`` the input size is
+    split instead: outputs are then partial sums over ``etp``, and only the first rank adds the bias, which all ``etp``
+    ranks hold.
     """
 
     def __init__(

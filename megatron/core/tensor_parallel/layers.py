@@ -119,11 +119,12 @@ class ColumnParallelLinear(GemmLayer):
             self._leave = operators.gather_from_region
 
     def forward(self, x: Tensor | AutogradHandle, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return (output, bias for the caller to add or None). Under sequence parallelism all-gathers ``x`` [s / tp, b,
-        i]. ``x`` may be an all-gather in flight (:meth:`gather`), which is awaited. ``weight`` replaces the layer's
-        weight by another module's; its gradient is not deferred, and that module must announce it
-        (``LinearTraits.weight_has_other_uses``). A ``weight`` next to a handle is ignored. Backward reduces the
-        gradient of ``x``: reduce-scatter under sequence parallelism, else all-reduce."""
+        """Return (output [..., out / tp], or all of it with ``gather_output``; the bias with ``skip_bias_add``, else
+        None). Under sequence parallelism all-gathers ``x`` [s / tp, b, i]. ``x`` may be an all-gather in flight
+        (:meth:`gather`), which is awaited. ``weight`` replaces the layer's weight by another module's; its gradient is
+        not deferred, and that module must announce it (``LinearTraits.weight_has_other_uses``). A ``weight`` next to a
+        handle is ignored. Backward reduces the gradient of ``x``: reduce-scatter under sequence parallelism, else
+        all-reduce."""
         if isinstance(x, AutogradHandle):
             return self.forward_gathered(x.wait())
         if weight is not None:
@@ -150,8 +151,10 @@ class ColumnParallelLinear(GemmLayer):
         return start_all_gather(x, self.group)
 
     def _multiply(self, x: Tensor, traits: LinearTraits) -> Tensor:
-        """Return the product of ``x``, which is already all-gathered for ``_bare_traits``, without output collective.
-        Shared rows are a second GEMM of the same input; they come last in the output, with ``shared_bias``."""
+        """Return the product of ``x`` plus the bias (unless ``skip_bias_add``), before ``gather_output``. With
+        ``self.traits`` all-gathers ``x`` or reduces its gradient; with ``_bare_traits`` ``x`` is all-gathered already
+        and its gradient stays a partial sum. Shared rows are a second GEMM of the same input; they come last in the
+        output, with ``shared_bias``."""
         bias, store = None if self.skip_bias_add else self.bias, self.weight_gradient_store
         if self.shared_weight is None:
             return parallel_linear(x, self.weight, bias, traits, store)
@@ -257,7 +260,8 @@ class RowParallelLinear(RowParallel, GemmLayer):
         return self._with_bias(self._leave(output, self.group))
 
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
-        """Wait for the reduce-scatter of :meth:`forward` and return what ``forward`` returns."""
+        """Wait for the reduce-scatter that :meth:`forward` with ``in_flight`` returned, add the bias unless
+        ``skip_bias_add``, and return (output [s / tp, b, out], bias for the caller to add or None)."""
         return self._with_bias(summing.wait())
 
 
@@ -286,8 +290,9 @@ class ReplicatedLinear(GemmLayer):
 class VocabParallelEmbedding(nn.Module):
     """Embedding table split along the vocabulary: token ids [...] -> vectors [..., h], all-reduced over the group.
 
-    ``num_embeddings`` is the unpadded size; the stored size is padded to a multiple of ``divisible_by`` with unused
-    rows. Ids outside of [0, num_embeddings) raise IndexError (on GPUs a device assertion).
+    ``num_embeddings`` is the unpadded size. Unused rows pad it to a common multiple of ``divisible_by`` and the group
+    size; the constructor logs a notice then. Ids outside of [0, num_embeddings), also negative ones, raise IndexError
+    (on GPUs a device assertion).
     """
 
     @takes_megatron_arguments

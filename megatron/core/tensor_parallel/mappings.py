@@ -55,7 +55,7 @@ def gather_from_sequence_parallel_region(
         input_: this rank's shard.
         tensor_parallel_output_grad: whether each rank's gradient is a partial sum, which is reduce-scattered. Otherwise
             the gradients of all ranks are equal and are split.
-        group: ranks that hold the shards.
+        group: ranks that hold the shards; None: the tensor-parallel group. One rank returns its input.
         output_split_sizes: first dims of all ranks' shards, if they differ; requires ``tensor_parallel_output_grad``.
         use_global_buffer: ignored; the result has separate memory.
     """
@@ -71,7 +71,9 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """Reduce-scatter along the first dim, [s, ...] -> this rank's shard; all-gather the gradient.
+    """Reduce-scatter partial sums along the first dim, [s, ...] -> this rank's shard; all-gather the gradient.
+    ``input_`` is not changed. Raises ValueError if s is not divisible by the ranks, without split sizes. One rank
+    returns its input.
 
     ``input_split_sizes``: first dims of all ranks' shards, if they differ. ``use_global_buffer`` is ignored.
     """
@@ -94,7 +96,8 @@ def all_to_all(
     group: Any, input_: Tensor, output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None, use_nccl_stream: bool = False,
 ) -> Tensor:  # fmt: skip
-    """All-to-all of rows: send ``input_split_sizes[r]`` rows to rank r and receive ``output_split_sizes_[r]`` from it.
+    """All-to-all of rows: send ``input_split_sizes[r]`` rows to rank r and receive ``output_split_sizes_[r]`` from it,
+    in rank order. One rank returns ``input_`` itself.
 
     Without sizes all chunks are equal. ``use_nccl_stream`` is ignored. The gradient uses the inverse all-to-all.
     """
@@ -105,7 +108,9 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Any = None) -> Tensor:
-    """All-to-all from a split of the tokens to a split of the features: [tokens / ranks, h] -> [tokens, h / ranks]."""
+    """All-to-all from a split of the tokens to a split of the features: [..., h] -> [tokens * ranks, h / ranks], with
+    the leading dims flattened to this rank's tokens. Raises ValueError if h is not divisible. The gradient returns by
+    the inverse."""
     ranks = resolve_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     parts = operators.equal_parts(rows, ranks, -1)
@@ -113,7 +118,9 @@ def all_to_all_sp2hp(input_: Tensor, group: Any = None) -> Tensor:
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Any = None) -> Tensor:
-    """All-to-all from a split of the features to a split of the tokens: [tokens, h / ranks] -> [tokens / ranks, h]."""
+    """All-to-all from a split of the features to a split of the tokens: [..., h] -> [tokens / ranks, h * ranks], with
+    the leading dims flattened to tokens, whose number must be divisible by the ranks. The gradient returns by the
+    inverse."""
     ranks = resolve_group(group)
     rows = all_to_all(ranks, input_.reshape(-1, input_.shape[-1]))
     return torch.cat(operators.equal_parts(rows, ranks, 0), dim=-1)

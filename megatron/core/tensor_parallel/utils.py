@@ -30,7 +30,8 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Any = None) -> Tensor:
-    """All-gather the 1-d chunks of all tensor-parallel ranks and concatenate them, without gradient."""
+    """All-gather the flattened, equal chunks of all tensor-parallel ranks (``tp_group``; None: the running program's)
+    and concatenate them in rank order: a new 1-d tensor without gradient, also for one rank."""
     group, part = resolve_group(tp_group), tensor.detach().view(-1)
     return part.clone() if group.size == 1 else operators.all_gather_along_first_dim(part, group)
 

@@ -38,12 +38,9 @@ class IdOutOfRange(UserError, IndexError):
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str, allow_negative: bool = False) -> None:
-    """Raise IdOutOfRange for ids outside of [0, vocab_size); ``what`` names them in the message. On GPUs it is a device
-    assertion, which does not synchronize.
-
-    ``allow_negative``: accept ids below 0, such as -1 and -100, which mark positions that the caller masks out of the
-    loss.
-    """
+    """Raise IdOutOfRange (a UserError and IndexError) for ids outside of [0, vocab_size); ``what`` names them in the
+    message. For GPU tensors it is a device assertion instead, without a sync. ``allow_negative``: accept ids below 0,
+    such as -1 and -100, which mark positions that the caller masks out of the loss."""
     inside = ids < vocab_size
     inside = (inside if allow_negative else inside & (ids >= 0)).all()
     if ids.is_cuda:

@@ -113,11 +113,8 @@ def compute_hash(parts: Iterable[bytes], options: Mapping[str, object]) -> str:
 
 
 def read_tokenizer_file(flag: str, path: str | None, tokenizer_type: str, what: str) -> bytes:
-    """Return the bytes of the file ``path`` given by ``flag``; ``what`` describes its content in errors.
-
-    Raises:
-        ValueError: no path given, no such file, a folder, or unreadable.
-    """
+    """Return the bytes of the file ``path`` given by ``flag``; ``what`` describes its content in errors. Raises
+    UserError if no path is given, or for a folder, a missing or an unreadable file."""
     if not path:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag}: {what}")
     if os.path.isdir(path):

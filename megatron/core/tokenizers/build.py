@@ -19,10 +19,11 @@ TOKENIZER_TYPES = get_args(TokenizerType)
 
 
 def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the flags in ``cfg`` ask for.
+    """Build the tokenizer that the flags in ``cfg`` name.
 
     Raises:
-        ValueError: an unknown type, a missing or broken file, a missing library; with the flag and the fix.
+        UserError: no type, an unknown or unavailable one, a missing or broken file, a missing library, sentinels for a
+            type without them; with the flag and the fix.
     """
     kind = cfg.tokenizer_type
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
@@ -68,13 +69,15 @@ class MegatronTokenizer:
 
     @staticmethod
     def from_pretrained(tokenizer_path: str, **options: Any) -> Tokenizer:
-        """Return the tokenizer in ``tokenizer_path``; its files determine the kind.
-
-        A folder with tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model or .tiktoken
-        file; or any of these files, or a JSON list for TikTokenizer.
+        """Build the tokenizer in ``tokenizer_path``; its files determine the kind: the first of a folder with
+        tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model or .tiktoken file; or any of
+        these files, or a JSON list for TikTokenizer. Nothing is downloaded.
 
         Args:
             options: passed on to the constructor, e.g. ``include_special_tokens=False`` for tokenizer.json.
+
+        Raises:
+            UserError: the path does not exist, the folder lacks these files or has several, or the file is broken.
         """
         path = Path(tokenizer_path)
         if not path.exists():

@@ -109,7 +109,9 @@ _NOTHING_SPECIAL: frozenset[str] = frozenset()
 
 
 def build_fast_bpe(definition: Mapping[str, Any], hf_tokenizer: Any) -> FastByteLevelBPE | None:
-    """A fast encoder with the ids of ``hf_tokenizer``, or None (and why, in the log) where that cannot be shown.
+    """Return a fast encoder with the ids of ``hf_tokenizer``, or None, with the reason in the log: tiktoken is not
+    installed, equality cannot be shown, or the self-test differs (a warning). Encodes every token of the vocabulary
+    once.
 
     Args:
         definition: the parsed tokenizer.json.

@@ -40,6 +40,8 @@ class BackendTokenizer(Tokenizer):
 
     def __init__(self, tokenizer_type: str, backend: Any, special_ids: dict[str, int], fingerprint: str,
                  include_special_tokens: bool = False):  # fmt: skip
+        """Wrap ``backend``; tiktoken is used only after :meth:`accelerate`. ``include_special_tokens``: texts get the
+        tokens that the backend's post-processor adds. Raises UserError for shared or impossible ids."""
         self._backend = backend
         self._include_special_tokens = include_special_tokens
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -109,8 +111,8 @@ class BackendTokenizer(Tokenizer):
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Turn errors of `tokenizers` into a ``UserError``: a file may name tokens that its vocabulary lacks, which the
-    library finds when it needs them, by bare exceptions and Rust panics."""
+    """Context that turns bare exceptions and Rust panics of `tokenizers` into a ``UserError``: a file may name tokens
+    that its vocabulary lacks, which the library finds when it needs them. Other errors pass."""
     try:
         yield
     except BaseException as error:
@@ -125,12 +127,12 @@ def build_huggingface(
     include_special_tokens: bool = True,
     extra_ids: int = 0,
 ) -> BackendTokenizer:
-    """--tokenizer-type HuggingFaceTokenizer from a tokenizer.json, or from a folder that holds one.
-
-    Of the ``extra_ids`` sentinels those that it lacks are added; T5's own have their ids.
+    """Build a HuggingFaceTokenizer from a tokenizer.json, or from a folder that holds one. Adds ``special_tokens`` and
+    ``extra_ids`` sentinels, unless the file has them. Truncation and padding of the file are switched off.
 
     Raises:
-        ValueError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, no end of document.
+        UserError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, wrong ids of added
+            tokens, no end-of-document token.
     """
     file = _locate(path)
     raw = read_tokenizer_file("--tokenizer-model", str(file), "HuggingFaceTokenizer", "a tokenizer.json")
@@ -170,10 +172,12 @@ def build_huggingface(
 def build_gpt2_bpe(
     vocab_file: str | None, merge_file: str | None, special_tokens: Sequence[str] | None = None, extra_ids: int = 0
 ) -> BackendTokenizer:
-    """--tokenizer-type GPT2BPETokenizer from vocab.json and merges.txt, plus ``extra_ids`` sentinels at the end.
+    """Build a GPT2BPETokenizer from vocab.json and merges.txt, plus ``special_tokens`` and ``extra_ids`` sentinels at
+    the end. The end-of-document token (the first of ``EOD_NAMES`` in the vocabulary or ``special_tokens``) is also eos
+    and bos.
 
     Raises:
-        ValueError: a file is missing or of the wrong kind, or the vocabulary has no ``<|endoftext|>``.
+        UserError: a file is missing or malformed, ids are shared, or there is no end-of-document token.
     """
     kind = "GPT2BPETokenizer"
     vocab_raw = read_tokenizer_file("--vocab-file", vocab_file, kind, "vocab.json, a map from token to id")
@@ -208,13 +212,13 @@ def build_gpt2_bpe(
 def build_bert_wordpiece(
     vocab_file: str | None, lower_case: bool, extra_ids: int | None = None, special_tokens: Sequence[str] | None = None
 ) -> BackendTokenizer:
-    """--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase from vocab.txt.
+    """Build a BertWordPieceLowerCase or BertWordPieceCase tokenizer from vocab.txt.
 
     ``special_tokens`` and ``extra_ids`` sentinels (--vocab-extra-ids; None: Megatron-LM's number, 100 with case and
     none without) follow the file's own tokens. Where these have no [BOS] and [EOS], [CLS] and [SEP] stand for them.
 
     Raises:
-        ValueError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK].
+        UserError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK].
     """
     kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
     raw = read_tokenizer_file("--vocab-file", vocab_file, kind, "vocab.txt, one token a line")
@@ -248,9 +252,9 @@ def build_bert_wordpiece(
 
 
 def _locate(path: str | None) -> Path:
-    """Return the path of the tokenizer.json that ``path`` (a file or folder) names. Raises UserError if there is none,
-    if ``path`` is missing or does not exist (hub names are not downloaded), or if the folder's configuration requests
-    custom Python code."""
+    """Return the path of the tokenizer.json that ``path`` (a file or folder) names. Raises UserError if it is missing,
+    if ``path`` is empty or does not exist (hub names are not downloaded), or if the folder's configuration requests
+    custom Python code. A file is not opened."""
     if not path:
         raise UserError(
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
@@ -352,8 +356,8 @@ def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
 
 
 def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor adds (before, after) a text. Raises UserError if it changes the ids of the
-    text itself."""
+    """Return the ids that the post-processor adds (before, after) a text, found with the text "a"; two empty lists if
+    it adds nothing. Raises UserError if it changes the ids of the text itself."""
     with _library_errors():
         bare = backend.encode("a", add_special_tokens=False).ids
         full = backend.encode("a", add_special_tokens=True).ids

@@ -19,6 +19,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, tokenizer_type: str, model: str | None, *, legacy: bool = False, extra_ids: int = 0,
                  special_tokens: Sequence[str] | None = None):  # fmt: skip
+        """Read the model file. ``legacy`` appends <CLS>, <SEP>, <EOD>, <MASK> and missing <PAD>, <BOS>, <EOS>; else eos
+        ends documents. ``special_tokens`` and ``extra_ids`` sentinels follow in both cases. Raises UserError for a
+        missing or broken file, or without an end-of-document token."""
         raw = read_tokenizer_file("--tokenizer-model", model, tokenizer_type, "a SentencePiece .model file")
         library = require("sentencepiece", f"--tokenizer-type {tokenizer_type}")
         self._processor = library.SentencePieceProcessor()
@@ -62,8 +65,9 @@ class SentencePieceTokenizer(Tokenizer):
         return self._vocab
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without bos or eos. Added tokens in the text (legacy layout) become their ids;
-        the text between them is encoded separately. Raises UserError for a lone surrogate."""
+        """Return the ids of ``text``, without bos or eos. Added tokens in the text (special tokens, sentinels, the
+        legacy layout's own) become their ids; the text between them is encoded separately. Raises UserError for a lone
+        surrogate."""
         check_text(text)
         if self._splitter is None:
             return self._processor.encode_as_ids(text)

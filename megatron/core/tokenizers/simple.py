@@ -14,6 +14,8 @@ class NullTokenizer(Tokenizer):
     """Text is already ids, separated by blanks: ``"5 17 3"``. The last id of the vocabulary ends a document."""
 
     def __init__(self, vocab_size: int, eod_id: int | None = None, pad_id: int = -1):
+        """Set the special ids: ``eod_id`` None means the last id of the vocabulary; ``pad_id`` is not checked (-1: none
+        in any data). Raises UserError for an empty vocabulary, or an ``eod_id`` outside it."""
         if vocab_size < 1:
             raise UserError(f"--vocab-size {vocab_size}: must be at least 1 for --tokenizer-type NullTokenizer")
         eod = vocab_size - 1 if eod_id is None else eod_id

@@ -33,6 +33,10 @@ class TikTokenizer(Tokenizer):
 
     def __init__(self, path: str | None, *, pattern: str | None = None, vocab_size: int | None = None,
                  num_special_tokens: int = 1000, special_tokens: Sequence[str] | None = None):  # fmt: skip
+        """Read the vocabulary file. ``vocab_size`` (None: 131,072, or fewer if the file has fewer) includes the
+        ``num_special_tokens``; ids without a name in ``special_tokens`` become <SPECIAL_n>; ``pattern`` is a key of
+        ``PATTERNS`` (None: v2). Raises UserError for missing required tokens, sizes that do not fit, or a malformed
+        file."""
         what = "a JSON list of ranks and token bytes, or a .tiktoken file"
         raw = read_tokenizer_file("--tokenizer-model", path, "TikTokenizer", what)
         names = list(special_tokens or SPECIAL_TOKENS)
@@ -88,9 +92,9 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
-    """Return {token bytes: id} of the first ``wanted`` tokens, ids from ``first_id`` on, from a JSON list or from lines
-    of base64 and rank. Raises UserError for another form, ranks out of order, equal tokens, or a byte without a
-    token."""
+    """Return {token bytes: id} of the first ``wanted`` tokens (all, if fewer), ids from ``first_id`` on. ``raw`` is a
+    JSON list, or lines of base64 and rank. Raises UserError for another form, ranks out of order, equal tokens, a byte
+    without a token, or JSON whose first 256 tokens are not the bytes in order."""
     try:
         is_json = raw.lstrip()[:1] in (b"[", b"{")
         rows = parse_json(raw) if is_json else _parse_lines(raw)

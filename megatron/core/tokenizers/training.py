@@ -15,13 +15,15 @@ from megatron.core.tokenizers.libraries import require
 def train_byte_level_bpe(
     texts: Iterable[str], vocab_size: int, output: str, *, end_of_document: str = "<|endoftext|>", asked_by: str
 ) -> int:
-    """Train on ``texts`` with GPT-2's pre-tokenizer and write ``output`` (a tokenizer.json); the size reached.
+    """Train on ``texts`` with GPT-2's pre-tokenizer and write ``output`` (a tokenizer.json), replacing older files;
+    return the size reached, which may be less than ``vocab_size``.
 
     Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order. Next to ``output``,
-    tokenizer_config.json names the special tokens, so that ``transformers`` loads the folder, too.
+    tokenizer_config.json names the special tokens, so that ``transformers`` loads the folder, too. ``asked_by`` names
+    the caller in errors.
 
     Raises:
-        ValueError: the vocabulary is too small for the bytes, or `tokenizers` is not installed.
+        UserError: the vocabulary is too small for the bytes, or `tokenizers` is not installed.
     """
     if vocab_size < 257:
         raise UserError(f"--vocab-size {vocab_size}: at least 257 are needed, 256 bytes and {end_of_document}")
@@ -52,13 +54,14 @@ MOST_CHARACTERS = 1000
 def train_wordpiece(
     texts: Iterable[str], vocab_size: int, output: str, *, lower_case: bool = True, asked_by: str
 ) -> int:
-    """Train on ``texts`` (all held in memory) with BERT's pre-tokenizer and write ``output`` (a vocab.txt); the size.
+    """Train on ``texts`` (all held in memory) with BERT's pre-tokenizer and write ``output`` (a vocab.txt), replacing
+    an older file; return the size reached, which may be less than ``vocab_size``.
 
     Ids 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK]; then come the most frequent characters, a quarter of the vocabulary
     and 1000 at most, inside words (##) and at their start, then whole pieces in the order of their merges.
 
     Raises:
-        ValueError: the vocabulary is too small for the characters, or `tokenizers` is not installed.
+        UserError: the vocabulary is below 64, or `tokenizers` is not installed.
     """
     if vocab_size < 64:
         raise UserError(f"--vocab-size {vocab_size}: at least 64 are needed, {' '.join(BERT_TOKENS)} among them")

@@ -61,6 +61,9 @@ class SelfAttention(Segmented):
         *,
         groups: ProcessGroups,
     ) -> None:
+        """Build ``linear_qkv``, head norms, ``core_attention`` and ``linear_proj`` from the slots. ``layer_number``
+        (from 1) decides about rotary embedding and sliding window. With fewer query groups than tensor-parallel ranks,
+        this rank has some query heads of one group."""
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         heads_per_group = heads // kv_groups
@@ -129,9 +132,9 @@ class SelfAttention(Segmented):
 
     def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
         """Compute the QKV projection, head norms, rotary embedding and core attention: [s, b, local heads * d], for
-        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Reads the
-        rotary tables of ``ctx``; the core attention reads layout, mask, position bias and dropout.
-        """
+        full sequences of the tensor-parallel group. Waits for the all-gather if it gets the handle of one. Takes rotary
+        tables from ``ctx``: the local ones in sliding-window layers if given, none in layers without rotation. Core
+        attention reads layout, mask, position bias and dropout."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
@@ -145,10 +148,10 @@ class SelfAttention(Segmented):
 def _head_norm(
     slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups, num_heads: int
 ) -> nn.Module:
-    """Return the norm over each head's channels, or over all ``num_heads`` (of all ranks) with
-    ``qk_layernorm_across_heads``. The per-head weight is replicated over TP and its gradient is a partial sum, because
-    each rank sees only its heads.
-    """
+    """Return the norm of query or key heads: L2 norm with ``qk_l2_norm``, also with a slot; the identity without slot
+    and ``qk_layernorm``; one norm over all ``num_heads`` of all ranks with ``qk_layernorm_across_heads``; else the slot
+    or the standard norm per head, whose replicated weight has a partial gradient over TP, because each rank sees only
+    its heads."""
     if config.qk_l2_norm:
         return L2Norm(config.norm_epsilon)
     if slot is None and not config.qk_layernorm:

@@ -52,6 +52,9 @@ class Branch:
     def __init__(
         self, layer: nn.Module, spec: BranchSpec, config: TransformerConfig, layer_number: int, groups: ProcessGroups
     ) -> None:
+        """Build norm or norms, mixer and dropout and register them on ``layer`` under the names of ``spec``. Without a
+        norm before the mixer a cast to the compute dtype takes its name. Raises UserError for a mixer with an
+        unsupported ``forward`` (:func:`accepts_context`) or, under context parallelism, without a declared layout."""
         self.layer, self.name, self.norm_name, self.dropout_name = layer, spec.name, spec.norm_name, spec.dropout_name
         self.post_norm_name = spec.post_norm_name
         norm_before, norm_after = (
@@ -94,7 +97,8 @@ class Branch:
         return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
     def enter(self, hidden: Tensor) -> Stream:
-        """Normalize the residual stream ``hidden``."""
+        """Normalize the residual stream ``hidden`` and return both; the residual is ``hidden``, or the normalized
+        stream with ``normed_is_residual``."""
         if self._norm_adds:  # its backward also accumulates the gradient of the residual stream
             residual, normed = self.norm(hidden, None)
             return Stream(hidden, residual, normed)
@@ -102,9 +106,8 @@ class Branch:
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
     def add_and_norm(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
-        """Add the previous branch's ``output`` to ``residual`` and normalize. One fused kernel does both if ``before``
-        has no dropout.
-        """
+        """Add the output of the branch ``before``, after its dropout, to ``residual`` and normalize by this branch's
+        norm. One fused kernel does both if ``before`` has no dropout and the norm is a :class:`StreamNorm`."""
         if self._norm_adds and isinstance(before.dropout, NoDropout):
             hidden, normed = self.norm(residual, output)
             return Stream(hidden, hidden, normed)

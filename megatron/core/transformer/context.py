@@ -49,9 +49,9 @@ class ForwardContext(AttentionContext):
         return self.layout.documents is None and self.encoder_documents is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
-        """Return the contexts of the two halves of ``batch`` sequences. Per-sequence fields are split into views, the
-        others are shared; ``overlap`` is set.
-        """
+        """Return the contexts of the two halves of ``batch`` (even) sequences. Per-sequence fields are split into
+        views; tensors whose batch dim has another size (broadcast) and all others are shared. ``overlap`` is set;
+        ``position_bias`` and documents are not split."""
 
         def part(x: Tensor, half: int, dim: int = 0) -> Tensor:
             return x.chunk(2, dim)[half] if x.shape[dim] == batch else x

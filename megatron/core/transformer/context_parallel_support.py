@@ -48,7 +48,8 @@ FIX = (
 
 
 def build_token_mixer(slot: Any, *args: Any, groups: ProcessGroups, **kwargs: Any) -> Any:
-    """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`.
+    """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`; with context
+    parallelism then check its class by :func:`layout_problem` for the zig-zag order.
 
     Raises:
         UserError: context parallelism is on and the module does not take its layout.

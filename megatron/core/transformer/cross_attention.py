@@ -56,6 +56,8 @@ class CrossAttention(nn.Module):
         *,
         groups: ProcessGroups,
     ) -> None:
+        """Build ``linear_q``, ``linear_kv``, ``core_attention`` (without causality) and ``linear_proj`` from the slots.
+        Raises UserError unless the query groups are a multiple of the tensor-parallel size."""
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         if kv_groups % groups.tp.size:

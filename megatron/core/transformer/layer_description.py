@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_layer import branch_specs, layer_bran
 def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     """Return the pieces of a layer: one per branch, or a single piece for an indivisible layer.
 
-    An indivisible layer's class may define ``describe(config, place) -> Piece``. Branches whose module has no
-    ``describe`` are marked as unknown.
-    """
+    An indivisible layer is described by its class's ``describe(config, place)`` if it has one, else by its branches in
+    one piece; without branch specs that piece is unknown and empty. Branches whose module has no ``describe`` are
+    unknown."""
     apart = layer_branches(spec, config.use_parallel_residual)
     if apart is not None:
         return tuple(_describe_branch(each, config, place) for each in apart)
@@ -29,9 +29,9 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
 
 
 def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace) -> Piece:
-    """Return the description of one residual branch: of its mixer and its norm, from the ``describe`` attributes of the
-    classes in the slots. If either class has none, the piece is marked as unknown (``is_known`` False), without
-    parameters."""
+    """Return the description of one residual branch, from the ``describe`` attributes of the classes of its mixer and
+    its norm. A norm without the attribute is described as a built-in one. A mixer without it, or either with None,
+    makes the branch unknown (``is_known`` False), without parameters."""
     describe = getattr(getattr(spec.mixer, "module", spec.mixer), "describe", None)
     describe_norm = getattr(getattr(spec.norm, "module", spec.norm), "describe", norm)
     if describe is None or describe_norm is None:

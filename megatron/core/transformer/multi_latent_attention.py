@@ -80,6 +80,9 @@ class MLASelfAttention(Segmented):
         *,
         groups: ProcessGroups,
     ) -> None:
+        """Build projections and latent norms (:meth:`_build_projections`), ``core_attention`` with the scale of
+        multi-latent attention, and ``linear_proj`` from the slots. AssertionError if a slot that the configuration
+        needs is None."""
         super().__init__()
         # head dims: unrotated and rotated channels of queries and keys, and values
         self._nope, self._rope, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim

@@ -73,9 +73,9 @@ class Tokens(NamedTuple):
 def shifted_tokens(
     tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, layout: TokenLayout
 ) -> list[Tokens]:
-    """Return the tokens shifted left by 1 to ``depths`` positions. ``tensors`` are ids, positions and labels [b, s] of
-    this rank. One all-gather of full sequences over the ranks of ``layout``, because the next tokens may be on others.
-    """
+    """Return one :class:`Tokens` per depth 1 to ``depths``, shifted left by it: zeros past the end of a sequence, where
+    the mask is 0, as past the end of a packed document. ``tensors`` are ids, positions and labels [b, s] of this rank;
+    ``loss_mask`` None is all ones. One all-gather of full sequences over the ranks of ``layout``, in fp64."""
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
     whole = layout.full(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), 2)
@@ -140,6 +140,9 @@ class MultiTokenPredictionLayer(nn.Module):
         self, config: TransformerConfig, submodules: MultiTokenPredictionLayerSubmodules, layer_number: int, *,
         groups: ProcessGroups,
     ) -> None:  # fmt: skip
+        """Build two input norms, ``eh_proj`` [h, 2 h], the layer with ``layer_number`` (after the decoder's) and the
+        final norm from the slots. Full recomputation covers the norms, the projection and the layer, not the final
+        norm."""
         super().__init__()
         hidden = config.hidden_size
         self.enorm, self.hnorm, final = (
@@ -172,6 +175,9 @@ class MultiTokenPredictionBlock(nn.Module):
     def __init__(
         self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
     ) -> None:
+        """Build one layer per spec, or only the first with ``mtp_use_repeated_layer``: it then divides the layer's
+        auxiliary loss coefficients by the depths and marks its weights with ``has_several_gradients``. Registers a loss
+        statistic per depth."""
         super().__init__()
         self.num_depths, repeats = len(spec.layer_specs), config.mtp_use_repeated_layer
         if repeats:  # its routers attach their losses at every depth: divide so that the sum is unchanged

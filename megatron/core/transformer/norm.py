@@ -38,6 +38,9 @@ class StreamNorm(MovableParameters):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, groups: ProcessGroups, partial: tuple[str, ...]
     ) -> None:
+        """Create the weight [hidden_size], ones (zeros with ``apply_layernorm_1p``), and select the kernel.
+        ``partial``: mesh axes over which its gradient is a partial sum. The bias is None; :class:`LayerNorm` creates
+        it."""
         super().__init__()
         offset = float(config.apply_layernorm_1p)
         init = Zeros() if config.apply_layernorm_1p else Ones()
@@ -50,7 +53,8 @@ class StreamNorm(MovableParameters):
         )  # fmt: skip
 
     def forward(self, x: Tensor, *branch: Tensor | None) -> Any:
-        """Return the normalized values in the weights' dtype, even for an fp32 residual stream with 16-bit weights."""
+        """Return the normalized ``x``; with a ``branch`` (or None) the pair (stream, normalized stream) of the class
+        docstring. Normalized values have the weights' dtype, even for an fp32 residual stream with 16-bit weights."""
         stream, normed = self.normalize(x, branch[0] if branch else None, self.weight, self.bias, self._traits)
         return (stream, normed) if branch else normed
 
@@ -95,6 +99,8 @@ class NormAcrossHeads(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, num_heads: int, *, groups: ProcessGroups) -> None:
+        """Create the weight of this rank's share of ``num_heads`` heads of ``config.kv_channels`` channels. Raises
+        UserError if the tensor-parallel size does not divide ``num_heads``."""
         super().__init__()
         if num_heads % groups.tp.size:
             raise UserError(
@@ -129,9 +135,8 @@ def build_norm(
     groups: ProcessGroups,
     partial: tuple[str, ...] | None = None,
 ) -> nn.Module:
-    """Build the norm that ``config.normalization`` names. ``partial`` overrides the mesh axes over which gradients are
-    partial sums (default: ``tp`` under sequence parallelism).
-    """
+    """Build the norm that ``config.normalization`` names (LayerNorm or RMSNorm; KeyError for others). ``partial``: mesh
+    axes over which gradients are partial sums; None: ``tp`` under sequence parallelism, else none."""
     if partial is None:
         partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
     kinds: dict[str, type[StreamNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

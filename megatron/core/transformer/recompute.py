@@ -102,11 +102,11 @@ class _Split(NamedTuple):
 
 
 def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> Any:
-    """Call ``function`` and save only this rank's shard of each floating-point argument that ``group`` replicates.
+    """Call ``function``, saving only this rank's shard of each floating-point argument that ``group`` replicates;
+    arguments whose size it does not divide, and others, are saved in full.
 
     Backward all-gathers the arguments and calls ``function`` again, so the ranks must run the same functions in the
-    same order.
-    """
+    same order. Without gradients it is a plain call."""
 
     def pack(x: Tensor) -> Tensor | _Split:
         if not x.is_floating_point() or x.numel() == 0 or x.numel() % group.size:
@@ -141,7 +141,10 @@ def recompute_policy(config: RecomputeConfig, module: str) -> Run:
 
 
 def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) -> list[tuple[Run, range]]:
-    """Return (policy, range of layer positions) for each group of a stage's layers, in order.
+    """Return (policy, range of layer positions) for each group of a stage's layers, in order. Without full
+    recomputation one group that is kept; ``uniform``: groups of ``recompute_num_layers``; ``block``: that many single
+    layers, then one group of the rest, possibly empty, that is kept. ``distribute_saved_activations`` with TP saves
+    split inputs.
 
     Raises:
         UserError: full recomputation without a method or with fewer than 1 layer.
@@ -179,8 +182,8 @@ def discard_output(
     output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor
 ) -> AbstractContextManager:
     """Context in which operations save ``function`` and ``argument`` instead of the contiguous ``output``; backward
-    recomputes it at each use. The argument stays referenced.
-    """
+    recomputes it at each use, without a graph. The argument stays referenced. Without gradients, or if ``output`` is
+    ``argument``, a null context."""
     if not torch.is_grad_enabled() or output is argument:  # identity: its argument is saved anyway
         return nullcontext()
     address, size, dtype = output.data_ptr(), output.numel(), output.dtype
@@ -248,8 +251,7 @@ def discard_outputs(
 ) -> AbstractContextManager:
     """Context in which operations save a recipe instead of ``outputs``, of any strides. Backward calls ``function``
     once for all of them, including its collectives, and frees the results after the last use. ``arguments`` stay
-    referenced.
-    """
+    referenced. Without gradients a null context."""
     if not torch.is_grad_enabled():
         return nullcontext()
     again = _LazyOutputs(function, arguments)

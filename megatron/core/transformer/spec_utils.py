@@ -75,7 +75,8 @@ def _needs_groups(module: Callable[..., Any]) -> bool:
 
 
 def import_module(module_path: str | Sequence[str]) -> Any:
-    """Import the object that ``--spec MODULE NAME``, or ``"package.module.name"``, names.
+    """Import the object that ``--spec MODULE NAME``, or ``"package.module.name"``, names; this runs the module's code,
+    whose other exceptions pass.
 
     Raises:
         UserError: the module or the name does not exist, or the import fails.

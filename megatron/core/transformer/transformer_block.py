@@ -90,6 +90,9 @@ class TransformerBlock(nn.Module):
         first_number: int = 1,
         groups: ProcessGroups,
     ) -> None:
+        """Build this stage's layers (partial at its ends) under their index in this stack, and with ``post_layer_norm``
+        the final norm. Raises UserError for a block spec of another number of layers or, under context parallelism, a
+        layer class without a declared layout."""
         super().__init__()
         specs = layer_specs(spec, num_layers or config.num_layers)
         names = branch_names(specs, config.use_parallel_residual)
@@ -112,14 +115,16 @@ class TransformerBlock(nn.Module):
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        """Cast to ``stream_dtype``, run this stage's layers by their recomputation policies, and apply the final norm
+        if this stage has it."""
         hidden_states = hidden_states.to(self.stream_dtype)
         for run, positions in self._runs:
             hidden_states = run(partial(self._through, positions, ctx), hidden_states)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
-        """Run the layers at ``positions``, with two-batch overlap if configured, supported and the batch size is even.
-        """
+        """Run the layers at ``positions`` of this stage, with two-batch overlap if it is configured, every layer
+        supports it, there are no documents and the batch size is even; else one layer after another."""
         layers = [self.layers[position] for position in positions]
         if self._overlaps and ctx.can_be_halved and hidden_states.shape[1] % 2 == 0:
             return run_two_batch_overlap(layers, hidden_states, ctx)

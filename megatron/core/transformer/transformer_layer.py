@@ -75,6 +75,9 @@ class TransformerLayer(Segmented):
         groups: ProcessGroups,
         branches: range | None = None,
     ) -> None:
+        """Build the branches of ``submodules`` in the range ``branches`` (None: all) and register their modules on this
+        layer. Raises UserError if two modules would have the same name, also outside of the range. With
+        ``embed_layernorm`` the first norm of layer 1 replaces the residual stream."""
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)

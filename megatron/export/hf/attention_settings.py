@@ -19,9 +19,8 @@ UNUSUAL_YARN = {
 
 
 def groups(default: int | None = None) -> Computed:
-    """Rule for the number of K/V heads.
-
-    ``default`` is the number if the key is absent; None, or a null value, means the number of query heads."""
+    """Rule for the number of K/V heads. ``default`` is the number if the key is absent; None, or a null value, means
+    the number of query heads. Import also sets ``group_query_attention``: whether the numbers differ."""
 
     def load(config: Table) -> dict[str, Any]:
         heads = get(config, ("num_attention_heads",))
@@ -36,7 +35,8 @@ def groups(default: int | None = None) -> Computed:
 
 
 def derived_head_size(heads: str = "num_attention_heads", width: str = "hidden_size") -> Computed:
-    """Rule for the head dim of families without a key for it: hidden size / number of query heads."""
+    """Rule for the head dim of families without a key for it: hidden size (HF key ``width``) // number of query heads
+    (HF key ``heads``), rounded down. Export writes nothing and raises UserError for another ``kv_channels``."""
 
     def load(config: Table) -> dict[str, Any]:
         return {"kv_channels": get(config, (width,)) // get(config, (heads,))}
@@ -49,7 +49,9 @@ def derived_head_size(heads: str = "num_attention_heads", width: str = "hidden_s
 
 
 def equal_heads(heads: str, width: str | None = None) -> Computed:
-    """Rule for multi-head attention: K/V heads equal query heads; with ``width`` also head dim = width / heads."""
+    """Rule for multi-head attention: the number of K/V heads equals that of query heads; with ``width`` also
+    :func:`derived_head_size`. ``heads`` and ``width`` are HF keys that are only read: export writes nothing and raises
+    UserError for other numbers."""
     size = derived_head_size(heads, width) if width else None
 
     def load(config: Table) -> dict[str, Any]:
@@ -64,7 +66,8 @@ def equal_heads(heads: str, width: str | None = None) -> Computed:
 
 
 def one_group(key: str, heads: str) -> Computed:
-    """Rule for multi-query attention (one K/V head); ``key`` must be true."""
+    """Rule for multi-query attention (one K/V head): ``key`` is written as true and must be true or absent, else
+    UserError. ``heads``: HF key of the query heads. Export raises UserError for another number of K/V heads."""
 
     def load(config: Table) -> dict[str, Any]:
         if not get(config, (key,), True):
@@ -139,8 +142,9 @@ class Rope(Rule):
         return settings
 
     def save(self, settings: Table) -> dict[str, Any]:
-        """Return the ``config.json`` keys of rotary base, share of channels and ``rope_scaling`` (None without
-        scaling). Raises UserError for other positions, partial rotation or a scaling type that the family lacks."""
+        """Return the ``config.json`` keys of rotary base, share of channels (if the family has a key for it) and
+        ``rope_scaling`` (None without scaling). Raises UserError for other positions, a partial rotation without such a
+        key, linear together with llama3 scaling, or a scaling type that the family lacks."""
         positions, share = settings["position_embedding_type"], settings["rotary_percent"]
         if positions not in ("rope", "yarn"):
             raise refuse("position_embedding_type", positions, "the family rotates")
@@ -191,8 +195,9 @@ def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
 
 
 def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
-    """Return the settings of yarn scaling; removes the keys that it reads from ``stretch``. Raises UserError if only
-    one of mscale and mscale_all_dim is given, or ``attention_factor`` differs from the usual value of the factor."""
+    """Return the settings of yarn scaling; removes the keys that it reads from ``stretch``. Raises UserError without a
+    factor, if only one of mscale and mscale_all_dim is given, or for an ``attention_factor`` next to them or unlike the
+    usual value of the factor."""
     weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
         raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which must be given together")
@@ -252,7 +257,8 @@ def unstretched_base(kind: str, tables: Table, key: str, base: float) -> float:
 
 
 def layer_types_pattern(config: Table, usual: list[bool]) -> list[bool]:
-    """Return whether each layer has a window, from ``layer_types``; ``usual`` if the key is missing."""
+    """Return whether each layer has a window, from ``layer_types``; ``usual`` itself if the key is missing or null.
+    Raises UserError unless it names sliding or full attention for every layer."""
     count, kinds = config["num_hidden_layers"], get(config, ("layer_types",), None)
     if kinds is None:
         return usual
@@ -298,8 +304,8 @@ class Window(Rule):
 
     def load(self, config: Table) -> dict[str, Any]:
         """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
-        else from the first layer and the interval. Both None if the window is off. A width of n tokens becomes (n - 1,
-        0)."""
+        else from the first layer and the interval. Both None if the width is null (absent: the default) or the switch
+        is not on. A width of n tokens becomes (n - 1, 0)."""
         count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
         if width is None or (self.switch and not config.get("use_sliding_window")):
             return {"window_size": None, "window_attn_skip_freq": None}
@@ -310,8 +316,8 @@ class Window(Rule):
 
     def save(self, settings: Table) -> dict[str, Any]:
         """Return the ``config.json`` keys of the sliding window: width, switch, layer types, first layer, as the family
-        has them. Raises UserError for a window to the right, or windows in some layers if the family cannot express
-        them."""
+        has them; without windows a null width (with ``every``: the default). Raises UserError for a window to the right
+        or unlimited to the left, or for windows in some layers only if the family cannot express them."""
         size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)
         on = any(has)
         if on and (size[0] < 0 or size[1] > 0):

@@ -34,7 +34,8 @@ class HFTensor:
         return self.layout.views(ours if self.expert is None else ours[0], self.config)[self.index]
 
     def fill(self, ours: Tensor, theirs: Tensor) -> None:
-        """Copy the HF tensor into its views of the full local tensor, in place."""
+        """Copy the HF tensor ``theirs`` into its views of ``ours`` (the full local tensor, of all experts), in place,
+        cast to its dtype; transposes it if the layout says so. Checks no shapes."""
         mine = ours if self.expert is None else ours[self.expert : self.expert + 1]
         views = self.views(mine)
         theirs = theirs.T if self.is_transposed else theirs
@@ -43,7 +44,8 @@ class HFTensor:
             view.copy_(piece.reshape(view.shape))
 
     def extract(self, ours: LazyTensor | Tensor) -> Tensor:
-        """Return the HF tensor, contiguous, from the local tensor; a lazy one is read only for this expert."""
+        """Return the HF tensor, contiguous; may share memory with ``ours``. ``ours``: the full local tensor; for one
+        expert's part instead a lazy tensor, whose row of this expert is read, or only that row [1, …]."""
         if isinstance(ours, LazyTensor):
             assert self.expert is not None
             ours = ours.rows(self.expert, self.expert + 1)
@@ -102,8 +104,8 @@ def to_local(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict
 
 
 def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Return our tensor of ``placement`` as a lazy tensor; reading it reads the HF tensors ``found`` (by name) and
-    copies each into its place. A plain copy is only reshaped. Has the dtype of the first part."""
+    """Return the local tensor of ``placement`` as a lazy tensor in the dtype of its first part; every read reads the HF
+    tensors ``found`` (by name) and copies each into its place. A plain copy is only reshaped. Reads nothing now."""
     first = found[placement.parts[0].name]
     if placement.is_copy:
         return LazyTensor(placement.shape, first.dtype, lambda: first.read().reshape(placement.shape))
@@ -118,9 +120,9 @@ def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor
 
 
 def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Convert local tensors ``model.…`` to lazy HF tensors.
-
-    HF tensors of one local tensor are adjacent: read in this order, the local tensor is read only once."""
+    """Convert local tensors ``model.…`` to lazy HF tensors of the same dtypes, in the order of ``plan``. Raises
+    KeyError for a missing one. The last local tensor is kept in memory until its last part is read, so that reading in
+    this order reads each once; experts are read row by row."""
     latest: dict[str, Tensor] = {}
 
     def read(name: str, part: HFTensor) -> Tensor:

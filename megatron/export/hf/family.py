@@ -103,10 +103,13 @@ class Family:
         return PASSIVE.union(*(rule.theirs for rule in self.config if isinstance(rule, Ignored)))
 
     def load_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a ``config.json`` to command-line settings.
+        """Convert a ``config.json`` to command-line settings and ``model_family``, without defaults (:func:`complete`
+        adds them).
 
         Raises:
-            UserError: a value cannot be represented, keys contradict each other, or a key is unknown and not off.
+            UserError: the first problem: a value that cannot be represented or is out of range, contradicting keys, or
+                an unknown key that is not null, false or empty.
+            TypeError, LookupError, ArithmeticError: a value of a type that a rule cannot compute with.
         """
         settings: dict[str, Any] = {}
         sizes = [rule for rule in self.config if isinstance(rule, Same)]
@@ -125,10 +128,10 @@ class Family:
         return {**settings, "model_family": self.model_family}
 
     def save_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert completed settings (:func:`complete`) to a ``config.json``.
+        """Convert completed settings (:func:`complete`) to a ``config.json`` without passive keys and dtype.
 
         Raises:
-            UserError: lists all settings that the family does not support.
+            UserError: another ``model_family``; else lists all settings that the family does not support.
         """
         if settings["model_family"] != self.model_family:
             raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
@@ -139,7 +142,9 @@ class Family:
         return {"architectures": [self.architecture], **config}
 
     def _save_rules(self, settings: Mapping[str, Any], config: dict[str, Any]) -> Iterator[str]:
-        """Fill ``config`` with the keys of all rules; yield the problems."""
+        """Fill ``config`` in place with the keys of all rules, while iterated; yield every problem as text instead of
+        raising: settings that a rule rejects, cannot compute with (None), or that contradict the keys of an earlier
+        rule."""
         for rule in self.config:
             try:
                 for name, value in rule.save(settings).items():
@@ -151,7 +156,8 @@ class Family:
                 yield str(refuse(rule.ours[0], settings[rule.ours[0]], "which the family does not support"))
 
     def _without_rule(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the problems of settings that no rule reads and that are not off."""
+        """Yield as text: quantile balancing, no experts in a family of experts, and every setting of the model that no
+        rule of the family reads and that differs from its default."""
         if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
             yield "moe_router_load_balancing_type is 'quantile_balancing', whose bias no family supports"
         said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
@@ -174,9 +180,9 @@ class Family:
         return {name.replace("*", n): tied.get(same, same) for n in layers for name, same in self.repeated.items()}
 
     def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
-        """Yield (local name, local shape, HF layout with layer numbers inserted) for every tensor of a model.
-
-        Raises UserError if the family has no such tensor."""
+        """Yield (local name, unpadded global shape, HF layout with layer numbers inserted) for every tensor of the
+        model of completed settings; multi-token prediction layers are numbered after the decoder's. Raises UserError at
+        the first local tensor that the family lacks."""
         for name, shape in described(settings)[0].items():
             found = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
             layer, patterns = "", [name]
@@ -206,7 +212,8 @@ def _defaults() -> dict[str, Any]:
 
 
 def _check_kinds(settings: Mapping[str, Any]) -> None:
-    """Raise UserError for settings of the wrong type or range, because config.json may contain any value."""
+    """Raise UserError for the first setting of the wrong type or range, because config.json may contain any value.
+    Absent settings and lists pass, and None except for sizes that a model must have."""
     for spec in group_flags(*GROUPS):
         value = settings.get(spec.field)
         if value is None or spec.nargs is not None or spec.type_name == "custom":
@@ -239,7 +246,8 @@ def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 
 
 def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """Return (global tensor shapes by name, names of the settings that define the model) from its description."""
+    """Return (global tensor shapes by name, names of the settings that define the model), from the description of the
+    model of completed ``settings``; the vocabulary is not padded."""
     config = transformer_config(settings)
     run = {name: value for name, value in settings.items() if not hasattr(config, name)}
     run |= {"seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1, "spec": None, "mask_prob": 0.1}

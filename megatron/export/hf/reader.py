@@ -49,9 +49,9 @@ def load(folder: Path) -> Interchange:
 
 
 def _open_weights(folder: Path) -> dict[str, LazyTensor]:
-    """Open all weights of the folder, or, with an index, exactly its tensors; safetensors before ``.bin``.
-
-    Raises UserError without weights."""
+    """Return the lazy tensors of the folder's weights: of ``model.safetensors`` before ``pytorch_model.bin``; an index
+    of either wins over its single file, and exactly its tensors must exist. Raises UserError without weights,
+    CheckpointDamagedError for a damaged file."""
     for stem, ending, opener in (
         ("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)
     ):  # fmt: skip
@@ -64,7 +64,8 @@ def _open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _open_bin(path: Path) -> dict[str, LazyTensor]:
-    """Open the lazy tensors of a ``torch.save`` file of any torch version; raise UserError for other contents."""
+    """Return the lazy tensors of a ``torch.save`` file of any torch version. Raises UserError unless it is a flat
+    dictionary of named tensors, CheckpointError for a damaged file or an unsafe pickle."""
     state = read_torch_file(path)
     tensors = isinstance(state, dict) and all(isinstance(value, LazyTensor) for value in state.values())
     if not tensors or not all(isinstance(name, str) for name in state):
@@ -90,7 +91,9 @@ def _current_name(name: str, family: Family) -> str:
 
 
 def _begin_optional(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family) -> list[str]:
-    """Add seeded random values for omitted optional modules to ``found``; return their tensor names."""
+    """Add seeded random weights and zero biases, in the dtype of the first tensor, to ``found`` for all optional
+    modules; return their tensor names. Does nothing and returns [] if ``found`` holds any tensor of an optional
+    module."""
     missing = [name for name in wanted if name not in found and name.rpartition(".")[0] in family.optional]
     if any(name in found for name in wanted if name.rpartition(".")[0] in family.optional):
         return []  # a folder with only some of them is damaged

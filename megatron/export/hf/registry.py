@@ -33,10 +33,11 @@ def known_families() -> dict[str, Family]:
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """Return the family of a ``config.json`` by its model_type, or, without one, by its architectures.
+    """Return the family of a ``config.json`` by its model_type, or, only without one, by its architectures.
 
     Raises:
-        UserError: no family matches (lists the known ones), or the architecture is not convertible.
+        UserError: the model_type is unknown or no architecture matches (lists the known ones), or ``architectures`` is
+            not a list or names none that this model_type converts; it may be missing or empty.
     """
     table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
     if not isinstance(names, list):
@@ -55,9 +56,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, only: str | None = None) -> Family:
-    """Return the first family that supports completed ``settings``: ``preferred``, then in alphabetical order.
-
-    ``only`` restricts the search to one family.
+    """Return the first family that supports completed ``settings``: ``preferred`` (ignored if unknown, or if its model
+    family differs), then in alphabetical order. ``only`` restricts the search to one family.
 
     Raises:
         UserError: no family matches (lists the reasons of the closest ones), or ``only`` is unknown.
@@ -87,7 +87,8 @@ def _distance(reasons: str) -> tuple[int, int]:
 
 
 def weight_names(folder: Path) -> set[str]:
-    """Return the tensor names in a folder's safetensors; an empty set if they cannot be read."""
+    """Return the tensor names in the index, else in the header of ``model.safetensors``; an empty set if neither can be
+    read, such as for ``.bin`` files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     with suppress(OSError, ValueError, RecursionError):
         if index.is_file():
@@ -97,7 +98,8 @@ def weight_names(folder: Path) -> set[str]:
 
 
 def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """Return the family of a folder and the settings of its ``config.json``.
+    """Return the family of a folder and the settings of its ``config.json``, without defaults. Keys that require
+    certain tensors (multi-token prediction layers) are ignored if the safetensors lack these.
 
     Raises:
         UserError: config.json is missing or malformed, its family is unknown, or a value cannot be represented.

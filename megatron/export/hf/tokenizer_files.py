@@ -56,7 +56,8 @@ def export_tokenizer(settings: Mapping[str, Any], assets: Mapping[str, Path], ro
 
 def _build(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> Tokenizer | None:
     """Return the run's tokenizer, with files taken from ``assets`` (copies in the checkpoint) if they are there, else
-    from their original paths. None, with a warning, if the tokenizer is unknown or cannot be built."""
+    from their original paths; a ``tokenizer.json`` there also serves for an unset type or a NullTokenizer. None, with a
+    warning, if the tokenizer is unknown or cannot be built."""
     values = {field.name: settings[field.name] for field in fields(TokenizerConfig) if field.name in settings}
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         if values.get(name):

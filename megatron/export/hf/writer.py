@@ -36,8 +36,8 @@ def save(
 ) -> None:  # fmt: skip
     """Write ``model`` as a Hugging Face folder: shards in ``dtype`` (None: unchanged), config.json,
     generation_config.json and tokenizer files. ``family`` forces a family; else the one of the source, ``preferred``,
-    or the first that fits. Raises UserError if none fits or tensors do not match the settings. See
-    :func:`megatron.export.hf.save_hf`."""
+    or the first that fits. A ``Target`` is filled but not published, and OSError passes; for a path it becomes
+    CheckpointWriteError. Raises UserError if no family fits or tensors do not match the settings."""
     if EMBEDDING not in model.tensors:
         raise UserError(f"{EMBEDDING} is missing: not a language model of this library")
     before = read_json(model.assets[f"hf/{CONFIG}"]) if f"hf/{CONFIG}" in model.assets else {}

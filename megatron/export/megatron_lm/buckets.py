@@ -33,11 +33,9 @@ _MADE = (
 def cut_buckets(
     order: Order, buckets: Mapping[str, Sequence[LazyTensor]], where: str
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Split the ``buckets`` of one buffer (state kind -> 1-d buckets); return state kind -> name -> the rank's tensor.
-
-    Raises:
-        CheckpointError: the parameters do not fill the buckets exactly.
-    """
+    """Split the ``buckets`` of one buffer (state kind -> 1-d buckets) into the parameters of ``order``, which fill them
+    in reverse; return state kind -> name -> the rank's lazy tensor. Only sizes of the first kind are checked: raises
+    CheckpointError if the parameters do not fill the buckets exactly."""
     sizes = [bucket.shape[0] for bucket in next(iter(buckets.values()))]
     # embeddings that two stages share have a separate bucket; buckets joined to one do not say where it begins
     for alone in (False, True) if len(sizes) == 1 else (False,):
@@ -128,7 +126,8 @@ def _equal(weight: LazyTensor, main: LazyTensor) -> bool:
 def _orders(
     weights: Mapping[str, LazyTensor], pipeline: tuple[int, int], tensor: tuple[int, int], gated: bool
 ) -> Iterator[dict[str, LazyTensor]]:
-    """Yield a rank's parameters in each possible creation order; ``pipeline`` and ``tensor`` are (rank, size)."""
+    """Yield {name: lazy shard} of a rank's parameters in each of three possible creation orders; ``pipeline`` and
+    ``tensor`` are (rank, size). The last stage gets a copy of a tied embedding. Reads nothing."""
     (stage, pp), (rank, tp) = pipeline, tensor
     layers = layer_indices(weights, "decoder")
     share = len(layers) // pp

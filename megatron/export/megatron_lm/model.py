@@ -48,17 +48,18 @@ def find_folder(folder: Path, step: int | None, marker: str) -> Path:
 def build_interchange(
     state: Mapping[str, Any], weights: Named, optimizer: Mapping[str, Named], *, where: str, padded_vocabulary: bool
 ) -> Interchange:
-    """Convert global tensors with Megatron-LM names, one per layer, to an ``Interchange``.
+    """Convert global tensors with Megatron-LM names, one per layer, to an ``Interchange`` with notes; RNG states are
+    dropped.
 
     Args:
         state: ``args``, ``iteration``, ``opt_param_scheduler``, ``optimizer`` without its tensors …
         weights: unsharded weights by name.
-        optimizer: state kind -> name -> unsharded tensor.
+        optimizer: state kind -> name -> unsharded tensor; ``main_param`` is dropped without bf16 or fp16.
         where: the checkpoint, for messages.
-        padded_vocabulary: keep the padding rows of the vocabulary.
+        padded_vocabulary: keep the padding rows of the vocabulary; ``vocab_size`` is then the padded one.
 
     Raises:
-        CheckpointError: arguments without counterpart, or missing layers, tensors or optimizer state.
+        CheckpointError: arguments missing or without counterpart, or missing layers, tensors or optimizer state.
     """
     args = state.get("args")
     if not isinstance(args, Record) or not args.attributes:
@@ -89,9 +90,9 @@ def build_interchange(
 def our_tensors(
     named: Named, settings: Mapping[str, Any], prefix: str, tied: bool, where: str
 ) -> dict[str, LazyTensor]:
-    """Convert tensors to local names (with ``prefix``) and local shapes; stack the experts of a layer.
-
-    Omits non-weight buffers and, if ``tied``, the output layer. Raises CheckpointError if experts are missing."""
+    """Convert tensors to local names (with ``prefix``) and local shapes, lazily; stack the experts of a layer. Omits
+    non-weight buffers and, if ``tied``, the output layer's weight. Raises CheckpointError for a tensor without
+    counterpart, a shape that does not fit ``settings``, or missing experts."""
     tensors: dict[str, LazyTensor] = {}
     experts: dict[str, dict[int, tuple[table.Counterpart, LazyTensor]]] = {}
     for name, tensor in named.items():
@@ -132,7 +133,9 @@ def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Mapping[str,
 
 
 def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], where: str) -> list[str]:
-    """Raise CheckpointError if layers or optimizer tensors are missing; return notes for the user."""
+    """Raise CheckpointError if a stack's layers are not numbered 0 to n - 1, or a kind of optimizer state lacks a
+    weight or has another shape; other missing weights are not noticed. Return notes for the user: without optimizer
+    state how to load."""
     weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     family = settings["model_family"]
     for stack in {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}[family]:
@@ -152,7 +155,9 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
 
 
 def checkpoint_objects(state: Mapping[str, Any], settings: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
-    """Return the JSON objects of a native training checkpoint: counters, LR schedule, optimizer step and loss scale."""
+    """Return the JSON objects of a native training checkpoint: iteration, ``train_state`` (counters), ``scheduler`` if
+    ``state`` has one, and with ``with_optimizer`` its step (default: the iteration) and loss scale ({} unless dynamic
+    and complete). Raises CheckpointError for malformed numbers or scheduler state."""
     args = state["args"].attributes
     iteration = _count(state.get("iteration", args.get("iteration", 0)), "iteration")
     train_state: dict[str, Any] = {
@@ -216,7 +221,8 @@ def _count(value: Any, name: str) -> int:
 
 
 def _find(value: Any, names: tuple[str, ...]) -> Any:
-    """Search nested lists and dicts breadth-first; return the first non-None entry with one of ``names``, or None."""
+    """Search nested lists and dicts breadth-first; return the first non-None entry with one of ``names``, or None, also
+    after a million items."""
     todo, seen = deque([value]), 0
     while todo and seen < 10**6:
         item, seen = todo.popleft(), seen + 1

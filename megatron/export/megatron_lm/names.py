@@ -141,7 +141,8 @@ def detect_family(names: Collection[str]) -> str:
 
 
 def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
-    """Rename tensors of BERT and T5 to names that :func:`find_place` knows, without duplicates; GPT is unchanged."""
+    """Return ``named`` with the tensors of BERT and T5 renamed to names that :func:`find_place` knows; of two with one
+    new name, the first stays. GPT is copied unchanged."""
     if family == "gpt":
         return dict(named)
     result: dict[str, T] = {}
@@ -157,11 +158,9 @@ def current_names(named: Mapping[str, T], family: str) -> dict[str, T]:
 
 
 def find_place(name: str) -> Counterpart:
-    """Return the counterpart of the Megatron-LM tensor ``name``, which has a global layer number.
-
-    Raises:
-        CheckpointError: the table has no such name.
-    """
+    """Return the counterpart (local name, table row, expert index or None) of the Megatron-LM tensor ``name``, in
+    today's or older spelling, whose layer number must be global. Raises CheckpointError if the table has no such
+    name."""
     current = name
     for pattern, replacement in _OLD_NAMES:
         current = re.sub(pattern, replacement, current)
@@ -283,6 +282,8 @@ def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, 
     padded = args.get("padded_vocab_size") or rows
     true = args.get("vocab_size")
     settings["vocab_size"] = true if isinstance(true, int) and 0 < true <= padded else padded
+    if not settings.get("num_moe_experts"):  # its parser derives the width of experts for models without any
+        settings = {name: value for name, value in settings.items() if not name.startswith("moe_")}
     if family == "bert":
         settings["bert_binary_head"] = "binary_head.weight" in tensors
         if "embedding.position_embeddings.weight" in tensors:  # its program learns positions and ignores the flag

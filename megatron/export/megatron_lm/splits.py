@@ -17,7 +17,8 @@ Ranks = Mapping[tuple[int, int], Mapping[str, LazyTensor]]
 
 
 def rank_part(name: str, whole: LazyTensor, rank: int, tp: int, gated: bool) -> LazyTensor:
-    """Return the lazy shard of a global tensor on tensor rank ``rank`` of ``tp``; replicated tensors unchanged."""
+    """Return the lazy shard of a global tensor on tensor rank ``rank`` of ``tp``, halves of a gated MLP sharded
+    separately; replicated tensors unchanged. Whether ``tp`` divides the dimension is not checked."""
     row = find_place(name).row
     if row.dim is None or tp == 1:
         return whole
@@ -31,7 +32,8 @@ def rank_part(name: str, whole: LazyTensor, rank: int, tp: int, gated: bool) -> 
 
 
 def join_ranks(ranks: Ranks, tp: int, gated: bool, where: str) -> dict[str, LazyTensor]:
-    """Merge the shards of all ranks into lazy global tensors.
+    """Merge the shards of all ranks into lazy global tensors, for the names of each stage's tensor rank 0; a name of an
+    earlier stage wins.
 
     Raises:
         CheckpointError: a shard is missing, or shards differ in shape or dtype.
@@ -46,8 +48,9 @@ def join_ranks(ranks: Ranks, tp: int, gated: bool, where: str) -> dict[str, Lazy
 
 
 def _join(name: str, parts: Sequence[LazyTensor], tp: int, gated: bool, where: str) -> LazyTensor:
-    """Return the global tensor of the shards ``parts`` in rank order, lazily; replicated tensors return the first shard
-    unchecked. Gate and up halves are joined separately. Raises CheckpointError if shapes or dtypes differ."""
+    """Return the global tensor of the shards ``parts`` in rank order, lazily; gate and up halves are joined separately.
+    Raises CheckpointError if their number is not ``tp`` or shapes or dtypes differ. Of a replicated tensor returns the
+    first shard; equal values are not checked."""
     row, first = find_place(name).row, parts[0]
     if len(parts) != tp or any((part.shape, part.dtype) != (first.shape, first.dtype) for part in parts):
         shapes = [list(part.shape) for part in parts]

@@ -90,8 +90,8 @@ class _Stored:
         return out
 
     def _piece(self, piece: Rectangle, place: tuple[Path, int, int]) -> Tensor:
-        """Read one rectangle from its file. Raises CheckpointDamagedError if the content there is not a tensor of the
-        expected shape and dtype."""
+        """Read one complete piece from its file at ``place`` (path, offset, size). Raises CheckpointDamagedError if the
+        content there is not a tensor of the piece's shape and the dtype, or is damaged."""
         value = read_torch_file(*place)
         if not isinstance(value, LazyTensor) or value.shape != piece.lengths or value.dtype != self.dtype:
             found = f"shape {value.shape} {value.dtype}" if isinstance(value, LazyTensor) else "no tensor"
@@ -110,7 +110,9 @@ class _Checkpoint:
     objects: dict[str, tuple[Path, int, int]]
 
     def state(self) -> dict[str, Any]:
-        """Read the unsharded state: arguments, counters, LR schedule."""
+        """Read the unsharded state (arguments, counters, LR schedule) from ``common.pt``, or, if that file is missing,
+        from the object ``common_state``. Raises CheckpointDamagedError if neither is there or it is not a
+        dictionary."""
         common = self.folder / "common.pt"
         if common.exists() or "common_state" not in {name.partition("/")[0] for name in self.objects}:
             value = read_torch_file(common)
@@ -165,7 +167,8 @@ def load_megatron_torch_dist(
 
 
 def _add(named: dict[str, LazyTensor], name: str, stored: _Stored) -> None:
-    """Add ``stored`` to ``named``, one tensor per layer if layers are stacked."""
+    """Add ``stored`` lazily to ``named``, one tensor per layer if layers are stacked. Raises CheckpointDamagedError for
+    no layers or more than ``MAX_LAYERS``."""
     match = _STACKED.fullmatch(name)
     if match is None:
         named[name] = stored.lazy()
@@ -177,7 +180,8 @@ def _add(named: dict[str, LazyTensor], name: str, stored: _Stored) -> None:
 
 
 def _open(folder: Path) -> _Checkpoint:
-    """Read and check the metadata: all files exist and are long enough, and pieces cover every tensor exactly once."""
+    """Read and check the metadata: all files exist and are long enough, and pieces cover every tensor exactly once.
+    Raises CheckpointDamagedError, for compressed data or an unsafe pickle CheckpointError. Reads no tensors."""
     path = folder / ".metadata"
     data = read_regular_file(path, MAX_METADATA_BYTES, follow=True)
     metadata = unpickle(io.BytesIO(data), len(data), str(path))

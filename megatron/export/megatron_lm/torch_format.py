@@ -33,7 +33,14 @@ def load_megatron_torch(
 ) -> Interchange:
     """Open a ``--ckpt-format torch`` folder of any parallel layout: model and training state, with lazy tensors.
 
-    Arguments and errors as for :func:`megatron.export.megatron_lm.load_megatron_torch_dist`.
+    Args:
+        folder: the --load folder, or one ``iter_…`` directory in it.
+        step: the iteration; None: the tracker's.
+        padded_vocabulary: keep the padding rows of the vocabulary, which Megatron-LM's softmax includes.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or incomplete, a pickle is unsafe, a layer has no counterpart, the
+            checkpoint_version is below 2, or experts have another tensor-parallel size.
     """
     directory = find_folder(Path(folder), step, "mp_rank_*/*.pt")
     first = _rank_file(directory, sorted(path.name for path in directory.glob("mp_rank_*"))[0])
@@ -97,7 +104,8 @@ def _numbered(
     files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Mapping[str, Any],
     directory: Path,
 ) -> dict[tuple[int, int, int], list[Named]]:  # fmt: skip
-    """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices."""
+    """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices and
+    current names. Raises CheckpointError if a file lacks a virtual stage or the ranks of a stage differ in layers."""
     pp, tp, ep = sizes
     experts = (args.get("num_experts") or 0) // ep
     result: dict[tuple[int, int, int], list[Named]] = {key: [] for key in files}
@@ -126,7 +134,8 @@ def _numbered(
 
 
 def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
-    """Flatten nested names, add the layer and expert offsets; return (tensors, number of layers per stack)."""
+    """Flatten nested names, add the layer offset of each stack and ``first_expert``; return (tensors, number of layers
+    per stack). Buffers that are no weights and values that are no tensors are dropped."""
     named: Named = {}
     layers: set[tuple[str, str]] = set()
     todo = deque([("", model)])
@@ -149,7 +158,8 @@ def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) ->
 def _merged(
     ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], gated: bool, where: str
 ) -> dict[str, LazyTensor]:
-    """Merge all ranks into global tensors; expert ranks after the first contribute only their experts."""
+    """Merge all ranks into lazy global tensors. Expert rank 0 contributes everything, the others only their experts;
+    their copies of dense tensors are not compared. Raises CheckpointError for missing shards or shapes that differ."""
     pp, tp, ep = sizes
     merged: dict[str, LazyTensor] = {}
     for expert in range(ep):
@@ -167,7 +177,9 @@ def _merged(
 
 
 def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict[str, Named]:
-    """Return state kind -> name -> this rank's shard; empty if no optimizer state was saved."""
+    """Return state kind -> name -> this rank's shard, from ``distrib_optim.pt`` in the rank's ``folder`` if it exists,
+    else from ``state["optimizer"]``; empty if no optimizer state was saved. ``chunks``: the rank's weights per virtual
+    stage."""
     parameters = {name: each for named in chunks for name, each in named.items() if not name.endswith("expert_bias")}
     if (folder / "distrib_optim.pt").exists():
         return _distributed(read_torch_file(folder / "distrib_optim.pt"), chunks, folder / "distrib_optim.pt")
@@ -179,7 +191,9 @@ def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict
 
 
 def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: Path) -> None:
-    """Add index-keyed optimizer state to ``kinds``: groups with weight decay hold matrices, others biases and norms."""
+    """Add index-keyed optimizer state to ``kinds`` in place: groups with weight decay hold matrices, others biases and
+    norms, each in the order of ``parameters``. Raises CheckpointError if a group has another number of parameters or a
+    state another shape; missing states are skipped."""
     inner = saved.get("optimizer", saved) if isinstance(saved, dict) else {}
     states, groups = inner.get("state", {}), inner.get("param_groups", [])
     mains = saved.get("fp32_from_fp16_params") or saved.get("fp32_from_fp16") or []
@@ -207,7 +221,9 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
 
 
 def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named]:
-    """Split the flat buffers of ``distrib_optim.pt``, one per virtual stage, into parameters; rejects experts."""
+    """Split the flat buffers of ``distrib_optim.pt``, one entry per virtual stage, into parameters: state kind -> name
+    -> lazy shard. Raises CheckpointError for experts, buffers that are not flat, or other sizes; stages without state
+    are skipped."""
     kinds: dict[str, Named] = {}
     if not isinstance(saved, dict) or any(".experts." in name for named in chunks for name in named):
         raise CheckpointError(f"{path}: flat optimizer state of experts: save it as torch_dist, and convert that")

@@ -53,7 +53,8 @@ class _Piece:
     layer: int | None
 
     def read(self) -> Tensor:
-        """Read the tensor in Megatron-LM's shape: vocabulary padded with zeros, leading dimension 1 if stacked."""
+        """Return the tensor in Megatron-LM's shape: vocabulary padded with zeros, and with a leading dimension of 1 if
+        it is one layer of a stack. Reads the source on every call."""
         tensor = self.source.read()
         if tensor.shape[0] < self.shape[0] and tensor.shape[1:] == self.shape[1:]:  # the vocabulary's rows and biases
             padding = tensor.new_zeros((self.shape[0] - tensor.shape[0], *tensor.shape[1:]))
@@ -97,7 +98,9 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
 
 
 def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metadata:
-    """Append one ``torch.save`` file per tensor to ``file``; return the metadata with their offsets."""
+    """Append one ``torch.save`` file per piece (layer) to ``file``, one piece in memory at a time; return the metadata
+    with their offsets. Adds the empty ``_extra_state`` entries of linear layers and output biases, which the loader
+    requires."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, pieces in stacked.items():
@@ -122,7 +125,9 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
 def _write_extra_states(
     module: str, layers: int, file: BinaryIO, tensors: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]
 ) -> None:
-    """Write empty extra states (quantization state in Transformer Engine), because the loader requires them."""
+    """Append an empty extra state (quantization state in Transformer Engine) per layer of ``module`` to ``file``,
+    because the loader requires them, and for ``linear_proj`` also of core attention; add them to ``tensors`` and
+    ``storage`` in place."""
     names = [module.replace("linear_proj", "core_attention"), module] if module.endswith("linear_proj") else [module]
     for name in names:
         for layer in range(layers):
@@ -133,7 +138,9 @@ def _write_extra_states(
 
 
 def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
-    """Return Megatron-LM name -> pieces in layer order; layers of a stack are stacked if all have the same tensors."""
+    """Return Megatron-LM name -> pieces in layer order; the layers of a stack share one name if all have the same
+    tensors, else each has its own. Tensors outside ``model.`` and ``optimizer.`` are left out. Raises CheckpointError
+    for optimizer state or weights that Megatron-LM does not have."""
     named: dict[str, _Piece] = {}
     for name, tensor in interchange.tensors.items():
         prefix, _, inner = name.partition(".")
@@ -162,7 +169,8 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
 
 
 def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interchange) -> dict[str, _Piece]:
-    """Return the Megatron-LM name(s) and shape of a tensor; nothing for router counters, which it does not store."""
+    """Return {Megatron-LM name with ``prefix``: piece in its shape, vocabulary padded}; empty for router counters, two
+    names for weights that Megatron-LM's T5 registers twice. Raises CheckpointError for a tensor without counterpart."""
     if name.endswith(COUNTER):
         return {}
     match = _LAYER_NUMBER.fullmatch(name)
@@ -183,7 +191,8 @@ def _padded(settings: Mapping[str, Any], rows: int) -> int:
 
 
 def _common(interchange: Interchange) -> dict[str, Any]:
-    """Return the unsharded state of ``common.pt``: arguments, counters, LR schedule, optimizer groups."""
+    """Return the contents of ``common.pt``: arguments (a Namespace), counters, and LR schedule and optimizer groups if
+    the interchange has them; no tensors but the step. Requires a word embedding."""
     settings, objects = interchange.settings, interchange.objects
     args = {("num_experts" if name == "num_moe_experts" else name): value for name, value in settings.items()}
     rows = next(t.shape[0] for name, t in interchange.tensors.items() if name.endswith("word_embeddings.weight"))
@@ -205,7 +214,8 @@ def _common(interchange: Interchange) -> dict[str, Any]:
 
 
 def _groups(settings: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: weights, then biases and norms without weight decay."""
+    """Return the optimizer's two parameter groups (weights; biases and norms without weight decay) with all settings of
+    Adam but without parameters. Missing settings take Megatron-LM's defaults."""
     lr, decay = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
     betas = (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999))
     shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": lr,

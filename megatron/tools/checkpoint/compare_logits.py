@@ -41,10 +41,9 @@ AFFORDABLE = 2e12
 def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
     """Compare the logits of both implementations and print the differences; return 1 if they exceed ``TOLERANCE``.
 
-    First compares a small random model with the same settings, on a sequence longer than its windows; then the model
-    itself if it has at most ``LARGEST`` parameters or ``always`` is set. Returns 0 with a message if transformers is
-    not installed.
-    """
+    First compares a small random model with the same settings, on a sequence longer than its windows; then, if that is
+    equal, the model itself if it has at most ``LARGEST`` parameters or ``always`` is set. ``folder`` is the HF model,
+    ``ours`` the local one. Returns 0 with a message if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         say("logits not compared: transformers is not installed; pip install transformers, then convert again to check")
         return 0
@@ -82,9 +81,10 @@ def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, length: int) -> int:
-    """Compare the logits of transformers (loaded from ``folder`` in fp32, offline) and of this project (weights
-    ``ours``) on random tokens of ``length``, and print the largest difference. Returns 1 if a difference exceeds the
-    tolerance, which grows with the position, else 0."""
+    """Compare the logits of transformers (loaded from ``folder`` in fp32) and of this project (weights ``ours``) on
+    random tokens of ``length``, and print the largest difference. Returns 1 if a difference exceeds the tolerance,
+    which grows with the position, else 0. Sets HF_HUB_OFFLINE for this process. Both models are not in memory at
+    once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
     from transformers.utils.logging import disable_progress_bar

@@ -75,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line ``argv``; return the exit code (1: the logits differ from transformers').
+    """Convert --load-dir to --save-dir in the format --saver, published only when complete; print notes and how to load
+    it, then compare logits with transformers if one side is HF, unless --no-checking. Other flags are settings of the
+    model. Return the exit code (1: the logits differ).
 
     Raises:
         UserError: the source, the flags or the target are unusable.
@@ -163,10 +165,12 @@ def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
 
 
 def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, size: int, max_bytes: int) -> None:
-    """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name.
+    """Write ``source`` in the format ``saver`` to ``target`` and publish it under its final name, with progress on
+    stderr. ``size``: bytes to write; ``max_bytes``: of one file.
 
     Raises:
         CheckpointError: not enough disk space; completed files are kept for the next attempt.
+        OSError: any other failure to write.
     """
     kept = sum(entry["bytes"] for entry in target.done.values())
     free = shutil.disk_usage(target.folder).free
@@ -196,11 +200,9 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
 
 
 def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
-    """Write a native checkpoint and its tracker file: ``iter_…`` with training state, else ``release``.
-
-    Raises:
-        CheckpointError: the training state is malformed.
-    """
+    """Write a native checkpoint and its tracker file below ``target``, not published: ``iter_…`` with training state,
+    else ``release``. Adds the settings, software versions and tokenizer files to its objects. Raises CheckpointError if
+    the training state is malformed."""
     objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
     which = objects["iteration"] if "train_state" in objects else RELEASE
     name = Path(checkpoint_directory(target.final, which)).name
@@ -224,7 +226,8 @@ def copied_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
 
 
 def how_to_load(folder: str, source: Interchange) -> str:
-    """Return a line with the flags that load the result."""
+    """Return a line with the flags that continue training from ``folder`` if ``source`` holds training state, else that
+    start from it."""
     if "train_state" in source.objects:
         fresh = "" if "optimizer" in source.objects else " --no-load-optim"
         flags = f"--load {folder} --use-checkpoint-args --no-load-rng{fresh}"

@@ -44,7 +44,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def detect_format(folder: Path) -> str:
-    """Detect the checkpoint format (one of ``LOADERS``) of a folder or file from the files present.
+    """Return the checkpoint format (one of ``LOADERS``) of a folder or file from the files present, in ``folder`` or in
+    its ``iter_…`` and ``release`` folders, before the folder's own config.json or safetensors. A --save folder without
+    a complete checkpoint is native.
 
     Raises:
         CheckpointError: the path does not exist, is an unfinished conversion, or matches no format.
@@ -138,7 +140,8 @@ class CopyProgress:
         self.skipped = min(count, self.total)
 
     def count(self, name: str, size: int) -> None:
-        """Add ``size`` bytes for ``name``, which is counted only once; refresh the display at intervals."""
+        """Add ``size`` bytes for ``name``; a name that was counted before adds nothing. Refreshes the display at
+        intervals: 0.2 s on a terminal, else 10 s."""
         if name in self.seen:
             return
         self.seen.add(name)

@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line ``argv``; return the exit code (1: two checkpoints differ)."""
+    """Print a tree of the tensors of the checkpoint (any format) that ``argv`` names (--norms reads their values), or
+    the differences of two, beyond --tolerance; --json prints JSON. Return the exit code: 1 if names, shapes or values
+    of two differ, else 0. Raises UserError if one cannot be opened."""
     args = parser().parse_args(argv)
     kind, source = formats.open_checkpoint(args.folder, args.loader, args.ckpt_step)
     if args.other is not None:

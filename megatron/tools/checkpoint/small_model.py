@@ -27,7 +27,9 @@ THRESHOLD = re.compile(r"window|local_attention|original_max_position|max_distan
 
 
 def shrink(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the small model; ``settings`` must be completed by ``family.complete``."""
+    """Return the settings of the small model, a new dict: fewer heads, layers and experts, narrow widths, no
+    multi-token prediction, shorter windows only from ``LONGEST`` on; ratios that have a meaning stay. ``settings`` must
+    be completed by ``family.complete``."""
     heads, groups, channels = (settings[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     few_groups = min(groups, 2)
     few_heads = few_groups * min(heads // groups, 2)
@@ -57,7 +59,8 @@ def _different_layers(settings: Mapping[str, Any]) -> int:
 
 
 def _few_experts(settings: Mapping[str, Any], ffn: int) -> dict[str, Any]:
-    """Return MoE settings with narrow experts, one more per group than top-k needs, in the same number of groups."""
+    """Return MoE settings with narrow experts, at most one more per group than top-k and the group score need, in the
+    same number of groups; {} for a dense model. ``ffn``: the small model's FFN size."""
     if settings["num_moe_experts"] is None:
         return {}
     chosen, groups = settings["moe_router_topk"], settings["moe_router_num_groups"] or 1

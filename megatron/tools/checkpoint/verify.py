@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line ``argv``; return the exit code (1: damaged).
+    """Read all of the checkpoint that ``argv`` names (--ckpt-step, or --all iterations), print its problems, and return
+    the exit code: 1 if one is damaged, else 0. --no-names skips the comparison with the model, which other flags
+    complete.
 
     Raises:
         UserError: the folder does not exist or contains no iteration.
@@ -56,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify(args: argparse.Namespace, flags: list[str], step: int | None) -> list[str]:
-    """Return the problems of the checkpoint of iteration ``step`` (None: latest); empty if it is complete."""
+    """Return the problems of the checkpoint of iteration ``step`` (None: latest): it cannot be opened (then nothing
+    else is checked), damaged assets, other names or shapes than the model's (unless ``args.no_names``), unreadable or
+    not finite tensors. Reads everything; empty if it is complete."""
     try:
         kind, source = formats.open_checkpoint(args.folder, args.loader, step)
     except UserError as error:
@@ -73,7 +77,8 @@ def verify(args: argparse.Namespace, flags: list[str], step: int | None) -> list
 
 
 def damaged_tensors(source: Interchange) -> Iterator[str]:
-    """Read every tensor; yield one message per tensor that is unreadable or contains NaN or infinity."""
+    """Read every tensor, with progress on stderr; yield one message per tensor that is unreadable or, if
+    floating-point, contains NaN or infinity. Nothing runs before it is iterated."""
     progress = formats.CopyProgress("verified", formats.total_bytes(source.tensors))
     for name, tensor in formats.in_order(progress.watch(source.tensors)):
         try:

@@ -5,7 +5,6 @@ import contextlib
 import csv
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,21 +90,21 @@ def test_no_spelling_is_used_twice():
     assert len(names) == len(set(names))
 
 
-def test_flag_reference_is_current():
+def test_flag_reference_is_current(warm_python):
     result = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "generate_docs.py"), "--check"], capture_output=True, text=True
+        [warm_python, str(ROOT / "tools" / "generate_docs.py"), "--check"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("flag, code", [("--help", 0), ("-h", 0), ("--chek", 2)])
-def test_help_of_the_documentation_writer_writes_no_page(tmp_path, flag, code):
+def test_help_of_the_documentation_writer_writes_no_page(warm_python, tmp_path, flag, code):
     """From a copy whose pages it would write."""
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     (tmp_path / "docs" / "reference").mkdir(parents=True)
     (tmp_path / "megatron").symlink_to(ROOT / "megatron")
     result = subprocess.run(
-        [sys.executable, str(tmp_path / "tools" / "generate_docs.py"), flag], capture_output=True, text=True
+        [warm_python, str(tmp_path / "tools" / "generate_docs.py"), flag], capture_output=True, text=True
     )
     assert result.returncode == code and "usage: generate_docs.py" in result.stdout + result.stderr
     assert list((tmp_path / "docs" / "reference").iterdir()) == []

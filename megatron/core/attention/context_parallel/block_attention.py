@@ -141,7 +141,8 @@ class GradientSum:
 
     def add(self, parts: Sequence[Tensor], row: slice, start: int) -> None:
         """Add ``parts``, n tensors [b, a, k, d], to the k tokens from ``start`` of the batch rows ``row``. Parts that
-        cover all tokens are kept by reference until the next call of any method: do not write to them."""
+        cover all rows and tokens are only kept by reference until the next call of any method: do not write to them.
+        Other parts are added at once; they wait for the arriving tensor."""
         length = self._shape[1]
         if row == slice(None) and parts[0].shape[2] == length:
             self._settle()
@@ -172,8 +173,8 @@ class GradientSum:
         return self._new_total().zero_() if self._total is None else self._total
 
     def result(self) -> list[Tensor]:
-        """Return the n sums as tensors [s, b, a, d] in the gradients' dtype, zeros without parts. Waits (on CUDA: in
-        stream order) for the arriving tensor. Call it once, as the last method."""
+        """Return the n sums as tensors [s, b, a, d] in the gradients' dtype, zeros without parts; they may be views of
+        the last parts. Waits (on CUDA: in stream order) for the arriving tensor. Call it once, as the last method."""
         if self._whole is None:
             return list(self.total().to(self._dtype))
         whole, self._whole = self._whole, None
@@ -224,8 +225,8 @@ class BlockGradients:
 
     def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], sums: GradientSum) -> None:
         """Run the kernel's backward for one block ``keys_values`` [2, s, b, g, d]: add the gradients of keys and values
-        to ``sums``, accumulate the query gradient, and the bias gradient if there is a bias. ``tiles`` are the block's
-        visible pairs, as in :meth:`OnlineSoftmax.add_block`."""
+        to ``sums``, and accumulate the query gradient and, if there is a bias, ``grad_bias`` here. ``tiles`` are the
+        block's visible pairs, as in :meth:`OnlineSoftmax.add_block`; without any, nothing is added."""
         key, value = keys_values
         single, packed = _split_tiles(tiles, self.query, self.kernel)
         for tile in single:

@@ -76,7 +76,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
         sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
-        later, so that they end at their rank: n - 1 exchanges each over ``plan.group``. Gradients of query, key and
+        later, so that they end at their rank: n - 1 exchanges each over the layout's group. Gradients of query, key and
         value have the query's dtype."""
         query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
@@ -241,8 +241,9 @@ class AllToAllAttention:
     inner: Attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key and value [s, b, g, d] to [s, b, a, d]; a and g must be divisible by the group
-        size. ``sink`` [a] and the mask's bias hold all heads of this rank. Raises UserError for dense masks."""
+        """Map query [s, b, a, d], key and value [s, b, g, d] to [s, b, a, d]: one all-to-all of all three, ``inner`` on
+        this rank's share of the heads, one all-to-all back. a and g must be divisible by the group size. ``sink`` [a]
+        and the mask's bias hold all heads of this rank; ``inner`` gets its slice. Raises UserError for dense masks."""
         _refuse_dense(mask)
         group = self.layout.group
         query, key, value = self.layout.heads(query, key, value)
@@ -251,8 +252,9 @@ class AllToAllAttention:
 
 
 def _levels(kind: str, layout: TokenLayout) -> tuple[TokenLayout, TokenLayout]:
-    """Return the layouts of the all-to-all and of the key blocks inside of it: for ``p2p`` and ``allgather`` no
-    all-to-all, for ``a2a`` one block, for ``a2a+p2p`` both levels, which must make up the group (else UserError)."""
+    """Return the layouts of the all-to-all and of the key blocks inside of it: for ``a2a`` one block, for ``a2a+p2p``
+    both levels, which must make up the group (else UserError); for ``p2p``, ``allgather``, other names and groups of
+    one rank no all-to-all. Both keep the token order of ``layout``."""
     inside, outside = {"a2a": (layout.group, ONE_RANK.group), "a2a+p2p": layout.levels}.get(
         kind if layout.group.size > 1 else "p2p", (ONE_RANK.group, layout.group)
     )
@@ -265,15 +267,19 @@ def _levels(kind: str, layout: TokenLayout) -> tuple[TokenLayout, TokenLayout]:
 
 
 def kernel_needs(kind: str, layout: TokenLayout, sink: bool) -> Form:
-    """Return what the form of communication ``kind`` (``cp_comm_type``) requires of kernels: full sequences, or key
-    blocks (all-gather or ring). A sink needs the log-sum-exp, and therefore blocks."""
+    """Return what communication ``kind`` (``cp_comm_type``) requires of kernels: key blocks ("gather" for
+    ``allgather``, else "ring") if several ranks hold the keys, "gather" with a ``sink``, which needs the log-sum-exp,
+    else full sequences ("whole")."""
     if _levels(kind, layout)[1].group.size > 1:
         return "gather" if kind == "allgather" else "ring"
     return "gather" if sink else "whole"
 
 
 def build_form(kind: str, layout: TokenLayout, kernel: Kernel, sink: bool) -> Attention:
-    """Build the attention of ``kind`` over the ranks of ``layout``; one rank attends to full sequences."""
+    """Build the attention of ``kind`` over the ranks of ``layout``: a ring (``p2p``), an all-gather, full sequences
+    after an all-to-all (``a2a``), or a ring inside of one (``a2a+p2p``); one rank attends to full sequences. Instead of
+    these, a ``sink``, or an unfused ``kernel`` after an all-to-all, uses key blocks of one rank. Raises UserError as
+    :func:`_levels`."""
     inside, outside = _levels(kind, layout)
     split = inside.group.size > 1
     # unfused: use a ring even of one rank, which saves the log-sum-exp; full-sequence autograd saves s^2 weights
@@ -298,7 +304,8 @@ def layer_comm_type(kinds: Sequence[str] | str, layer_number: int) -> str:
 
 def check_form(config: TransformerConfig, kind: str, layout: TokenLayout, tp: int) -> None:
     """Raise UserError if ``num_attention_heads`` or ``num_query_groups`` is not divisible by the tensor-parallel size
-    ``tp`` times the ranks of the all-to-all, or a2a+p2p lacks hierarchical groups."""
+    ``tp`` times the ranks of the all-to-all, or a2a+p2p lacks hierarchical groups. Without an all-to-all (``p2p``,
+    ``allgather``, one rank) any number passes."""
     inside = _levels(kind, layout)[0].group.size
     for name in ("num_attention_heads", "num_query_groups"):
         count = getattr(config, name)

@@ -163,7 +163,8 @@ class FlashKernel:
         return out.unflatten(0, (batch, length)).transpose(0, 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
+        """Attend to the pairs of ``tile``: query [b, a, q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e]
+        in the inputs' dtype and lse [b, a, q] fp32. Differentiable if ``_flash`` is."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out, lse = self._flash(query, key, value, (None, None, tile.num_queries, tile.num_keys), kernel_window(tile))
         return out.transpose(1, 2), lse

@@ -42,6 +42,7 @@ class FlashAttentionPackage(FlashKernel):
     UserError with the install command if that fails."""
 
     def __init__(self, version: int, scale: float, *, deterministic: bool = False) -> None:
+        """Import the package of ``version`` (2 or 3); UserError with the install command if that fails."""
         super().__init__(scale)
         self.deterministic = deterministic
         try:

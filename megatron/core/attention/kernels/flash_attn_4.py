@@ -60,9 +60,10 @@ def is_usable() -> bool:
 
 
 def supports(request: Request) -> str | None:
-    """Return why the package does not support ``request``; None if it does. Rejects GPUs other than sm_9x and sm_10x, a
-    missing package, soft cap, bias, dtypes and head dims, and without a request by flag everything but the measured
-    cases (sm_90, head dim 128, no window, not deterministic), in which it is faster than cuDNN."""
+    """Return why the package does not support ``request``; None if it does. Rejects in this order: GPUs other than
+    sm_9x and sm_10x, a missing package, soft cap or bias, dtypes and head dims (sm_10x: none between 128 and 256), and,
+    with ``auto`` and no requested version, everything except the measured cases (sm_90, head dim 128, no window, not
+    deterministic). Lengths are not checked; sinks and key blocks pass."""
     if request.capability is None or request.capability[0] not in (9, 10):
         return "it is for Hopper and Blackwell (sm_90, sm_100)"
     if 4 not in request.flash_packages:
@@ -151,8 +152,8 @@ class WhereFaster(FlashKernel):
         self.fast, self.otherwise = fast, otherwise
 
     def kernel_for(self, tile: Tile) -> FlashKernel:
-        """Return the kernel for ``tile``: flash-attn-4 if the tile is full or a causal square, with no fewer visible
-        pairs than the smallest measured one."""
+        """Return the kernel for ``tile``: flash-attn-4 if the tile is full or a causal square and has no fewer visible
+        pairs than a causal square of 8192 tokens, the smallest measured to be faster; else the other kernel."""
         if not (tile.is_full or tile.is_causal_square):
             return self.otherwise
         pairs = tile.num_queries * tile.num_keys // (1 if tile.is_full else 2)

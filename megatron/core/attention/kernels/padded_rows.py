@@ -24,7 +24,9 @@ from megatron.core.attention.tiles import Tile, full_tile
 def attend_padded_rows(
     kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, whole: int, rest: PackedSeqParams
 ) -> Tensor:
-    """Map query [s, b, a, d], key and value [t, b, g, d] to [s, b, a, d]; differentiable.
+    """Map query [s, b, a, d], key and value [t, b, g, d] to [s, b, a, d]; differentiable. Computes all rows as full
+    rows, then the rows from ``whole`` on again as packed documents, which replace the first results. Does not read a
+    dense mask, dropout or bias.
 
     Args:
         mask: must have no window; its documents are ignored.

@@ -55,7 +55,7 @@ on the GPU only. cuDNN is excluded: its backward is reported to return NaN for r
 def cudnn_supports(request: Request) -> str | None:
     """Return why cuDNN does not support training with ``request``; None if it does. Rejects soft cap, bias,
     deterministic mode, GPUs below sm_80, and head dims that are not multiples of 8 up to 128 (192 on sm_90 from cuDNN
-    9.13). Lengths are checked per call."""
+    9.13). Does not check dtype and window; lengths are checked per call."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.deterministic:
@@ -81,8 +81,8 @@ def flash_supports(request: Request) -> str | None:
 
 
 def efficient_supports(request: Request) -> str | None:
-    """Return why the memory-efficient kernel does not support ``request``; None if it does. It needs heads of whole
-    16-byte pieces, at most fp32, no soft cap and no bias."""
+    """Return why the memory-efficient kernel does not support ``request``; None if it does. Rejects soft cap, bias,
+    fp64, and head dims whose size is not a multiple of 16 bytes. Does not check GPU, window and key blocks."""
     if request.unusual_scores is not None:
         return request.unusual_scores
     if request.dtype == torch.float64 or request.channels * request.dtype.itemsize % 16:
@@ -107,9 +107,9 @@ class TorchAttention(FlashKernel):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; no dropout
-        or bias. Documents run as variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or
-        as a dense mask if only the GPU knows their bounds. Dense masks are supported, but together with documents raise
-        ValueError."""
+        or bias. Documents: variable-length flash calls for 16-bit dtypes on GPUs, else one call per document, or a
+        dense mask if only the GPU knows their bounds; with a dense mask ValueError. A window is a dense mask too,
+        except for the flash kernel."""
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
@@ -125,9 +125,9 @@ class TorchAttention(FlashKernel):
         return self._rows(query, key, value, mask)
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend within documents. If cuDNN can compute the rows and at least half of them, at the front, are one
-        document each, use it for these (and compute the others again as packed documents); with full rows only, it runs
-        unpacked. Otherwise make packed flash calls. Differentiable; no host sync."""
+        """Attend within documents; differentiable, no host sync. If cuDNN supports the shapes: full rows only run
+        unpacked; if at least half of the rows, at the front, are one document each, all run unpacked and the others
+        again as packed documents. Otherwise, also if the host does not know the bounds, makes packed flash calls."""
         assert mask.documents is not None
         batch, tile = query.shape[1], full_tile(len(query), len(key), mask.visibility)
         if not self.takes_cudnn(tile):
@@ -157,9 +157,9 @@ class TorchAttention(FlashKernel):
         return torch.cat(parts).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, d]; return [s, b, a, d]; differentiable.
+        """Attend unpacked rows: query [s, b, a, d], key and value [t, b, g, .]; return [s, b, a, .]; differentiable.
         Ignores documents. Builds a dense mask [s, t] unless the tile is full or a causal square. Raises UserError, with
-        torch's reasons, if torch has no kernel for the shapes."""
+        torch's reasons, if torch has no kernel for the shapes; other errors pass."""
         query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         tile, visible = full_tile(len(query), len(key), mask.visibility), None
         if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):
@@ -183,9 +183,10 @@ class TorchAttention(FlashKernel):
         return mixed.permute(2, 0, 1, 3)
 
     def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
-        """Return the kernels that may run on a GPU, best first; an empty list means torch's default. With a dense mask
-        the memory-efficient and math kernels; for lengths that cuDNN does not support the flash kernel, with a notice
-        once. If cuDNN was requested by flag, these lengths raise UserError in training."""
+        """Return the kernels that may run on a GPU, best first; empty (torch's default) if none is named. With a dense
+        ``mask``: the named one if it is the memory-efficient or math kernel, else these two. For lengths that cuDNN
+        does not support: the flash kernel, with a notice once; if cuDNN was requested by flag, UserError with
+        gradients, else cuDNN."""
         if self._only is None:
             return []
         if mask is not None:
@@ -208,8 +209,9 @@ class TorchAttention(FlashKernel):
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Attend to the pairs of ``tile`` by cuDNN if :meth:`takes_cudnn`, else by torch's flash operator: (out in the
-        inputs' dtype, lse fp32 [b, a, q]). Not differentiable. See :meth:`Kernel.forward`."""
+        """Attend to the pairs of ``tile`` by cuDNN if :meth:`takes_cudnn`, else by torch's flash operator: query [b, a,
+        q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e] in the inputs' dtype, lse fp32 [b, a, q]. Not
+        differentiable: see :meth:`backward`."""
         if not self.takes_cudnn(tile):
             return super().forward(query, key, value, tile)
         # after value: no bias, return the log-sum-exp, no dropout, causal unless full, no debug mask
@@ -221,8 +223,9 @@ class TorchAttention(FlashKernel):
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value for ``tile`` in the inputs' dtype, by the same operator as
-        :meth:`forward`. ``out`` and ``lse`` must be merged over all blocks. See :meth:`Kernel.backward`."""
+        """Return the tile's contributions to the gradients of query, key and value in the inputs' dtype and shape, by
+        the same operator as :meth:`forward`. ``out`` and ``lse`` must be merged over all blocks: the contributions then
+        sum to the exact gradients."""
         if not self.takes_cudnn(tile):
             return super().backward(grad, query, key, value, out, lse, tile)
         # the unused random state must be a tensor on the device, although there is no dropout
@@ -241,7 +244,7 @@ class TorchAttention(FlashKernel):
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
         """Return dQ, dK and dV of torch's flash operator, without dropout; ``tensors`` are grad, query, key, value and
-        out. Copies grad and out if they are not contiguous. See :meth:`FlashKernel._flash_backward`."""
+        out, [b, tokens, heads, .] or packed [n, heads, .]. Copies grad and out if they are not contiguous."""
         grad, query, key, value, out = tensors
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: no dropout
         return aten._flash_attention_backward(

@@ -100,8 +100,8 @@ class UnfusedAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Attend to the pairs of ``tile``: query [b, a, q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e]
-        and lse [b, a, q], both fp32 (fp64 for fp64), with dropout if set. ``lse`` is without dropout. Not for autograd:
-        see :meth:`backward`."""
+        and lse [b, a, q], both fp32 (fp64 for fp64), with dropout if set. ``lse`` is without dropout. A query that sees
+        no key of the tile gets NaN. Not for autograd: see :meth:`backward`."""
         query, key, value = (_wide(x) for x in (query, key, value))
         scores, _ = self._scores(query, key, tile)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)

@@ -65,14 +65,16 @@ class InputSlice:
 
 
 def find_inputs(patterns: list[str], keys: Sequence[str] = ("text",), text: str = "blank-line") -> list[InputFile]:
-    """Return the files that --input names: patterns in the given order, the matches of each sorted.
+    """Return the files that --input names, in the given order: paths, globs (matches sorted), or folders
+    (:func:`_below`). A file that is named twice is read once, with a warning.
 
     Args:
-        keys: of --json-keys; plain text has one.
+        keys: the --json-keys; plain text has one.
         text: how documents of plain text are separated (--text-documents).
 
     Raises:
-        ValueError: nothing matches, or a match is no regular file.
+        UserError: nothing matches, a match is no regular file, a name contradicts the content, or plain text has
+            several keys.
     """
     files: dict[str, InputFile] = {}
     for pattern in patterns:
@@ -155,8 +157,8 @@ def part_bytes(files: list[InputFile]) -> int:
 
 def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[InputSlice]:
     """Yield the parts of one file in order: byte ranges of ``size`` for plain files, one row group each for parquet,
-    blocks of decompressed lines (with their data) for compressed files. The cuts depend only on the file and these
-    arguments."""
+    blocks of decompressed lines (with their data) for compressed files; nothing for an empty file. The cuts depend only
+    on the file and these arguments. Raises UserError for a damaged compressed or parquet file."""
     if file.kind in ("plain", *TEXT):
         for number, start in enumerate(range(0, file.size, size)):
             stop = min(start + size, file.size)
@@ -186,10 +188,9 @@ def open_parquet(path: str) -> Any:
 
 
 def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Runs of whole lines of at least ``size`` bytes (the last may be shorter), with the position in the file.
-
-    Of a line longer than ``max_line_bytes`` one byte more than that is kept, so that it is still seen to be too long.
-    """
+    """Yield (block of complete lines of at least ``size`` bytes, position in the compressed file); the last block may
+    be shorter. Of a line longer than ``max_line_bytes`` more is kept than that, but not all, so that it is still seen
+    to be too long."""
     pending: list[bytes] = []
     length = 0  # bytes in pending
     tail = 0  # bytes in pending after the last line end
@@ -213,11 +214,9 @@ def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iter
 
 
 def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
-    """Decompressed blocks and the position in the file; concatenated members and frames are read one after another.
-
-    Raises:
-        ValueError: truncated or damaged, with the file's name.
-    """
+    """Yield (decompressed block, position in the compressed file); concatenated members and frames are read one after
+    another, zero padding after gzip members is ignored. Raises UserError, with the file's name, if it is truncated or
+    damaged."""
     with open_regular(file.path) as stream:
         make = _decompressor_factory(file)
         decompressor, fresh = make(), True

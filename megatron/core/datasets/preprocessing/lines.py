@@ -24,8 +24,9 @@ class BadLine:
 
 
 def read_rows(part: InputSlice, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
-    """Yield (texts of ``keys`` or BadLine, size in bytes) for each line of ``part`` (plain text: document, parquet:
-    row). Removes a byte order mark at the start of a file."""
+    """Yield (texts of ``keys`` or BadLine, size in bytes) for each line of ``part`` (plain text: document; parquet:
+    row, its size in characters), also for empty lines. Removes a byte order mark at the start of a file. Raises
+    UserError only for damaged files or missing columns."""
     if part.file.kind == "parquet":
         yield from _parquet_rows(part, keys)
         return

@@ -84,15 +84,15 @@ def output_prefixes(cfg: PreprocessConfig) -> dict[str, str]:
 
 
 def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
-    """Tokenize ``cfg.input`` into the pairs of ``output_prefixes``.
+    """Tokenize ``cfg.input`` into the pairs of ``output_prefixes``; return the totals. Continues from the finished
+    parts of an interrupted run with equal settings; the folder of parts is removed after success only.
 
     Args:
         tokenizer_cfg: what ``build`` makes a tokenizer from, here and in every worker; picklable.
 
     Raises:
-        ValueError: wrong settings or input; existing output; too many bad lines; another run at work.
+        UserError: wrong settings or input; existing output; too many bad lines; another run at work; a dead worker.
         OSError: reading or writing failed, a full disk for instance.
-        RuntimeError: a worker process died.
     """
     if problems := cfg.problems():
         raise UserError("\n".join(problems))

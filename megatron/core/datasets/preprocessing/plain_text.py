@@ -65,7 +65,8 @@ def _seek_first_line(file: BinaryIO, part: InputSlice, one_per_line: bool) -> bo
 
 
 def _follows_blank_line(file: BinaryIO, position: int) -> bool:
-    """Whether the line that ends before ``position`` is blank."""
+    """Whether only white space lies between the line end before ``position`` and the line end before that, or the start
+    of the file (after a byte order mark). Moves ``file``."""
     file.seek(0)
     first = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
     end = position - 1  # without its line end

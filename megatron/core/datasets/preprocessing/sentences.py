@@ -28,7 +28,9 @@ _LAST_WORD = re.compile(r"([^\s(\[\"'“‘]+)$")
 
 
 def make_splitter(lang: str, keep_newlines: bool) -> tuple[Splitter, str]:
-    """The splitter, and its name for the log."""
+    """Return (function from a text to its sentences, its name for the log): NLTK's Punkt for ``lang`` if installed,
+    else the built-in rules. Sentences lack the white space around them; with ``keep_newlines`` each keeps the line ends
+    that follow it. Never raises for a missing language."""
     punkt = _punkt(lang)
     if punkt is not None:
         spans: Callable[[str], list[tuple[int, int]]] = lambda text: list(punkt.span_tokenize(text))  # noqa: E731
@@ -63,7 +65,8 @@ def _punkt(lang: str) -> Any:
 
 
 def rule_spans(text: str) -> list[tuple[int, int]]:
-    """Start and end of each sentence, without the white space around it."""
+    """Return (start, end) of each sentence by the built-in rules, without the white space around it and never empty. A
+    blank line always ends a sentence; a full stop after an abbreviation or initial does not."""
     spans, start = [], 0
     for match in _CANDIDATE.finditer(text):
         mark = match.group().rstrip()

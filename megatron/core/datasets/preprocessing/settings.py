@@ -78,7 +78,9 @@ class PreprocessConfig:
     """A longer input line counts as unusable; bounds the memory."""
 
     def problems(self) -> list[str]:
-        """Return every problem of the flags themselves."""
+        """Return every problem of the flags, as "--flag …" texts: missing input or output, an output folder that does
+        not exist, numbers out of range, sentence tokens without sentences, repeated or unusable keys. Does not open the
+        input."""
         found = []
         if not self.input:
             found.append("--input is missing: give files, globs or folders")

@@ -56,8 +56,8 @@ class PartRecord:
         return sum(count for _, count, _ in self.bad_lines)
 
     def add_bad_line(self, line: int, reason: str) -> None:
-        """Record bad line number ``line`` (from 0, within the part). Consecutive lines with the same reason become one
-        entry (first, count, reason)."""
+        """Record bad line number ``line`` (from 0, within the part; in ascending order). Consecutive lines with the
+        same reason become one entry (first, count, reason). ``lines`` is not counted here."""
         if self.bad_lines:
             first, count, last_reason = self.bad_lines[-1]
             if first + count == line and last_reason == reason:
@@ -73,7 +73,7 @@ def shard_prefix(folder: str, part: str, key: str) -> str:
 
 def read_record(folder: str, part: str) -> PartRecord | None:
     """Return the record of a finished part; None if it is missing or malformed, or a shard file is missing or has
-    another size."""
+    another size. The contents of the shards are not checked."""
     try:
         values = parse_json(read_file(os.path.join(folder, part + ".json"), MAX_RECORD_BYTES))
         record = PartRecord(**{**values, "bad_lines": [tuple(entry) for entry in values["bad_lines"]]})
@@ -90,6 +90,8 @@ class Worker:
     """Turns parts into shards in ``folder``."""
 
     def __init__(self, tokenizer: Tokenizer, cfg: PreprocessConfig, folder: str):
+        """Prepare for parts of ``cfg``. Raises UserError if --append-eod is set and the tokenizer has no
+        end-of-document token."""
         self.tokenizer, self.cfg, self.folder = tokenizer, cfg, folder
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
         self.eod = np.asarray([tokenizer.eod] if cfg.append_eod else [], dtype=self.dtype)

@@ -51,7 +51,9 @@ def missing_package(reason: str = "the package is not installed") -> ValueError:
 
 
 def load_transformer_engine() -> Any:
-    """Import (once) and return ``transformer_engine.pytorch``. Raises ValueError with the install command."""
+    """Return ``transformer_engine.pytorch``, imported at the first call so that it uses torch's cuDNN if that is loaded
+    (:func:`one_cudnn`). Raises ValueError, with the install command, if it is missing or its import fails; UserError if
+    libraries of several cuDNN installations are loaded after the import."""
     if not transformer_engine_is_installed():
         raise missing_package()
     if MODULE not in sys.modules:
@@ -64,7 +66,8 @@ def load_transformer_engine() -> Any:
 
 
 class Gemm:
-    """``x W^T + b`` by a single-rank ``te.Linear`` on local parameters."""
+    """``x W^T + b`` by a single-rank ``te.Linear`` on the local parameters themselves; no collective. With
+    ``fuse_weight_gradient`` the GEMM adds dW to ``weight.main_grad`` if that exists when it is called."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, fuse_weight_gradient: bool) -> None:
         out_features, in_features = weight.shape
@@ -88,7 +91,8 @@ class Gemm:
 
 
 class NormGemm:
-    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a local norm and linear layer."""
+    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a local norm and linear layer; the module
+    inside ``gemm`` is then unused. The weight gradient is as in :class:`Gemm`."""
 
     def __init__(self, norm: TENorm, gemm: Gemm) -> None:
         self.gemm = gemm
@@ -112,8 +116,9 @@ class NormGemm:
 def column_parameters(
     input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return weight and bias of a column-parallel layer, placed as in ``tensor_parallel.layers.ColumnParallelLinear``.
-    Raises UserError if several ranks would share one K/V head."""
+    """Return weight and bias (zeros; None without ``bias``) of a column-parallel layer, placed as in
+    ``tensor_parallel.layers.ColumnParallelLinear``: output dim split over ``tp``, folded to 2-d and 1-d. Raises
+    UserError if several ranks would share one K/V head."""
     if size.is_shared_over(groups.tp.size):
         raise UserError(
             f"--transformer-impl {NAME}: {size.shape[0]} key and value heads (num_query_groups) for "
@@ -179,7 +184,9 @@ class TERowParallelLinear(RowParallel):
 
 
 class TENorm(MovableParameters):
-    """LayerNorm or RMSNorm (``config.normalization``). ``partial``: mesh axes over which gradients are partial sums."""
+    """LayerNorm or RMSNorm (``config.normalization``) of the last dim. ``partial``: mesh axes over which gradients are
+    partial sums; None: ``tp`` under sequence parallelism, else none. With ``apply_layernorm_1p`` the stored weight is
+    the true one minus 1. Only LayerNorm has a bias."""
 
     implementation = NAME
 
@@ -234,8 +241,9 @@ class TEDotProductAttention(nn.Module):
         self.packed_mask = "padding_causal" if causal else "padding"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, ctx: AttentionContext) -> Tensor:
-        """Return the attention output [s, b, a * d] of Transformer Engine's kernels; document boundaries use its
-        variable-length (thd) form. Raises UserError for a dense mask."""
+        """Return the attention output [s, b, a * d] of Transformer Engine's kernels. Document boundaries
+        (``ctx.layout.documents``) use its variable-length (thd) form, with the same boundaries for keys. Raises
+        UserError for a dense mask in ``ctx``."""
         if ctx.attention_mask is not None:
             raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "
@@ -256,8 +264,9 @@ class TEDotProductAttention(nn.Module):
 
 
 def kernel_variables(backend: str, *, deterministic: bool = False) -> dict[str, str]:
-    """Return the environment variables that restrict the package's attention kernels to ``backend`` (flash, fused or
-    unfused; others do not restrict) and, with ``deterministic``, to deterministic ones."""
+    """Return, but do not set, the environment variables that restrict the package's attention kernels to ``backend``:
+    NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN, one of them "1" (none of them for another backend, such as
+    auto); and with ``deterministic`` NVTE_ALLOW_NONDETERMINISTIC_ALGO "0"."""
     kinds = ("flash", "fused", "unfused")
     variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if deterministic else {}
     if backend in kinds:

@@ -139,9 +139,10 @@ class CopyEngines:
         return Transfer(x, finish)
 
     def exchange(self, parts: Sequence[Tensor], consume: Consume) -> Transfer:
-        """Start an all-to-all: ``parts[r]`` goes to rank r. Collective. ``parts`` must be contiguous, with equal shapes
-        on all ranks. ``wait()`` calls ``consume`` with the parts received from ranks 0 to n-1 and returns its result.
-        ``consume`` must not keep references to the parts, since their memory is reused."""
+        """Start an all-to-all: ``parts[r]``, n contiguous tensors of shapes equal on all ranks, goes to rank r on a
+        side stream. Collective. ``wait()`` calls ``consume`` on the current stream with the parts received from ranks 0
+        to n-1 (the local part itself) and returns its result. ``consume`` must not keep references to the parts, whose
+        memory is reused, and ``parts`` must not change until ``wait()``."""
         own = parts[self.rank]
         num_bytes, shape, dtype = own.nbytes, (self.size, *own.shape), own.dtype
         slot = self._exchanges.begin(self.size * num_bytes)

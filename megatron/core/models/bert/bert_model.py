@@ -58,6 +58,8 @@ class BertModel(LanguageModule):
         groups: ProcessGroups | None = None,
         branches: range | None = None,
     ) -> None:
+        """Build this stage's embedding, encoder layers and heads. ``branches`` (None: by balance of the pipeline ranks)
+        is the range over all branches. ``fp16_lm_cross_entropy`` is ignored."""
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
@@ -108,7 +110,7 @@ class BertModel(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return (LM output, binary logits). The LM output is logits [b, s, v] (-inf for padded entries) or, with
         labels, losses fp32 [b, s] of every label. Binary logits are [b, 2], or None without that head. Pipeline stages
-        other than the last return hidden states [s, b, h].
+        other than the last return only hidden states [s, b, h]. ``attention_mask`` replaces ``packed_seq_params``.
 
         Args:
             input_ids: int64 [b, s]. With context parallelism s counts this rank's tokens, here and below. None on later

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set."""
+    """Return (class, configuration) of the masked data set: full words, at most 3 together, and pairs of texts unless
+    --bert-no-binary-head is set. ``options`` are the common options. Reads no data."""
     from megatron.core.datasets import bert_dataset  # imports numpy
 
     masking = {**masking_options(cfg, longest_ngram=3), "classification_head": cfg.group(BertConfig).bert_binary_head}

@@ -21,6 +21,7 @@ class BertLMHead(nn.Module):
     """Transform before the output layer, [s, b, h] -> [s, b, h]: dense, exact GELU, norm (Devlin et al. 2018)."""
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
+        """Build ``dense`` [h, h], replicated, with a bias if linears have one, and ``layer_norm``."""
         super().__init__()
         width = config.hidden_size
         self.dense = ReplicatedLinear(
@@ -42,6 +43,8 @@ class Pooler(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
+        """Build ``dense`` [h, h] with a bias, replicated. ``forward`` reduces over the sequence-parallel ranks, if
+        there are any."""
         super().__init__()
         width = config.hidden_size
         self.dense = ReplicatedLinear(
@@ -51,8 +54,9 @@ class Pooler(nn.Module):
 
     def forward(self, hidden_states: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Return tanh(dense(x)) of the first position of each row, [b, h], or with ``first_tokens`` (indices in a
-        packed row) of each document, [n, h]. Collective: all-reduces over the ranks that share the sequence; ranks
-        without a position add zero."""
+        packed row of this context-parallel rank) of each document, [n, h]. Collective: all-reduces over the
+        sequence-parallel ranks; ranks without a position add zero. With context parallelism valid on the first rank
+        only."""
         if first_tokens is None:
             first = hidden_states[0] * float(self.stream.is_first)  # other ranks hold later positions and add zero
         else:

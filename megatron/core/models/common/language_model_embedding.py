@@ -47,6 +47,9 @@ class LanguageModelEmbedding(nn.Module):
         divisible_by: int = 128,
         groups: ProcessGroups,
     ) -> None:
+        """Build the word embedding (split over TP by vocabulary, padded to a multiple of ``divisible_by``), and if
+        needed replicated tables of learned positions and ``num_tokentypes`` types. The scale is sqrt(h) with
+        ``apply_embedding_scaling``, times ``embedding_multiplier``."""
         super().__init__()
         self.max_sequence_length, self.group = max_sequence_length, groups.tp
         self.word_embeddings = VocabParallelEmbedding(
@@ -66,8 +69,9 @@ class LanguageModelEmbedding(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None,
         tokentype_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the embeddings [s, b, h] of ids int64 [b, s] after dropout, plus position and token-type embeddings if
-        the model has them. With sequence parallelism the result is this rank's part of s (reduce-scatter or split)."""
+        """Return the embeddings [s, b, h] of ids int64 [b, s], plus position and token-type embeddings if the model has
+        them, times the scale, after dropout. With sequence parallelism the result is this rank's part of s
+        (reduce-scatter or split). AssertionError if a table's ids are None; ids without a table are ignored."""
         ids_sb = input_ids.t()  # transpose the ids: transposing the vectors would copy h times as much
         others = [(self.position_embeddings, position_ids), (self.tokentype_embeddings, tokentype_ids)]
         added = [(table, ids) for table, ids in others if table is not None]

@@ -64,6 +64,9 @@ class LanguageModule(MegatronModule):
         groups: ProcessGroups | None,
         vp_stage: int | None,
     ) -> None:
+        """Set stage, groups, seed, layout and rotary embeddings; build no layers, which subclasses do in
+        :meth:`construction`. None for ``groups`` and ``vp_stage`` means ``parallel_state``'s, for ``seed``
+        ``config.seed``. Raises UserError for an unknown position kind."""
         super().__init__(config)
         self.seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
@@ -154,9 +157,9 @@ class LanguageModule(MegatronModule):
         return hasattr(self, "embedding")
 
     def build_output_layer(self, *, bias: bool = False) -> VocabParallelOutput:
-        """Build the output layer. It borrows the embedding's weight if weights are shared and this stage has the
-        embedding.
-        """
+        """Build and return the output layer, with the logits' soft cap. It borrows the embedding's weight if weights
+        are shared and this stage has the embedding; a later stage with shared weights stores a copy that is tied to
+        it."""
         config, tied = self.config, self.share_embeddings_and_output_weights
         layer = VocabParallelOutput(
             config.hidden_size, self.vocab_size, config=config,
@@ -196,9 +199,9 @@ class LanguageModule(MegatronModule):
             weight.spec = replace(spec, grad=grad, tied_to=tied_to)
 
     def outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
-        """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels``.
-        Without ``parallel_output``, all-gather the logits over the tensor-parallel group.
-        """
+        """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels`` [b,
+        s]. Divides by ``logits_scaling``. Without ``parallel_output``, all-gathers the logits over the tensor-parallel
+        group; losses are complete on every rank."""
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight
@@ -224,8 +227,8 @@ class LanguageModule(MegatronModule):
         self, input_ids: Tensor | None, sample_index: Tensor | None, documents: PackedSeqParams | None = None,
         position_ids: Tensor | None = None, **more: Any,
     ) -> ForwardContext:  # fmt: skip
-        """Build the layers' context for this rank's tokens [b, s]: rotary tables, documents and dropout coordinates.
-        ``more`` sets further fields of :class:`ForwardContext`.
+        """Build the layers' context for this rank's tokens [b, s]: rotary tables, documents and, in training only,
+        dropout coordinates. ``more`` sets further fields of :class:`ForwardContext`.
 
         ``position_ids`` [1, s] means that one row packs several samples; ``sample_index`` [1, s] then has an entry per
         token. Otherwise each row is a sample, and ``sample_index`` is [b].
@@ -271,9 +274,8 @@ class LanguageModule(MegatronModule):
         return DropoutCoordinates(self.dropout_stream, samples, layout.stream_part(positions))
 
     def samples(self, batch: int, sample_index: Tensor | None, device: torch.device) -> Tensor:
-        """Return ``sample_index``. If None, number the samples consecutively over calls: masks then differ between
-        calls, but do not depend on the data's position in the run.
-        """
+        """Return ``sample_index``. If None, number the samples consecutively over calls on this object: masks then
+        differ between calls, but do not depend on the data's position in the run."""
         if sample_index is None:
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
@@ -281,7 +283,8 @@ class LanguageModule(MegatronModule):
 
 
 def program_groups(pg_collection: Any, groups: ProcessGroups | None) -> ProcessGroups | None:
-    """Return ``groups`` after checking them against a program's ``pg_collection`` of torch groups.
+    """Return ``groups``, also if None, after checking them (None: ``parallel_state``'s) against a program's
+    ``pg_collection`` of torch groups. Groups that it lacks are not checked.
 
     Raises:
         UserError: the tensor-, pipeline- or context-parallel group of ``pg_collection`` has other ranks.
@@ -319,8 +322,9 @@ class Positions:
         return self.kind == "learned_absolute"
 
     def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of ``config``: of the rope dimension for latent attention, with yarn or llama3
-        scaling if configured; None for positions without rotation. Raises UserError for an unknown kind."""
+        """Return the rotary embedding of ``config`` at ``base``: with latent attention over its rope dims for every
+        kind, else over ``kv_channels`` for "rope" (with ``llama3`` scaling if set) and "yarn"; None for other kinds.
+        Raises UserError for an unknown kind."""
         if self.kind not in ("learned_absolute", "rope", "yarn", "none"):
             raise UserError(f"position_embedding_type {self.kind!r}: choose learned_absolute, rope, yarn or none")
         if config.multi_latent_attention:
@@ -334,7 +338,8 @@ class Positions:
         )  # fmt: skip
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
-        """Return the rotary embedding of sliding-window layers if ``config.rotary_base_local`` is set, else None."""
+        """Return the rotary embedding of sliding-window layers at base ``config.rotary_base_local``, unscaled; None if
+        that is unset, for kinds other than "rope" and "yarn", and for latent attention."""
         if self.kind not in ("rope", "yarn") or config.rotary_base_local is None or config.multi_latent_attention:
             return None
         return RotaryEmbedding(

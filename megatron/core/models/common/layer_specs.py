@@ -60,8 +60,8 @@ def layer_spec(
     experts: bool = False, mask: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:  # fmt: skip
     """Return the spec of one layer, with a dense MLP or MoE (``experts``). ``mask`` selects causal or bidirectional
-    attention; latent attention (MLA) is always causal.
-    """
+    attention. Latent attention (MLA) is always causal and ignores ``mask`` and ``qk_l2_norm``. The MLP's slots are also
+    the shared expert's."""
     attention = _self_attention(backend, qk_layernorm, qk_l2_norm, mask)
     if multi_latent_attention:
         attention = _latent_attention(backend, qk_layernorm)

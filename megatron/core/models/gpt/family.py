@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set; with --mock-data of generated documents."""
+    """Return (class, configuration) of the data set: MockGPTDataset with --mock-data, else GPTDataset, with the
+    document flags and the tokenizer's vocabulary size (None without tokenizer). ``options`` are the common options.
+    Reads no data."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # imports numpy
 
     tokenizer = options["tokenizer"]
@@ -37,7 +39,8 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 
 
 def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
-    """Return ``prompt`` followed by its continuation; an empty prompt starts with the eod token."""
+    """Return ``prompt`` followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
+    eod token. Older tokens than --seq-length are dropped from the context."""
     from megatron.core.inference import sampling as inference  # imports torch
 
     tokenizer = trained.tokenizer

@@ -51,7 +51,8 @@ get_gpt_layer_with_transformer_engine_spec = partial(_layer_spec, "transformer_e
 def get_gpt_decoder_layer_specs(
     config: TransformerConfig, use_transformer_engine: bool = False, **accepted: object
 ) -> list[ModuleSpec]:
-    """Return one spec per layer of the full model; ``config`` selects attention, norms and which layers are MoE.
+    """Return one spec per layer of the full model; ``config`` selects attention, norms and which layers are MoE. Known
+    arguments of Megatron-LM in ``accepted`` are ignored.
 
     Raises:
         TypeError: an argument is unknown.

@@ -72,6 +72,10 @@ class GPTModel(LanguageModule):
         pg_collection: Any = None,
         logit_dtype: torch.dtype | None = None,
     ) -> None:
+        """Build this stage's embedding, decoder layers, output layer and prediction depths; the last stage with
+        ``mtp_block_spec`` also has an embedding. ``fp16_lm_cross_entropy`` is ignored. Raises UserError for an
+        unavailable ``logit_dtype`` or only one of ``mtp_block_spec`` and ``config.mtp_num_layers``, ValueError for both
+        ``layer_range`` and ``branches``."""
         groups = program_groups(pg_collection, groups)
         if logit_dtype not in (None, torch.float32):
             raise UserError(f"logit_dtype {logit_dtype}: not available; remove it")
@@ -122,7 +126,8 @@ class GPTModel(LanguageModule):
         main_loss: MainLoss | None = None,
     ) -> Tensor:
         """Return logits [b, s, v], with -inf for padded entries, or fp32 losses [b, s] of int64 ``labels`` [b, s].
-        Losses of negative labels are finite and meaningless: mask them. Pipeline stages other than the last return
+        Losses of negative labels are finite and meaningless: mask them. In training, backward also differentiates the
+        auxiliary losses, and with labels the multi-token prediction losses. Pipeline stages other than the last return
         hidden states [s, b, h].
 
         Later stages accept None for ``input_ids`` and ``position_ids``, except the last one with multi-token

@@ -20,7 +20,7 @@ def spec_importable(cfg: Settings) -> Problems:
 
 
 def mock_data_vocabulary(cfg: Settings) -> Problems:
-    """Mock documents count upwards from id 1."""
+    """Reject --vocab-size 1 with --mock-data and NullTokenizer: mock documents count upwards from id 1."""
     if (
         cfg.data.mock_data
         and cfg.needs_data

@@ -41,7 +41,8 @@ class EncoderDecoder:
 
 
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
-    """Return the description of the T5 that ``cfg`` defines."""
+    """Return the description of the T5 that ``cfg`` defines. The decoder's depth and length default to the
+    encoder's."""
     decoder, length = cfg.group(EncoderDecoderConfig), cfg.data.seq_length
     sizes = EncoderDecoder(
         length,
@@ -121,9 +122,8 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 
 
 def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:
-    """Describe the final norm, the output layer and the loss. A shared output weight has a bias unless
-    ``scale_decoder_outputs`` is set.
-    """
+    """Describe the final norm of the decoder, the output layer and the loss, with costs per encoder token. A shared
+    output weight has a bias unless ``scale_decoder_outputs`` is set."""
     head = common.describe_head(config, output, sizes.decoder_length)
     stored = None if output.stored is None else output.stored[:1]
     bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)

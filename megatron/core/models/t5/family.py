@@ -38,7 +38,8 @@ def shrink(cfg: Settings, small: Options) -> Options:
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set."""
+    """Return (class, configuration) of the data set: spans of at most 10 full words, lengths from a geometric
+    distribution, and --decoder-seq-length. ``options`` are the common options. Reads no data."""
     from megatron.core.datasets import t5_dataset  # imports numpy
 
     config = t5_dataset.T5MaskedWordPieceDatasetConfig(
@@ -51,8 +52,9 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 
 
 def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
-    """Return ``prompt``, an arrow, and the output: each sentinel followed by its predicted span. The first decoder
-    token is the same as in the data set: bos, or pad for a tokenizer without bos."""
+    """Return ``prompt``, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
+    decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for an empty
+    or too long prompt."""
     from megatron.core.inference.sampling import generate_seq2seq  # imports torch
 
     tokenizer = trained.tokenizer

@@ -16,19 +16,17 @@ from megatron.core.attention.packed_seq_params import is_on_host
 
 
 def token_mask(mask: Tensor) -> Tensor:
-    """Return bool [b, k], True for keys that are tokens. 2-d masks are returned as bool (1 for tokens); others hide
-    padding.
-    """
+    """Return bool [b, k], True for keys that are tokens. 2-d masks are returned as bool (1 for tokens); in others, True
+    hides: a key is a token if any query sees it."""
     return mask.bool() if mask.dim() == 2 else _visible(mask).any(1)
 
 
 def check_masks(
     decoder_attn_mask: Tensor | None, encoder_decoder_attn_mask: Any, encoder_tokens: Tensor | None
 ) -> None:  # fmt: skip
-    """Raise ValueError unless the decoder's mask is causal with padding at the end, and the cross mask shows exactly
-    ``encoder_tokens``, bool [b, k] (None: all). Rows of padding may hide anything. On GPUs it is a device assertion,
-    which does not synchronize.
-    """
+    """Raise ValueError unless the decoder's mask is causal (with one query row: any) with padding at the end, and the
+    cross mask, or the last of a pair, shows exactly ``encoder_tokens``, bool [b, k] (None: all). Rows of padding may
+    hide anything. Masks that are None pass. On GPUs it is a device assertion, which does not synchronize."""
     if decoder_attn_mask is not None:
         visible = _visible(decoder_attn_mask)
         tokens = visible.any(1)

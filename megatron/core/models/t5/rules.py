@@ -26,11 +26,13 @@ LONGEST_NGRAM = 10
 
 
 def decoder_length(cfg: Settings) -> Problems:
+    """Require --decoder-seq-length, except for runs that neither train nor read data."""
     if cfg.group(EncoderDecoderConfig).decoder_seq_length is None and (cfg.needs_data or not cfg.validation.skip_train):
         yield missing(cfg, "decoder_seq_length")
 
 
 def scaled_output(cfg: Settings) -> Problems:
+    """Reject --scale-decoder-outputs with --untie-embeddings-and-output-weights."""
     if cfg.model.scale_decoder_outputs and cfg.embeddings.untie_embeddings_and_output_weights:
         reason = "contradicts --untie-embeddings-and-output-weights: T5 1.0 scales only a shared output layer"
         yield problem(cfg, "scale_decoder_outputs", reason, "remove one")

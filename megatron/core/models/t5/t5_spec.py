@@ -44,8 +44,8 @@ def get_t5_block_specs(
     use_transformer_engine: bool = False,
 ) -> tuple[TransformerBlockSubmodules, TransformerBlockSubmodules]:  # fmt: skip
     """Return the encoder's and the decoder's spec. ``config`` selects the norms of queries and keys and the encoder's
-    depth; ``relative_positions`` selects attention with a relative-position bias.
-    """
+    depth. ``relative_positions``: self-attention of both stacks adds a position bias and is local, also with
+    Transformer Engine."""
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     if relative_positions:
         backend = replace(backend, core_attention=partial(CoreAttention, attention_type="relative"))
@@ -56,7 +56,8 @@ def get_t5_block_specs(
 def _decoder(
     backend: Backend, num_layers: int, qk_layernorm: bool = False, qk_l2_norm: bool = False
 ) -> TransformerBlockSubmodules:  # fmt: skip
-    """Return the decoder's spec. Attention is only causal, because padding follows all tokens."""
+    """Return the decoder's spec: layers of causal self-attention, cross-attention with local core attention and without
+    head norms, and feed-forward network. Attention is only causal, because padding follows all tokens."""
     layer = layer_spec(backend, qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
     slots = CrossAttentionSubmodules(
         linear_q=backend.column_parallel_linear,

@@ -44,7 +44,7 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class SideLossRule:
-    """Balancing losses and z-loss of a router. Raises UserError unless there is one coefficient per type."""
+    """Balancing losses and z-loss of a router. Raises UserError unless each type has a coefficient or all are 0."""
 
     types: tuple[str, ...] = ()
     coefficients: tuple[float, ...] = ()
@@ -54,8 +54,8 @@ class SideLossRule:
     """Nonzero coefficient of each type in ``STATISTICS``."""
 
     def __post_init__(self) -> None:
-        """Build ``coefficient_of``: {balancing type: coefficient} of the types that have a loss and a coefficient above
-        0. Raises UserError if the numbers of types and coefficients differ and any coefficient is not 0."""
+        """Build ``coefficient_of``: {balancing type: coefficient} of the types in ``STATISTICS`` with a nonzero
+        coefficient. Raises UserError if the numbers of types and coefficients differ, unless all coefficients are 0."""
         if len(self.types) != len(self.coefficients) and any(self.coefficients):
             raise UserError(
                 f"moe_aux_loss_coeff has {len(self.coefficients)} values for the {len(self.types)} types of "
@@ -119,9 +119,9 @@ def fractions(
 
 
 def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction) -> Summary:
-    """Return sums over the tokens of ``logits`` [s, b, e] and their ``experts`` int64 [s, b, k], in fp32 (fp64 for fp64
-    logits). Reference of ``weigh_triton``.
-    """
+    """Return sums over the tokens of ``logits`` [s, b, e] and their ``experts`` int64 [s, b, k], per sequence, in fp32
+    (fp64 for fp64 logits): normalized scores [b, e], choices [b, e], squared log-sum-exp [b], non-finite logits [b].
+    Reference of ``weigh_triton``; differentiable in scores and log-sum-exp."""
     dtype = maths_dtype(logits)
     return Summary(
         balanced_scores(logits, function).sum(0),
@@ -134,11 +134,11 @@ def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction) -> Summa
 def side_loss(
     rule: SideLossRule, sums: Summary, fractions: dict[str, Tensor], tokens_b: Tensor, lengths: tuple[int, int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (this rank's share of the sum of all losses, with coefficients and token weights; statistics).
+    """Return (this rank's share of the sum of all losses, with coefficients and token weights; statistics). Needs at
+    least one configured loss.
 
     ``tokens_b`` [b] is as in :class:`AuxLossWeights`; ``lengths`` are the local and the full sequence length. A
-    statistic is (share of the loss without coefficient, times its tokens; share of those tokens).
-    """
+    statistic is (share of the loss without coefficient, times its tokens; share of its tokens), 2 values by name."""
     local, whole = lengths
     tokens_b = tokens_b.to(sums.z_b.dtype)
     count = tokens_b.sum() * (local / whole)

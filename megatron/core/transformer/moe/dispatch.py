@@ -59,6 +59,8 @@ class Dispatcher:
     """Dispatcher of one layer. All ranks of the group must start the same dispatches and combines in the same order."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
+        """Set sizes, groups and the row kernels; no communication. ``pad_factor`` is the capacity factor only with
+        ``moe_pad_expert_input_to_capacity``: without padding the router drops, not the dispatcher."""
         assert config.num_moe_experts is not None
         self.num_experts, self.k = config.num_moe_experts, config.moe_router_topk
         self.group, self.ep, self.etp = groups.etp_ep, groups.ep, groups.etp
@@ -165,14 +167,17 @@ class AllGatherDispatcher(Dispatcher):
         self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: permute.Permutation,
         count: ReadHost | None,
     ) -> Dispatched:  # fmt: skip
+        """Wait for the all-gathers and return the local rows; ``count`` waits for their number (None: all of
+        ``permutation``)."""
         if count is not None:
             permutation = permutation.head(*count())
         rows = permute.gather_rows(gathering.wait(), permutation, self.moves)
         return Dispatched(rows, permute.gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        """Sum the local rows of each token of all ranks (in fp32, rounded to the rows' dtype), and start the
-        reduce-scatter of these sums in that dtype over the joint EP and ETP group."""
+        """Sum the local rows of each token of all ranks (in fp32, rounded to the rows' dtype) now, and start the
+        reduce-scatter of these sums in that dtype over the joint EP and ETP group; the returned function waits for
+        it."""
         return start_reduce_scatter(permute.combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
 
 
@@ -192,6 +197,8 @@ class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends each row to every rank that holds a shard of its expert."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
+        """Also compute the strides of EP and ETP ranks in the joint group (0 for one rank), which depend on the order
+        of the mesh axes."""
         super().__init__(config, groups=groups)
         # ranks of EP and ETP are strided in the joint group, with strides that depend on the order of the mesh axes
         place = groups.etp_ep.ranks.index

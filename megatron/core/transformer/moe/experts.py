@@ -36,6 +36,8 @@ class SequentialExperts(nn.Module):
     products = LOOP
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
+        """Build ``linear_fc1`` and ``linear_fc2`` of all local experts, of width ``moe_ffn_hidden_size`` per full
+        expert (fc1 doubled for gated activations), with the GEMMs of ``products``."""
         super().__init__()
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         assert width is not None and hidden is not None

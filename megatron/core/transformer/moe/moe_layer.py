@@ -55,6 +55,9 @@ class MoELayer(nn.Module):
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
     ) -> None:
+        """Build router, experts, dispatcher and, with ``moe_shared_expert_intermediate_size``, the shared experts.
+        ``submodules.experts`` None: grouped GEMMs, or one expert at a time without ``moe_fusion``. Raises UserError
+        with tensor but without sequence parallelism."""
         super().__init__()
         if groups.tp.size > 1 and not config.sequence_parallel:  # else every rank would route and count the same tokens
             raise UserError("num_moe_experts with tensor parallelism needs sequence_parallel")
@@ -72,6 +75,8 @@ class MoELayer(nn.Module):
     describe = staticmethod(describe_moe)
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        """Route, dispatch, compute and combine, recomputed together with ``moe`` in ``recompute_modules``; add the
+        shared experts' output, which has a separate policy."""
         output = self._run(lambda x: drain(self._through_experts(x, ctx)), hidden_states)
         if self.shared_experts is None or self._overlaps_shared:
             return output

@@ -89,6 +89,9 @@ class TopKRouter(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
+        """Build weight, bias, buffers, the routing and loss rules (UserError for contradictions) and the step
+        statistics. Triton kernels are used where supported, with ``moe_fusion`` and without Sinkhorn, for the choice
+        also only without expert groups."""
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.groups, self.layer_number = config, groups, layer_number
@@ -126,8 +129,8 @@ class TopKRouter(nn.Module):
 
     def _register_buffers(self) -> None:
         """Register ``expert_bias`` fp32 [e] (with ``moe_router_enable_expert_bias`` or quantile balancing, else None)
-        and ``last_choices`` int64 [e], which global_aux_loss reads. Raises UserError for an expert bias together with
-        quantile balancing or softmax scores."""
+        and ``last_choices`` int64 [e], both zeros; set ``counts_choices`` (global_aux_loss). Raises UserError for an
+        expert bias together with quantile balancing or softmax scores."""
         biased = self.config.moe_router_enable_expert_bias
         if biased and self.rule.quantiles:
             raise UserError("quantile_balancing has a separate bias; disable moe_router_enable_expert_bias")
@@ -180,7 +183,8 @@ class TopKRouter(nn.Module):
         return x * factor.to(x.dtype)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return [s, b, e] in ``moe_router_dtype``, by default the dtype of ``x``."""
+        """Return logits [s, b, e] in ``moe_router_dtype`` if that is wider than the dtype of ``x``, else in the
+        latter."""
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", x.dtype)
         if dtype.itemsize <= x.dtype.itemsize:
             return parallel_linear(x, self.weight, self.bias, self._traits)
@@ -194,9 +198,9 @@ class TopKRouter(nn.Module):
         return forced or (self.expert_bias is None and self.rule.num_groups is None and not self.rule.sinkhorn)
 
     def _choose(self, logits: Tensor, layout: TokenLayout) -> Tensor:
-        """Return top-k experts int64 [s, b, k]. Forced balancing ignores the logits and assigns experts round-robin by
-        position. Sinkhorn in training all-reduces over the layout's ``sharers``.
-        """
+        """Return top-k experts int64 [s, b, k], by score plus ``expert_bias``. Forced balancing instead takes them
+        round-robin by position in the full sequence, equal for all sequences and layouts. Sinkhorn in training, which
+        has no bias, all-reduces over the layout's ``sharers``."""
         length, batch = logits.shape[:2]
         if self.config.moe_router_force_load_balancing:
             return routing.round_robin(layout.stream_positions(length, logits.device), batch, self.num_experts, self.k)
@@ -227,9 +231,10 @@ class TopKRouter(nn.Module):
         return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
 
     def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
-        """Return ``weights`` with the auxiliary losses attached to their backward; add the losses to the statistics,
-        except during recomputation. May all-reduce choice counts over the layout's ``sharers``.
-        """
+        """Return ``weights`` with the auxiliary losses attached to their backward, and add the losses to the
+        statistics, except during recomputation. Without ``ctx.aux_losses`` attaches nothing and adds zero tokens;
+        without losses returns ``weights``. All-reduces choice counts over the layout's ``sharers`` for ``aux_loss`` and
+        ``seq_aux_loss``."""
         rule, counting, shares = self.losses, not is_recomputing(), {}
         side, (length, batch), sharers = ctx.aux_losses, logits.shape[:2], ctx.layout.sharers
         if not rule.statistics:
@@ -250,9 +255,9 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def _count(self, logits: Tensor, sums: Summary, experts: Tensor, layout: TokenLayout) -> None:
-        """Add the statistics of one forward pass: choices per expert (within the capacity), dropped choices, non-finite
-        logits. With quantile balancing also computes each expert's threshold, collective over the layout's
-        ``sharers``."""
+        """Add the statistics of one forward pass: choices per expert (within the capacity), non-finite logits, and with
+        a capacity factor dropped choices. With quantile balancing also computes each expert's threshold, collective
+        over the layout's ``sharers``. ``experts`` [t, k] are the choices after dropping."""
         counts_e = sums.choices_be.sum(0)
         if self.config.moe_expert_capacity_factor:
             counts_e = choice_counts(experts[:, None], self.num_experts)[0]

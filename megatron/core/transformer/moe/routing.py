@@ -126,9 +126,9 @@ class RoutingRule:
 
     @torch.no_grad()
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the top-k experts int64 [..., k] of ``logits`` [..., e], best first. ``bias`` [e] affects only the
-        choice, not the weights.
-        """
+        """Return the top-k experts int64 [..., k] of ``logits`` [..., e], best first; ties go to the lower index.
+        Compares scores, but logits for softmax after top-k, Sinkhorn and quantile balancing, plus ``bias`` [e], which
+        does not affect weights; limited to each token's best groups if there are groups. Does not compute Sinkhorn."""
         z = logits.to(maths_dtype(logits))
         scores = z if self.choice_kind == "softmax" else expert_scores(z, self.score_function)
         if bias is not None:
@@ -147,7 +147,9 @@ class RoutingRule:
         return scores_g.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
-        """Return differentiable weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e]."""
+        """Return differentiable weights [..., k] of ``experts`` [..., k] in the dtype of ``logits`` [..., e]: softmax
+        over the top-k logits (``pre_softmax``: over all), or scores normalized over the top-k if k > 1; times
+        ``scaling_factor``. Sinkhorn: softmax over all, or sigmoid for k = 1, without that factor."""
         z = logits.to(maths_dtype(logits))
         if self.sinkhorn:
             scores = z.sigmoid() if self.topk == 1 else z.softmax(-1)

@@ -24,6 +24,8 @@ class SharedExperts(MLP):
     """Shared expert, [s, b, h] -> [s, b, h]. Several shared experts are one network of their total width."""
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, *, groups: ProcessGroups) -> None:
+        """Build one :class:`MLP` of width ``moe_shared_expert_intermediate_size`` and, with ``moe_shared_expert_gate``,
+        ``gate_weight`` [1, h], replicated over TP."""
         super().__init__(config, submodules, groups=groups, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
         self.gate_weight: nn.Parameter | None = None
         if config.moe_shared_expert_gate:

@@ -94,8 +94,8 @@ class TwoRopes(Rope):
         return {**super().load(config), "rotary_base_local": local if has_windows else None}
 
     def save(self, settings: Table) -> dict[str, Any]:
-        """Return the rotary keys and ``rope_local_base_freq``, by default the common base. Raises UserError if windowed
-        layers would share positions with linear scaling."""
+        """Return the rotary keys and ``rope_local_base_freq``: ``rotary_base_local``, else the common base, or 10000
+        without windows. Raises UserError if layers with a window would share positions with linear scaling."""
         local, stretch = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
         if local is None and settings["window_size"] is not None:
             if stretch:

@@ -164,9 +164,9 @@ def _load_query_rank(config: Table) -> dict[str, Any]:
 def expert_groups(scored: int) -> Computed:
     """Rule of a choice limited to some groups of experts; a group's score is the sum of its ``scored`` best scores.
 
-    ``moe_router_group_score_topk`` is left at None where its default has the same meaning, so that a model of
-    Megatron-LM's has the same settings. A single group does not limit the choice, for any score.
-    """
+    ``moe_router_group_score_topk`` is None where its default has the same meaning, so that a model of Megatron-LM's has
+    the same settings. A single group does not limit the choice, for any score. Import requires both keys; export writes
+    1 and 1 without groups, and raises UserError if several groups add up another number of scores."""
     groups, chosen, score = names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
 
     def load(config: Table) -> dict[str, Any]:

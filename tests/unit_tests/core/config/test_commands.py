@@ -8,6 +8,7 @@ import pytest
 
 from megatron import console
 from megatron.core.config.commands import SUBCOMMANDS, as_typed
+from megatron.core.models.registry import programs
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = re.compile(r"(?:tools/[a-z_/]+|pretrain_[a-z0-9]+)\.py")
@@ -37,7 +38,7 @@ def test_every_tool_has_its_script_and_subcommand():
     assert all((ROOT / "tools" / f"{script}.py").is_file() for script in SUBCOMMANDS)
 
 
-@pytest.mark.parametrize("words", [[name] for name in console.TOOLS] + [["pretrain", name] for name in console.MODELS])
+@pytest.mark.parametrize("words", [[name] for name in console.TOOLS] + [["pretrain", name] for name in programs()])
 def test_help_of_the_console_command_names_no_script(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["megatron", *words, "--help"])
     try:

@@ -144,9 +144,9 @@ def test_a_missing_tensor_and_a_missing_file_are_damage(native, tmp_path, capsys
 
 @pytest.mark.parametrize("command", ["inspect_checkpoint nothing", "verify nothing",
                                      "convert --saver hf --load-dir nothing --save-dir out"])  # fmt: skip
-def test_tools_run_as_scripts(tmp_path, command):
+def test_tools_run_as_scripts(warm_python, tmp_path, command):
     tool, *arguments = command.split()
-    program = [sys.executable, str(ROOT / "tools" / "checkpoint" / f"{tool}.py"), *arguments]
+    program = [warm_python, str(ROOT / "tools" / "checkpoint" / f"{tool}.py"), *arguments]
     result = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "nothing: there is no such folder" in result.stdout + result.stderr

@@ -1,6 +1,7 @@
 """Groups of two levels, slices of batches, and layouts that are rejected before a run starts."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
+from megatron.core.models.registry import get_family
 from megatron.training.tasks.gpt import GPTTask
 
 
@@ -89,6 +91,7 @@ def sliced_by_task(rank, size):
         sequence_keys, whole_keys = ("weights",), ("pictures",)
 
     task = object.__new__(Weighted)
+    task.cfg = SimpleNamespace(family=get_family("gpt"))
     numbers = torch.arange(16).view(1, 16)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)
     return {name: value.shape[1] for name, value in task.get_batch(iter([batch])).items()
