@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.cli import derived
+from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
@@ -17,7 +18,6 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
 )
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.config.transformer_config import ModelSettings
 from megatron.core.models import registry
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.family import ModelFamily

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from megatron.core.config.groups import FlagGroup, Group, frozen_group
+from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
@@ -18,7 +19,7 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
 )
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.config.transformer_config import ModelSettings, TransformerConfig
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.family import ModelFamily
 from megatron.training.config.checkpointing import CheckpointConfig

@@ -10,8 +10,8 @@ import math
 import os
 from typing import Any
 
+from megatron.core.config.model_settings import following_sizes
 from megatron.core.config.moe import depends_on_micro_batch, expert_tensor_ranks
-from megatron.core.config.transformer_config import following_sizes
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig, compose

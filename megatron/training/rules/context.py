@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron.core.config.problems import Problems, missing, problem
+from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import sequence_lengths
-from megatron.training.rules.layout import nearest_multiples
 
 
 def context_parallel_sequence_length(cfg: PretrainConfig) -> Problems:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.core.config.problems import Problems, problem
+from megatron.core.config.problems import Problems, common_divisors, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.layout import common_divisors
 
 
 def bucket_size_given_once(cfg: PretrainConfig) -> Problems:

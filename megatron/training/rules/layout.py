@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
-from megatron.core.config.problems import Problems, missing, problem
+from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import smallest_world_size
@@ -15,20 +14,6 @@ from megatron.training.rules.common import sequence_lengths
 
 MOST_LOCAL_RANKS = 16
 """More ranks are usually on several machines, which need another command."""
-
-
-def nearest_multiples(value: int, divisor: int) -> str:
-    """The multiples of ``divisor`` around ``value``, for a fix."""
-    below = value // divisor * divisor
-    return f"nearest: {below} or {below + divisor}" if below else f"nearest: {divisor}"
-
-
-def common_divisors(*values: int) -> str:
-    """The numbers that divide all of ``values``, for a fix."""
-    largest = math.gcd(*values)
-    small = [size for size in range(1, math.isqrt(largest) + 1) if largest % size == 0]
-    shared = sorted({*small, *(largest // size for size in small)})
-    return ", ".join(map(str, shared[:12]))
 
 
 def world_size_divides(cfg: PretrainConfig) -> Problems:
@@ -50,30 +35,6 @@ def how_to_start(cfg: PretrainConfig) -> str:
         return f"start a multiple of {ranks} ranks"
     program = cfg.family.programs[0].script
     return f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ..."
-
-
-def tensor_parallel_heads(cfg: PretrainConfig) -> Problems:
-    """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size, one problem
-    each. Query groups are checked by another rule."""
-    tp, heads, width = cfg.model.tensor_model_parallel_size, cfg.model.num_attention_heads, cfg.model.ffn_hidden_size
-    sizes = [size for size in (heads, width) if size and size > 0]
-    if tp > 1 and any(size % tp for size in sizes):
-        fitting = common_divisors(*sizes)
-        if heads and heads % tp:
-            fix = f"{nearest_multiples(heads, tp)}; or a --tensor-model-parallel-size of {fitting}"
-            yield problem(cfg, "num_attention_heads", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
-        if width and width % tp:
-            fix = f"{nearest_multiples(width, tp)}; or a --tensor-model-parallel-size of {fitting}"
-            yield problem(cfg, "ffn_hidden_size", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
-
-
-def tensor_parallel_key_value_heads(cfg: PretrainConfig) -> Problems:
-    """The number of key-value groups must divide the tensor-parallel size or be a multiple of it."""
-    tp, groups = cfg.model.tensor_model_parallel_size, cfg.model.num_query_groups
-    if tp > 1 and groups and groups > 0 and groups % tp and tp % groups:
-        fix = f"{nearest_multiples(groups, tp)}, or a divisor of {tp}"
-        reason = f"neither divides nor is divided by --tensor-model-parallel-size {tp}"
-        yield problem(cfg, "num_query_groups", reason, fix)
 
 
 def sequence_parallel_length(cfg: PretrainConfig) -> Problems:

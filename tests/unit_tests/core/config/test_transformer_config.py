@@ -16,14 +16,14 @@ SIZES = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
     ("settings", "problem"),
     [
         ({"moe_router_topk": 4, "expert_model_parallel_size": 2},
-         "num_moe_experts: is needed by expert_model_parallel_size 2; give it, or make expert_model_parallel_size 1"),
+         "expert_model_parallel_size 2: needs experts; num_moe_experts N"),
         ({"num_moe_experts": 4, "moe_layer_freq": [0, 1]},
-         "moe_layer_freq 0 1: has 2 entries for num_layers 3; give a 0 or 1 for every layer"),
+         "moe_layer_freq 0 1: has 2 entries for 3 layers"),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk 3: is more than num_moe_experts 2"),
         ({"num_moe_experts": 6, "expert_model_parallel_size": 4},
          "num_moe_experts 6: is not a multiple of expert_model_parallel_size 4"),
         ({"num_moe_experts": 4, "moe_token_dispatcher_type": "all"},
-         "moe_token_dispatcher_type all: is none of allgather, alltoall, flex"),
+         "moe_token_dispatcher_type all: must be one of allgather, alltoall, flex"),
     ],
 )  # fmt: skip
 def test_impossible_experts_are_refused(settings, problem):
