@@ -93,9 +93,9 @@ class Share:
     def parameters(self) -> float:
         """Parameters on this rank, without norms and biases (a thousandth) and without tied copies."""
         cfg = self.cfg
-        sizes = {
-            "tp": cfg.model.tensor_model_parallel_size, "ep": cfg.model.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg.model),
-        }  # fmt: skip
+        model = cfg.model
+        tp, ep = model.tensor_model_parallel_size, model.expert_model_parallel_size
+        sizes = {"tp": tp, "ep": ep, "etp": expert_tensor_ranks(model)}
         held = {each.name: each for piece in self.pieces for each in piece.params}
         own = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
         return sum(math.prod(shape) for each in own for shape in each.local_shapes(sizes) if shape[-1] > 1)
@@ -195,7 +195,8 @@ def optimizer_ranks(cfg: Config) -> int:
 
 def optimizer_bytes_per_parameter(cfg: Config) -> float:
     """Bytes that one Adam step with clipping moves."""
-    gradient = 4 if cfg.optimizer.accumulate_allreduce_grads_in_fp32 or not (cfg.model.bf16 or cfg.model.fp16) else 2
+    model = cfg.model
+    gradient = 4 if cfg.optimizer.accumulate_allreduce_grads_in_fp32 or not (model.bf16 or model.fp16) else 2
     moments = (
         [BYTES[cfg.optimizer.exp_avg_dtype], BYTES[cfg.optimizer.exp_avg_sq_dtype]]
         if cfg.optimizer.use_precision_aware_optimizer
@@ -203,9 +204,7 @@ def optimizer_bytes_per_parameter(cfg: Config) -> float:
     )
     if cfg.optimizer.optimizer != "adam":
         moments = [4] if cfg.optimizer.sgd_momentum else []
-    weight = (
-        8 if cfg.model.bf16 or not cfg.model.fp16 else 10
-    )  # fp16: a main weight of four bytes, and a copy that is written
+    weight = 8 if model.bf16 or not model.fp16 else 10  # fp16: a main weight of four bytes, and a copy that is written
     return 2 * gradient + weight + 2 * sum(moments)
 
 
@@ -219,9 +218,10 @@ def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
 
 def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[str, float]:
     """Return the time of one step's collectives on rank 0 at the measured bus bandwidths, without overlap."""
+    model = cfg.model
     share, speeds = Share.of(cfg, vocab_size), ceilings["bus_gigabytes_per_second"]
     found = {}
-    ranks = cfg.data_parallel_size * cfg.model.context_parallel_size
+    ranks = cfg.data_parallel_size * model.context_parallel_size
     if ranks > 1:
         part, size = (ranks - 1) / ranks, share.parameters
         gradient = 4 if cfg.optimizer.accumulate_allreduce_grads_in_fp32 else 2
@@ -230,12 +230,12 @@ def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) 
             found["weights, all-gather"] = part * share.element * size / speeds["all_gather"] / 1e6
         else:
             found["gradients, all-reduce"] = 2 * part * gradient * size / speeds["all_reduce"] / 1e6
-    tp = cfg.model.tensor_model_parallel_size
+    tp = model.tensor_model_parallel_size
     if tp > 1:
         branches = sum(piece.is_branch for piece in share.pieces)
-        size = share.tokens * cfg.model.hidden_size * share.element * branches * (tp - 1) / tp
+        size = share.tokens * model.hidden_size * share.element * branches * (tp - 1) / tp
         if (
-            cfg.model.sequence_parallel
+            model.sequence_parallel
         ):  # qkv and fc1 gather in forward and twice in backward, proj and fc2 once in backward
             found["activations, all-gather"] = 3 * size / speeds["all_gather"] / 1e6
             found["activations, reduce-scatter"] = 2 * size / speeds["reduce_scatter"] / 1e6

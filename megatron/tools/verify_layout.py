@@ -86,22 +86,23 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
 def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
     sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
-    tp, cp = cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size
+    model = cfg.model
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     heads, groups = _small_heads(
-        cfg.model.num_attention_heads, cfg.model.num_query_groups or cfg.model.num_attention_heads, tp * cp
+        model.num_attention_heads, model.num_query_groups or model.num_attention_heads, tp * cp
     )
     channels = 8
-    gated = 2 if cfg.model.swiglu or cfg.model.quick_geglu or cfg.model.geglu else 4
+    gated = 2 if model.swiglu or model.quick_geglu or model.geglu else 4
     length = math.lcm(2 * cp * tp, 16)
     return {
         "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,
         "num_query_groups": groups if cfg.embeddings.group_query_attention else None, "hidden_size": heads * channels,
         "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
         "encoder_seq_length": None, "max_position_embeddings": length,
-        "window_size": cfg.model.window_size and (length // 4, min(cfg.model.window_size[1], length // 4)),
+        "window_size": model.window_size and (length // 4, min(model.window_size[1], length // 4)),
         "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
-        "yarn_original_max_position_embeddings": cfg.model.yarn_original_max_position_embeddings and length,
-        "recompute_num_layers": cfg.model.recompute_num_layers and min(cfg.model.recompute_num_layers, 2),
+        "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings and length,
+        "recompute_num_layers": model.recompute_num_layers and min(model.recompute_num_layers, 2),
     }  # fmt: skip
 
 
@@ -109,22 +110,21 @@ def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
     """Return few narrow experts, divisible by the EP size and the number of expert groups.
 
     A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
-    if cfg.model.num_moe_experts is None:
+    model = cfg.model
+    if model.num_moe_experts is None:
         return {}
     chosen, together = (
-        cfg.model.moe_router_topk,
-        math.lcm(cfg.model.expert_model_parallel_size, cfg.model.moe_router_num_groups or 1),
+        model.moe_router_topk,
+        math.lcm(model.expert_model_parallel_size, model.moe_router_num_groups or 1),
     )
-    in_group = max(
-        math.ceil(chosen / (cfg.model.moe_router_group_topk or chosen)), cfg.model.moe_router_group_score_topk or 1
-    )
-    least = max(chosen + 1, in_group * (cfg.model.moe_router_num_groups or 1), 4)
-    experts = min(cfg.model.num_moe_experts, math.ceil(least / together) * together)
-    shared = cfg.model.moe_shared_expert_intermediate_size and 8 * cfg.model.tensor_model_parallel_size
+    in_group = max(math.ceil(chosen / (model.moe_router_group_topk or chosen)), model.moe_router_group_score_topk or 1)
+    least = max(chosen + 1, in_group * (model.moe_router_num_groups or 1), 4)
+    experts = min(model.num_moe_experts, math.ceil(least / together) * together)
+    shared = model.moe_shared_expert_intermediate_size and 8 * model.tensor_model_parallel_size
     return {
         "num_moe_experts": experts, "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg.model),
         "moe_shared_expert_intermediate_size": shared,
-        "moe_expert_capacity_factor": cfg.model.moe_expert_capacity_factor and experts / chosen,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor and experts / chosen,
     }  # fmt: skip
 
 
@@ -150,33 +150,33 @@ def _few_layers(cfg: PretrainConfig) -> int:
     """Return all layers if the flags assign layers individually (layout, spec, per-layer lists, first/last stage).
 
     Otherwise return the smallest multiple of the stages and layer patterns, with the original remainder."""
-    stages = cfg.model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
-    given = cfg.model.decoder_first_pipeline_num_layers, cfg.model.decoder_last_pipeline_num_layers
-    every = (cfg.model.window_attn_skip_freq, cfg.model.no_rope_freq, cfg.model.moe_layer_freq)
+    model = cfg.model
+    stages = model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
+    given = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
+    every = (model.window_attn_skip_freq, model.no_rope_freq, model.moe_layer_freq)
     patterns = [each for each in every if each is not None]
     fixed = (
         cfg.custom_layers.spec
-        or cfg.model.pipeline_model_parallel_layout
+        or model.pipeline_model_parallel_layout
         or any(isinstance(each, list) for each in patterns)
     )
-    if fixed or len(cfg.model.cp_comm_type) > 1 or any(given) or cfg.model.num_layers_per_virtual_pipeline_stage:
-        return cfg.model.num_layers
+    if fixed or len(model.cp_comm_type) > 1 or any(given) or model.num_layers_per_virtual_pipeline_stage:
+        return model.num_layers
     least = math.lcm(stages, *(each for each in patterns if isinstance(each, int))) * (2 if stages == 1 else 1)
-    return min(cfg.model.num_layers, least + cfg.model.num_layers % stages)
+    return min(model.num_layers, least + model.num_layers % stages)
 
 
 def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
     """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
 
     If all layers are identical, one full layer per stage represents all of its full layers."""
+    model = cfg.model
     stages = run_stages(cfg, cfg.tokenizer.vocab_size)
-    if cfg.model.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
+    if model.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
         return {}
-    differ = any(
-        each is not None for each in (cfg.model.window_attn_skip_freq, cfg.model.no_rope_freq, cfg.custom_layers.spec)
-    )
-    differ = differ or len(cfg.model.cp_comm_type) > 1
-    differ = differ or (cfg.model.num_moe_experts is not None and cfg.model.moe_layer_freq != 1)
+    differ = any(each is not None for each in (model.window_attn_skip_freq, model.no_rope_freq, cfg.custom_layers.spec))
+    differ = differ or len(model.cp_comm_type) > 1
+    differ = differ or (model.num_moe_experts is not None and model.moe_layer_freq != 1)
     words, num_layers = [], 0
     for stage in stages:
         letters = ""
@@ -342,12 +342,10 @@ def main(argv: Sequence[str]) -> int:
         f" sequences of {lengths}, batches of"
         f" {resolved.training.global_batch_size} in micro-batches of {resolved.training.micro_batch_size}"
     )
-    if resolved.model.num_moe_experts is not None:
-        ep, etp = resolved.model.expert_model_parallel_size, expert_tensor_ranks(resolved.model)
-        print(
-            f"{resolved.model.num_moe_experts} experts, {resolved.model.moe_router_topk} per token, over expert {ep} x tensor {etp}"
-            " ranks"
-        )
+    model = resolved.model
+    if model.num_moe_experts is not None:
+        ranks = f"expert {model.expert_model_parallel_size} x tensor {expert_tensor_ranks(model)} ranks"
+        print(f"{model.num_moe_experts} experts, {model.moe_router_topk} per token, over {ranks}")
     began = time.perf_counter()
     verdict = verify(small, world_size, options.steps)
     print(table(verdict))

@@ -111,7 +111,8 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
     """Set the CUDA device, environment defaults and deterministic mode, start torch.distributed (with ``store``; None:
     from the environment), create all process groups, then seed python, numpy and torch. Return this rank's groups.
     Collective over all ranks."""
-    if cfg.model.deterministic_mode:
+    model = cfg.model
+    if model.deterministic_mode:
         make_deterministic()
     set_cuda_defaults()
     device = training_device()
@@ -119,21 +120,21 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         torch.cuda.set_device(device)
     start_distributed(cfg, store)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=cfg.model.tensor_model_parallel_size,
-        pipeline_model_parallel_size=cfg.model.pipeline_model_parallel_size,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg.model)) > 1 else None,
-        context_parallel_size=cfg.model.context_parallel_size,
-        expert_model_parallel_size=cfg.model.expert_model_parallel_size,
-        expert_tensor_parallel_size=cfg.model.expert_tensor_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         order=rank_order(cfg.flat),
         nccl_communicator_config_path=cfg.distributed.nccl_communicator_config_path,
         distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,
         num_distributed_optimizer_instances=cfg.distributed.num_distributed_optimizer_instances,
-        hierarchical_context_parallel_sizes=cfg.model.hierarchical_context_parallel_sizes,
-        copy_engines=cfg.model.copy_engines,
+        hierarchical_context_parallel_sizes=model.hierarchical_context_parallel_sizes,
+        copy_engines=model.copy_engines,
         group_of_one=False,  # a single process needs neither torch.distributed nor a network
     )
-    seed_everything(cfg.model.seed)
+    seed_everything(model.seed)
     return parallel_state.get_process_groups()
 
 

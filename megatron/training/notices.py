@@ -104,7 +104,8 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in given.explicit - {*needed}]
     if files and not resolved.data.mock_data:
         unread, read = (", ".join(f"--{name.replace('_', '-')}" for name in names) for names in (files, needed))
-        yield f"{unread}: no effect with --tokenizer-type {resolved.tokenizer.tokenizer_type}, which reads {read or 'no file'}"
+        kind = resolved.tokenizer.tokenizer_type
+        yield f"{unread}: no effect with --tokenizer-type {kind}, which reads {read or 'no file'}"
     relative = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("relative_att")]
     if relative and resolved.embeddings.position_embedding_type != "relative":
         yield f"{', '.join(relative)}: no effect without --position-embedding-type relative"

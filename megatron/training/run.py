@@ -71,7 +71,7 @@ TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
 def run(given: FlatConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
-    """Train ``make_task(cfg, tokenizer)`` with ``given`` (parsed, not yet resolved); return the exit code. First applies
+    """Train ``make_task(cfg, tokenizer)`` with ``given`` (parsed, not resolved); return the exit code. First applies
     the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
     the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
     (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG

@@ -44,7 +44,8 @@ class Trainer:
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         self.flops_per_sample = parts.task.flops_per_sample()
-        self.finite = FiniteCheck(global_rank()) if cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16 else None
+        checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
+        self.finite = FiniteCheck(global_rank()) if checked else None
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
         supply_main_loss(parts.model, parts.task.loss_weights[parts.task.losses[0]])
@@ -60,6 +61,7 @@ class Trainer:
         """Run iterations, evaluations and saves until the first reason to stop; log and return that reason. Checks
         before the first iteration, so that a complete run makes none. An exit condition saves before it stops, if
         --save is set. Collective; hooks are called, but not started or closed."""
+        validation, checkpoint = self.cfg.validation, self.cfg.checkpoint
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
         self.restart_timer()
@@ -68,12 +70,14 @@ class Trainer:
             if conditions.is_log_iteration(self.cfg.logging.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
             self.hooks.on_step(self.state, metrics)
-            if conditions.is_eval_iteration(self.cfg.validation.eval_interval, self.state.iteration, self.cfg.validation.start_eval_at_iter):
+            if conditions.is_eval_iteration(
+                validation.eval_interval, self.state.iteration, validation.start_eval_at_iter
+            ):
                 self.evaluate()
             reason = self.exits.check(self.state)
-            if conditions.is_save_iteration(self.cfg.checkpoint.save_interval, self.state.iteration, reason):
+            if conditions.is_save_iteration(checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
-            elif conditions.every(self.cfg.checkpoint.non_persistent_save_interval, self.state.iteration):
+            elif conditions.every(checkpoint.non_persistent_save_interval, self.state.iteration):
                 self.save(fast=True)
             self.finish_save()
             reason = reason or self.unsaved()
@@ -249,7 +253,7 @@ class Trainer:
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation
-        if iteration != self.state.iteration or self.cfg.data.dataloader_type == "external":  # its iterators have advanced
+        if iteration != self.state.iteration or self.cfg.data.dataloader_type == "external":  # iterators advanced
             return None
         return [replace(result, final=True) for result in results]
 

@@ -91,12 +91,14 @@ LOSS_AXES = frozenset({"tp2 sp", "cp", "dp", "micro-batches"})
 
 def axes_of(cfg, world_size: int) -> set[str]:
     """The axes that split a model of resolved settings, its sequences or its batch."""
-    tp, cp, ep = cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size, cfg.model.expert_model_parallel_size
+    model = cfg.model
+    tp, cp, ep = model.tensor_model_parallel_size, model.context_parallel_size, model.expert_model_parallel_size
     dp = world_size // (tp * cp * cfg.model.pipeline_model_parallel_size)
     etp = cfg.model.expert_tensor_parallel_size or tp
     found = {
         f"tp{tp}{' sp' if cfg.model.sequence_parallel else ''}": tp > 1, "cp": cp > 1, "dp": dp > 1,
-        "micro-batches": cfg.training.global_batch_size > cfg.training.micro_batch_size * dp, "zero": cfg.distributed.use_distributed_optimizer,
+        "micro-batches": cfg.training.global_batch_size > cfg.training.micro_batch_size * dp,
+        "zero": cfg.distributed.use_distributed_optimizer,
         "fsdp": cfg.distributed.use_torch_fsdp2, "ep": ep > 1, "etp > tp": etp > tp, "etp < tp": etp < tp,
     }  # fmt: skip
     return {name for name, present in found.items() if present}
@@ -112,8 +114,8 @@ def parts_of(row: Layout, cfg, vocab_size: int) -> set[str]:
     if cfg.model.mtp_num_layers:
         found.add("loss: multi-token prediction")
     if cfg.model.num_moe_experts:
-        found |= {f"loss: {kind}" for kind, value in zip(cfg.model.moe_router_load_balancing_type, cfg.model.moe_aux_loss_coeff)
-                  if value}  # fmt: skip
+        kinds = zip(cfg.model.moe_router_load_balancing_type, cfg.model.moe_aux_loss_coeff)
+        found |= {f"loss: {kind}" for kind, value in kinds if value}
         found |= {"loss: router z-loss"} if cfg.model.moe_z_loss_coeff else set()
     return found
 

@@ -1,4 +1,4 @@
-"""Optimizer configuration: weight decay, clipping, moments, loss scaling. Torch-free; dtype fields accept torch dtypes."""
+"""Optimizer configuration: weight decay, clipping, moments, loss scaling. Torch-free; dtypes may be torch dtypes."""
 
 from __future__ import annotations
 

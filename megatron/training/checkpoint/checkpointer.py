@@ -83,6 +83,7 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler | None, *, groups: ProcessGroups, tokenizer: Any = None,
         architecture: Sequence[str] | None = None, fault: Fault = no_fault,
     ) -> None:  # fmt: skip
+        checkpoint = cfg.checkpoint
         self.architecture = ARCHITECTURE if architecture is None else architecture
         self.cfg, self.groups, self.fault = cfg, groups, fault
         self.chunks = [unwrapped(chunk) for chunk in model_chunks]
@@ -97,7 +98,7 @@ class Checkpointer:
         self._locks: list[SaveLock] = []
         self._written: dict[str, set[int]] = {}
         """Iterations that retention may delete, by folder: written by this run or by the run that it continues."""
-        self.fast = fast_folder(cfg.checkpoint) if cfg.checkpoint.non_persistent_save_interval is not None else None
+        self.fast = fast_folder(cfg.checkpoint) if checkpoint.non_persistent_save_interval is not None else None
         self._identity: str | None = None
         self._is_clear = False
         """Whether checkpoints of another history have been moved aside."""
@@ -106,11 +107,11 @@ class Checkpointer:
         self._background: BackgroundWriter | None = None
         self.left_alone: list[str] = []
         """Stored names that :meth:`load` skipped on request, such as with --no-load-optim."""
-        if cfg.checkpoint.save is not None:
+        if checkpoint.save is not None:
             from_first_rank(self._take_locks, groups.world)
-        if cfg.checkpoint.save is not None and cfg.checkpoint.async_save:
+        if checkpoint.save is not None and checkpoint.async_save:
             device = next((each.device.type for chunk in self.chunks for each in chunk.parameters()), "cpu")
-            limit = None if cfg.checkpoint.async_save_staging_gb is None else 1e9 * cfg.checkpoint.async_save_staging_gb
+            limit = None if checkpoint.async_save_staging_gb is None else 1e9 * checkpoint.async_save_staging_gb
             patience = SHARE_OF_COLLECTIVE_TIMEOUT * 60.0 * cfg.distributed.distributed_timeout_minutes
             self._background = BackgroundWriter(groups.world, device, limit, patience)
 

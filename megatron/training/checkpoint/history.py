@@ -98,34 +98,34 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     Raises:
         CheckpointError: names what exists and the flags to continue or to start over.
     """
-    if cfg.checkpoint.save is None or cfg.validation.skip_train or cfg.checkpoint.start_over:
+    checkpoint = cfg.checkpoint
+    if checkpoint.save is None or cfg.validation.skip_train or checkpoint.start_over:
         return
     fast = fast_folder(cfg.checkpoint)
-    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, cfg.checkpoint.save):
+    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, checkpoint.save):
         raise CheckpointError(
-            f"{fast}: holds checkpoints that do not belong to --save {cfg.checkpoint.save}: choose another folder, or delete them,"
-            f" or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
+            f"{fast}: holds checkpoints that do not belong to --save {checkpoint.save}: choose another folder, or delete"
+            f" them, or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
         )
-    folders = [cfg.checkpoint.save, fast] if fast else [cfg.checkpoint.save]
+    folders = [checkpoint.save, fast] if fast else [checkpoint.save]
     iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)
-    others = [
-        name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(cfg.checkpoint.save, name))
-    ]
-    same = same_folder(cfg.checkpoint.load, cfg.checkpoint.save)
+    others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(checkpoint.save, name))]
+    same = same_folder(checkpoint.load, checkpoint.save)
     if not iterations and (same or not others):  # a release holds only initial weights: no conflict
         return
-    if same and not cfg.checkpoint.finetune:
+    if same and not checkpoint.finetune:
         return
-    if cfg.checkpoint.load is not None and not same and not cfg.checkpoint.finetune:
-        found = files.find_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step)
-        if found is not None and continues(cfg.checkpoint.save, found):
+    if checkpoint.load is not None and not same and not checkpoint.finetune:
+        found = files.find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+        if found is not None and continues(checkpoint.save, found):
             return
     newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(others)
-    base = f" --pretrained-checkpoint {cfg.checkpoint.load}" if cfg.checkpoint.finetune and not same else ""
+    base = f" --pretrained-checkpoint {checkpoint.load}" if checkpoint.finetune and not same else ""
+    base += " without --finetune" if checkpoint.finetune else ""
     raise CheckpointError(
-        f"--save {cfg.checkpoint.save}: holds {newest}, from which this run would not continue: it would overwrite them one by"
-        f" one. To continue from the newest: --load {cfg.checkpoint.save}{base}{' without --finetune' if cfg.checkpoint.finetune else ''}. To"
-        f" start again in the same folder: --start-over, which keeps them in {cfg.checkpoint.save}/{SET_ASIDE}-001. Or"
+        f"--save {checkpoint.save}: holds {newest}, from which this run would not continue: it would overwrite them"
+        f" one by one. To continue from the newest: --load {checkpoint.save}{base}. To"
+        f" start again in the same folder: --start-over, which keeps them in {checkpoint.save}/{SET_ASIDE}-001. Or"
         " choose another --save"
     )
 

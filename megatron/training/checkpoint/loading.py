@@ -51,23 +51,24 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
         CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
             the dense model that --moe-use-upcycling starts from.
     """
+    checkpoint = cfg.checkpoint
 
     def search() -> list | None:
         for find, finetune in (
-            (lambda: find_resumable(cfg.checkpoint, repair=True), cfg.checkpoint.finetune),
-            (lambda: find_checkpoint(cfg.checkpoint.pretrained_checkpoint, repair=True), True),
+            (lambda: find_resumable(cfg.checkpoint, repair=True), checkpoint.finetune),
+            (lambda: find_checkpoint(checkpoint.pretrained_checkpoint, repair=True), True),
         ):  # fmt: skip
             found = find()
             if found is not None:
                 weights_only = finetune or _is_upcycled(cfg, found)
                 continued_from = _continuation(cfg, found, weights_only)
                 return [found.directory, found.iteration, found.release, weights_only or found.release, continued_from]
-        if cfg.checkpoint.exit_on_missing_checkpoint and cfg.checkpoint.load_hf is None:
-            raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.checkpoint.load} holds no checkpoint")
-        if (base := cfg.checkpoint.pretrained_checkpoint) is not None:
+        if checkpoint.exit_on_missing_checkpoint and checkpoint.load_hf is None:
+            raise CheckpointError(f"--exit-on-missing-checkpoint: {checkpoint.load} holds no checkpoint")
+        if (base := checkpoint.pretrained_checkpoint) is not None:
             raise CheckpointError(f"--pretrained-checkpoint {base}: holds no checkpoint to start from")
-        if cfg.checkpoint.load is not None and cfg.checkpoint.load_hf is None:
-            logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.checkpoint.load)
+        if checkpoint.load is not None and checkpoint.load_hf is None:
+            logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", checkpoint.load)
         return None
 
     answer = from_first_rank(search, world)
@@ -109,7 +110,9 @@ class Loading:
         self.cfg, self.world = live.cfg, live.groups.world
         self.found, self.weights_only = start.found, start.weights_only
         self.reader = together_reader(self.found.directory, self.world)
-        self.goes_on = not self.weights_only and not self.cfg.validation.skip_train  # evaluation: weights and counters only
+        self.goes_on = (
+            not self.weights_only and not self.cfg.validation.skip_train
+        )  # evaluation: weights and counters only
         self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.checkpoint.no_load_optim
         self.wants_rng = self.goes_on and not self.cfg.checkpoint.no_load_rng
         saves_masters = live.optimizer is not None and live.optimizer.saves_masters
@@ -179,7 +182,11 @@ class Loading:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         elif self.wants_optimizer:
             problems += self._other_precision()
-            if cfg.model.fp16 and cfg.optimizer.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
+            if (
+                cfg.model.fp16
+                and cfg.optimizer.loss_scale is None
+                and objects["optimizer"]["grad_scaler"].keys() == {"scale"}
+            ):
                 fix = "give its --loss-scale, or add --no-load-optim"
                 problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
         if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):

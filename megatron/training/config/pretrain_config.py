@@ -117,6 +117,6 @@ def compose(flat: FlatConfig) -> PretrainConfig:
     values["frozen"] = True
     held = {*_members().values(), *ModelSettings.__mro__}
     of_families = {kind: frozen_group(kind, values) for kind in optional_groups(type(flat)) if kind not in held}
-    parts = {name: frozen_group(kind, values) for name, kind in _members().items()}
-    others: dict[str, Any] = {field.name: values[field.name] for field in fields(PretrainConfig) if field.name in values}
-    return PretrainConfig(flat=flat, family_groups=of_families, **{**others, **parts})
+    parts: dict[str, Any] = {field.name: values.get(field.name) for field in fields(PretrainConfig)}
+    parts |= {name: frozen_group(kind, values) for name, kind in _members().items()}
+    return PretrainConfig(**{**parts, "flat": flat, "family_groups": of_families})

@@ -31,16 +31,17 @@ def samples_per_split(cfg: PretrainConfig) -> NumSamples:
     (--full-validation). The counts match Megatron-LM's, because the shuffle of a data set depends on them: training
     samples of the full run, validation samples of all evaluations during and after it, test samples of one. Every
     evaluation here starts at sample 0 and reads ``eval_samples`` samples."""
+    training = cfg.training
     if cfg.validation.skip_train:
         train: int = 0
-    elif cfg.training.train_samples is not None:
-        train = cfg.training.train_samples
+    elif training.train_samples is not None:
+        train = training.train_samples
     else:
-        train = batch_sizes.samples_from_iters(cfg.flat, cfg.training.train_iters or 0, cfg.data_parallel_size)
+        train = batch_sizes.samples_from_iters(cfg.flat, training.train_iters or 0, cfg.data_parallel_size)
     if cfg.validation.full_validation:
         return train, None, None
     samples = eval_samples(cfg.validation)
-    return train, num_evaluations(cfg.validation, cfg.training.train_iters) * samples, samples
+    return train, num_evaluations(cfg.validation, training.train_iters) * samples, samples
 
 
 def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:

@@ -75,17 +75,18 @@ def decide(
     since process start, maximum over ranks; ``received`` is the signal of any rank. --exit-interval is ignored before
     ``first_iteration`` of this process, else no job would pass a multiple of it. A signal or the time limit takes
     precedence, because the final evaluation would exceed the time slice."""
+    training = cfg.training
     if received is not None:
         # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
-        code = 0 if cfg.checkpoint.save is not None or cfg.training.exit_signal_handler else 128 + received
+        code = 0 if cfg.checkpoint.save is not None or training.exit_signal_handler else 128 + received
         return ExitReason("signal", f"exiting program after receiving {received.name}.", code)
-    if cfg.training.exit_duration_in_mins is not None and elapsed > 60 * cfg.training.exit_duration_in_mins:
+    if training.exit_duration_in_mins is not None and elapsed > 60 * training.exit_duration_in_mins:
         return ExitReason("duration", f"exiting program after {elapsed / 60} minutes")
-    if cfg.training.train_iters is not None and state.iteration >= cfg.training.train_iters:
+    if training.train_iters is not None and state.iteration >= training.train_iters:
         return ExitReason("train_iters", f"training is complete after iteration {state.iteration}")
-    if cfg.training.train_samples is not None and state.consumed_train_samples >= cfg.training.train_samples:
+    if training.train_samples is not None and state.consumed_train_samples >= training.train_samples:
         return ExitReason("train_samples", f"training is complete after {state.consumed_train_samples} samples")
-    if every(cfg.training.exit_interval, state.iteration) and state.iteration >= first_iteration:
+    if every(training.exit_interval, state.iteration) and state.iteration >= first_iteration:
         return ExitReason("interval", f"exiting program at iteration {state.iteration}")
     return None
 

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]:
     """Return the hooks of this rank: ``metrics.jsonl`` first, then console, values gathered over ranks, and sinks,
     which may fail without ending the run. Raises UserError for a flag whose package or companion flag is missing."""
+    checkpoint = cfg.checkpoint
     clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
-    directory = metrics_directory(cfg.checkpoint.save, cfg.logging.tensorboard_dir)
+    directory = metrics_directory(checkpoint.save, cfg.logging.tensorboard_dir)
     files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
     hooks: list[Hook] = []
     if run.is_log_rank:
@@ -41,13 +42,13 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
             hooks.append(FileSink(files[1], ("timing", "save"), clock, trains=not cfg.validation.skip_train))
         hooks += sinks(cfg, clock, files)
     if cfg.logging.log_progress and run.rank == 0:
-        if cfg.checkpoint.save is None:
+        if checkpoint.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
-        hooks.append(only_for("--log-progress", ProgressHook(cfg.checkpoint.save, cfg.data.seq_length or 0)))
-    if cfg.checkpoint.save and cfg.checkpoint.save_hf_interval and run.rank == 0:
+        hooks.append(only_for("--log-progress", ProgressHook(checkpoint.save, cfg.data.seq_length or 0)))
+    if checkpoint.save and checkpoint.save_hf_interval and run.rank == 0:
         from megatron.training.hooks.hugging_face import HuggingFaceHook
 
-        hooks.append(HuggingFaceHook(cfg.checkpoint.save, cfg.checkpoint.save_hf_interval, cfg.checkpoint.load_hf))
+        hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
     return hooks + profilers(cfg, run)
 
 

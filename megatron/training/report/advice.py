@@ -65,8 +65,9 @@ def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | No
 def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield candidate changes as (topic, changed fields, flags to type): recomputation, sharding, half the micro-batch,
     sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither rules nor memory."""
-    if cfg.model.recompute_granularity != "full":
-        selective = ["layernorm", "mlp"] if cfg.model.num_moe_experts is None else ["layernorm", "moe_act"]
+    model = cfg.model
+    if model.recompute_granularity != "full":
+        selective = ["layernorm", "mlp"] if model.num_moe_experts is None else ["layernorm", "moe_act"]
         names = " ".join(selective)
         yield (
             "recompute",
@@ -79,14 +80,14 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
             {**full, "recompute_modules": None, "recompute_activations": False},
             ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
         )
-    if cfg.data_parallel_size * cfg.model.context_parallel_size > 1 and not cfg.distributed.use_torch_fsdp2:
+    if cfg.data_parallel_size * model.context_parallel_size > 1 and not cfg.distributed.use_torch_fsdp2:
         yield "sharding", {"use_distributed_optimizer": True}, "--use-distributed-optimizer"
     if cfg.training.micro_batch_size > 1:
         half = cfg.training.micro_batch_size // 2
         yield "micro-batch", {"micro_batch_size": half, "eval_micro_batch_size": half}, f"--micro-batch-size {half}"
-    if cfg.model.tensor_model_parallel_size > 1:
+    if model.tensor_model_parallel_size > 1:
         yield "sequence", {"sequence_parallel": True}, "--sequence-parallel"
-    if cfg.model.bf16 and cfg.optimizer.optimizer == "adam":
+    if model.bf16 and cfg.optimizer.optimizer == "adam":
         moments = ["exp_avg_dtype"] + ["exp_avg_sq_dtype"] * (cfg.optimizer.adam_beta2 <= 0.99)  # a rule requires it
         values = {**dict.fromkeys(moments, "bf16"), "use_precision_aware_optimizer": True}
         flags = "".join(f" --{name.replace('_', '-')} bf16" for name in moments)
@@ -99,10 +100,10 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
         field = "context_parallel_size" if axis == "context" else f"{axis}_model_parallel_size"
         size, values = 2 * getattr(cfg.flat, field), {}
         largest = min(GPUS_PER_HOST, cfg.world_size) if axis == "tensor" else cfg.world_size
-        if size > largest or axis == "expert" and cfg.model.num_moe_experts is None:
+        if size > largest or axis == "expert" and model.num_moe_experts is None:
             continue
         flags = f"--{field.replace('_', '-')} {size}"
-        if axis == "tensor" and not cfg.model.sequence_parallel:
+        if axis == "tensor" and not model.sequence_parallel:
             values, flags = {"sequence_parallel": True}, f"{flags} --sequence-parallel"
         yield "layout", {**values, field: size}, flags
 
@@ -114,7 +115,8 @@ def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
         return
     need = peak_memory(cfg, vocab_size) / 2**30
     room = cfg.program.gpu_memory - LIBRARIES_GIB
-    sizes = f"{need:.1f} of {room:.1f} GiB (--gpu-memory {cfg.program.gpu_memory:g} less {LIBRARIES_GIB:g} for CUDA and NCCL)"
+    rest = f"--gpu-memory {cfg.program.gpu_memory:g} less {LIBRARIES_GIB:g} for CUDA and NCCL"
+    sizes = f"{need:.1f} of {room:.1f} GiB ({rest})"
     if need <= room:
         yield "fits the GPU", f"yes, {sizes}"
         return

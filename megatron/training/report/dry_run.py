@@ -118,20 +118,17 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 def _layout(cfg: PretrainConfig) -> Rows:
     """Yield rows: ranks as the product of the parallel sizes, the same for experts if there are any, the rank order,
     and the backends of communication, layers and attention."""
-    tp, pp, cp = (
-        cfg.model.tensor_model_parallel_size,
-        cfg.model.pipeline_model_parallel_size,
-        cfg.model.context_parallel_size,
-    )
+    model = cfg.model
+    tp, pp, cp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
-    if cfg.model.num_moe_experts is not None:
-        ep, etp = cfg.model.expert_model_parallel_size, expert_tensor_ranks(cfg.model)
+    if model.num_moe_experts is not None:
+        ep, etp = model.expert_model_parallel_size, expert_tensor_ranks(cfg.model)
         copies = cfg.world_size // (ep * etp * pp)
         yield "ranks of experts", f"{cfg.world_size} = tensor {etp} x expert {ep} x pipeline {pp} x data {copies}"
     yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg.flat).split('-'))} (fastest first)"
-    apex = f", apex: {' '.join(cfg.model.apex_parts)}" if cfg.model.apex_parts else ""
-    layers = f"layers: {cfg.model.transformer_impl}, attention: {cfg.model.attention_backend}{apex}"
+    apex = f", apex: {' '.join(model.apex_parts)}" if model.apex_parts else ""
+    layers = f"layers: {model.transformer_impl}, attention: {model.attention_backend}{apex}"
     yield "backend", f"{cfg.distributed.distributed_backend}, {layers}"
 
 
@@ -139,15 +136,14 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
     """Yield rows: layer and head sizes, T5's decoder, the vocabulary and its padding, parameters in total and per
     layer, and, if present, multi-token prediction, experts and active parameters. Without ``vocab_size`` counts exclude
     the embedding."""
-    heads = f"{cfg.model.num_attention_heads} heads of {cfg.model.kv_channels}, {cfg.model.num_query_groups} key-value groups"
-    if cfg.model.multi_latent_attention:
-        sizes = f"{cfg.model.qk_head_dim} + {cfg.model.qk_pos_emb_head_dim} rotated (values {cfg.model.v_head_dim})"
-        ranks = f"{cfg.model.q_lora_rank or 'none'} for queries, {cfg.model.kv_lora_rank} for keys and values"
-        heads = f"{cfg.model.num_attention_heads} heads of {sizes}, latents: {ranks}"
-    yield (
-        "shape",
-        f"{cfg.model.num_layers} layers, width {cfg.model.hidden_size}, feed-forward {cfg.model.ffn_hidden_size}, {heads}",
-    )
+    config = cfg.model
+    heads = f"{config.num_attention_heads} heads of {config.kv_channels}, {config.num_query_groups} key-value groups"
+    if config.multi_latent_attention:
+        sizes = f"{config.qk_head_dim} + {config.qk_pos_emb_head_dim} rotated (values {config.v_head_dim})"
+        ranks = f"{config.q_lora_rank or 'none'} for queries, {config.kv_lora_rank} for keys and values"
+        heads = f"{config.num_attention_heads} heads of {sizes}, latents: {ranks}"
+    widths = f"width {config.hidden_size}, feed-forward {config.ffn_hidden_size}"
+    yield "shape", f"{config.num_layers} layers, {widths}, {heads}"
     if cfg.flat.decoder_num_layers is not None:
         yield "decoder", f"{cfg.flat.decoder_num_layers} further layers, with attention to the encoder"
         yield "sequences", f"{cfg.data.seq_length} tokens of the encoder, {cfg.flat.decoder_seq_length} of the decoder"
@@ -162,12 +158,12 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
     per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
     stored = f"; {model.padding:,} more of padding" if model.padding else ""
     yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
-    if cfg.model.mtp_num_layers is not None:
+    if config.mtp_num_layers is not None:
         own = sum(piece.num_parameters for piece in model.predictions)
-        yield "multi-token prediction", f"{cfg.model.mtp_num_layers} further, with {own:,} of these parameters"
-    if cfg.model.num_moe_experts is not None:
-        widths = f"{cfg.model.num_moe_experts} of width {cfg.model.moe_ffn_hidden_size}, {cfg.model.moe_router_topk} per token"
-        shared = cfg.model.moe_shared_expert_intermediate_size
+        yield "multi-token prediction", f"{config.mtp_num_layers} further, with {own:,} of these parameters"
+    if config.num_moe_experts is not None:
+        widths = f"{config.num_moe_experts} of width {config.moe_ffn_hidden_size}, {config.moe_router_topk} per token"
+        shared = config.moe_shared_expert_intermediate_size
         yield "experts", widths + (f", and a shared one of width {shared}" if shared else "")
         yield "active parameters", f"{model.num_active_parameters:,} per token"
 
@@ -175,7 +171,8 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
 def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
     """Yield rows: each batch-size plateau with its micro-batches, FLOPs per token and per rank, predicted time,
     training length, and evaluation. ``flops`` is per sample; None omits the rows that need it."""
-    dp, micro, length = cfg.data_parallel_size, cfg.training.micro_batch_size, cfg.data.seq_length
+    training, validation = cfg.training, cfg.validation
+    dp, micro, length = cfg.data_parallel_size, training.micro_batch_size, cfg.data.seq_length
     for plateau in batch_sizes.batch_size_plateaus(cfg.flat):
         steps = plateau.size // (micro * dp)
         text = (
@@ -186,18 +183,14 @@ def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
     if flops is not None:
         per_rank = flops * batch_sizes.batch_size_plateaus(cfg.flat)[-1].size / cfg.world_size
         yield "computation", f"{flops / length:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration"
-    if cfg.training.train_iters:
-        samples = cfg.training.train_samples or batch_sizes.samples_from_iters(cfg.flat, cfg.training.train_iters, dp)
+    if training.train_iters:
+        samples = training.train_samples or batch_sizes.samples_from_iters(cfg.flat, training.train_iters, dp)
         if flops is not None:
             yield from cost_rows(cfg, flops * batch_sizes.batch_size_plateaus(cfg.flat)[-1].size, samples)
-        yield "training", f"{cfg.training.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
-    if cfg.validation.eval_iters:
-        every = (
-            f"every {cfg.validation.eval_interval:,} iterations"
-            if cfg.validation.eval_interval
-            else "only after training"
-        )
-        yield "evaluation", f"{cfg.validation.eval_iters} batches of {cfg.validation.eval_global_batch_size}, {every}"
+        yield "training", f"{training.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
+    if validation.eval_iters:
+        every = f"every {validation.eval_interval:,} iterations" if validation.eval_interval else "only after training"
+        yield "evaluation", f"{validation.eval_iters} batches of {validation.eval_global_batch_size}, {every}"
 
 
 def _schedule(cfg: PretrainConfig) -> Rows:

@@ -25,13 +25,9 @@ def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, st
     now = _gib(cfg, vocab_size, ep, etp)
     if etp > 1 and experts % (ep * etp) == 0:
         width = cfg.model.moe_ffn_hidden_size
-        yield (
-            "hint",
-            (
-                f"{_flags(ep * etp, 1)}: whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs; "
-                f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
-            ),
-        )
+        memory = f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
+        whole = f"whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs"
+        yield "hint", f"{_flags(ep * etp, 1)}: {whole}; {memory}"
         return
     fitting = ((size, _gib(cfg, vocab_size, size, etp)) for size in _sizes(cfg, etp))  # lazy: estimated on demand
     if now > DEVICE_GIB:

@@ -91,9 +91,8 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
     """Return the parameters of ``pieces`` with their shapes on a tensor- and expert-parallel rank, in build order.
     Omits parameters tied to another one in ``pieces``; a parameter of several components gives one entry each."""
     params = [each for piece in pieces for each in piece.params]
-    sizes = {
-        "tp": cfg.model.tensor_model_parallel_size, "ep": cfg.model.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg.model),
-    }  # fmt: skip
+    tp, ep = cfg.model.tensor_model_parallel_size, cfg.model.expert_model_parallel_size
+    sizes = {"tp": tp, "ep": ep, "etp": expert_tensor_ranks(cfg.model)}
     names = {each.name for each in params}
     own = [each for each in params if each.tied_to == each.name or each.tied_to not in names]
     return [Stored(each, shape) for each in own for shape in each.local_shapes(sizes)]
@@ -125,24 +124,23 @@ def _buffer_state(
 ) -> tuple[int, int, int, int]:
     """Return :func:`_chunk_state` of parameters in one gradient buffer that ``num_ranks`` ranks reduce, with bucket
     padding, for the largest optimizer shard. Reverses the list ``parameters`` in place."""
+    distributed = cfg.distributed
     parameters.reverse()
     sizes = [each.elements for each in parameters]
     shards = (
-        num_ranks // cfg.distributed.num_distributed_optimizer_instances
-        if cfg.distributed.use_distributed_optimizer
-        else 1
+        num_ranks // distributed.num_distributed_optimizer_instances if distributed.use_distributed_optimizer else 1
     )
     # parameters tied between first and last stage get separate buckets, so that both stages cut equal shards
-    tied = cfg.model.pipeline_model_parallel_size > 1 and cfg.distributed.use_distributed_optimizer
+    tied = cfg.model.pipeline_model_parallel_size > 1 and distributed.use_distributed_optimizer
     held_twice = model.embedding.params if model.predictions else model.embedding.params[:1]
     alone = [tied and (each.param.tied_to is not None or each.param in held_twice) for each in parameters]
     bucket_size = chosen_bucket_size(
-        sum(sizes), bucket_size=cfg.distributed.ddp_bucket_size, num_buckets=cfg.distributed.ddp_num_buckets, overlap=cfg.distributed.overlap_grad_reduce,
-        num_ranks=num_ranks,
+        sum(sizes), bucket_size=distributed.ddp_bucket_size, num_buckets=distributed.ddp_num_buckets,
+        overlap=distributed.overlap_grad_reduce, num_ranks=num_ranks,
     )  # fmt: skip
-    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, cfg.distributed.ddp_pad_buckets_for_high_nccl_busbw))
-    elements = cut.total if cfg.distributed.use_distributed_optimizer else sum(sizes)
-    updated = max(owned_elements(sizes, cut, shards)) if cfg.distributed.use_distributed_optimizer else sum(sizes)
+    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, distributed.ddp_pad_buckets_for_high_nccl_busbw))
+    elements = cut.total if distributed.use_distributed_optimizer else sum(sizes)
+    updated = max(owned_elements(sizes, cut, shards)) if distributed.use_distributed_optimizer else sum(sizes)
     optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))
     return elements * activation_bytes(cfg.model), cut.total * gradient_bytes(cfg), optimizer, 0
 

@@ -56,9 +56,10 @@ def model_kind(cfg: PretrainConfig) -> str:
 
 def used_axes(cfg: PretrainConfig) -> dict[str, int]:
     """Return the sizes of the axes in :data:`AXES` with more than one rank."""
+    model = cfg.model
     sizes = (
-        cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size, cfg.model.context_parallel_size,
-        cfg.model.expert_model_parallel_size,
+        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size,
+        model.expert_model_parallel_size,
     )  # fmt: skip
     return {axis: size for axis, size in zip(AXES, sizes) if size > 1}
 

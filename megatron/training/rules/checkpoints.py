@@ -33,22 +33,23 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
     """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
     and --load with --exit-on-missing-checkpoint. Does not look for usable checkpoints inside. Checks nothing in a dry
     run."""
+    checkpoint = cfg.checkpoint
     if cfg.program.dry_run:
         return
-    resumes = cfg.checkpoint.load is not None and os.path.isdir(cfg.checkpoint.load)
-    if cfg.checkpoint.load_hf is not None and not os.path.isdir(cfg.checkpoint.load_hf):
+    resumes = checkpoint.load is not None and os.path.isdir(checkpoint.load)
+    if checkpoint.load_hf is not None and not os.path.isdir(checkpoint.load_hf):
         yield problem(cfg, "load_hf", "there is no such folder", "check the path")
     if (
-        cfg.checkpoint.pretrained_checkpoint is not None
+        checkpoint.pretrained_checkpoint is not None
         and not resumes
-        and not os.path.isdir(cfg.checkpoint.pretrained_checkpoint)
+        and not os.path.isdir(checkpoint.pretrained_checkpoint)
     ):
         yield problem(cfg, "pretrained_checkpoint", "there is no such folder", "check the path")
     elif (
-        cfg.checkpoint.exit_on_missing_checkpoint
-        and cfg.checkpoint.load is not None
+        checkpoint.exit_on_missing_checkpoint
+        and checkpoint.load is not None
         and not resumes
-        and cfg.checkpoint.pretrained_checkpoint is None
+        and checkpoint.pretrained_checkpoint is None
     ):
         fix = "check the path, or remove --exit-on-missing-checkpoint"
         yield problem(cfg, "load", "there is no such folder", fix)
@@ -58,19 +59,20 @@ def save_folder_unused(cfg: PretrainConfig) -> Problems:
     """Reject a --save folder that already holds ``iter_NNNNNNN`` checkpoints if --load is not set; the message names
     the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py`` checks
     the other cases, such as another --load folder."""
+    checkpoint = cfg.checkpoint
     if (
-        cfg.checkpoint.save is None
-        or cfg.checkpoint.load is not None
+        checkpoint.save is None
+        or checkpoint.load is not None
         or cfg.validation.skip_train
-        or cfg.checkpoint.start_over
+        or checkpoint.start_over
         or cfg.program.dry_run
     ):
         return
-    found = glob.glob(os.path.join(glob.escape(cfg.checkpoint.save), "iter_" + "[0-9]" * 7))
+    found = glob.glob(os.path.join(glob.escape(checkpoint.save), "iter_" + "[0-9]" * 7))
     if found:
         newest = max(int(path[-7:]) for path in found)
         reason = f"holds checkpoints up to iteration {newest}, from which this run would not continue"
-        fix = f"to continue: --load {cfg.checkpoint.save}; to start again and keep them in a subfolder: --start-over"
+        fix = f"to continue: --load {checkpoint.save}; to start again and keep them in a subfolder: --start-over"
         yield problem(cfg, "save", reason, fix)
 
 
@@ -78,29 +80,22 @@ def non_persistent_folder(cfg: PretrainConfig) -> Problems:
     """Reject --non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir, and a
     --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir equal to --save (absolute paths, links not
     followed): non-persistent checkpoints replace one another and would delete persistent ones."""
-    if cfg.checkpoint.non_persistent_ckpt_type == "local" and cfg.checkpoint.non_persistent_local_ckpt_dir is None:
+    checkpoint = cfg.checkpoint
+    if checkpoint.non_persistent_ckpt_type == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
         yield problem(cfg, "non_persistent_ckpt_type", "needs --non-persistent-local-ckpt-dir DIRECTORY")
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
         folder = getattr(cfg.flat, field)
-        if (
-            folder is not None
-            and cfg.checkpoint.save
-            and os.path.abspath(folder) == os.path.abspath(cfg.checkpoint.save)
-        ):
+        if folder is not None and checkpoint.save and os.path.abspath(folder) == os.path.abspath(checkpoint.save):
             yield problem(cfg, field, "is the folder of --save", "choose a separate folder")
 
 
 def start_over_without_load(cfg: PretrainConfig) -> Problems:
-    if cfg.checkpoint.start_over and not cfg.checkpoint.save:
+    checkpoint = cfg.checkpoint
+    if checkpoint.start_over and not checkpoint.save:
         yield problem(cfg, "start_over", "needs --save DIRECTORY")
-    if (
-        cfg.checkpoint.start_over
-        and cfg.checkpoint.save
-        and cfg.checkpoint.load == cfg.checkpoint.save
-        and not cfg.checkpoint.finetune
-    ):
+    if checkpoint.start_over and checkpoint.save and checkpoint.load == checkpoint.save and not checkpoint.finetune:
         yield problem(
-            cfg, "start_over", f"contradicts --load {cfg.checkpoint.load}, which continues from there", "remove one"
+            cfg, "start_over", f"contradicts --load {checkpoint.load}, which continues from there", "remove one"
         )
 
 
@@ -121,9 +116,10 @@ def one_source_of_weights(cfg: PretrainConfig) -> Problems:
 
 
 def hf_export_interval(cfg: PretrainConfig) -> Problems:
-    if cfg.checkpoint.save_hf_interval is None or not cfg.checkpoint.save:
+    checkpoint = cfg.checkpoint
+    if checkpoint.save_hf_interval is None or not checkpoint.save:
         return
-    if cfg.checkpoint.save_interval is None or cfg.checkpoint.save_hf_interval % cfg.checkpoint.save_interval:
+    if checkpoint.save_interval is None or checkpoint.save_hf_interval % checkpoint.save_interval:
         yield problem(cfg, "save_hf_interval", "is not a multiple of --save-interval", "it converts checkpoints")
 
 

@@ -28,13 +28,14 @@ def all_to_all_heads(cfg: PretrainConfig) -> Problems:
     """Reject --num-attention-heads and --num-query-groups that are no multiple of TP times the all-to-all ranks: CP for
     ``--cp-comm-type a2a``, the first of --hierarchical-context-parallel-sizes for ``a2a+p2p``. Checks nothing without
     context parallelism."""
+    model = cfg.model
     tp, cp, levels = (
-        cfg.model.tensor_model_parallel_size,
-        cfg.model.context_parallel_size,
-        cfg.model.hierarchical_context_parallel_sizes,
+        model.tensor_model_parallel_size,
+        model.context_parallel_size,
+        model.hierarchical_context_parallel_sizes,
     )
     sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
-    for kind in sorted(set(cfg.model.cp_comm_type) & set(sizes)):
+    for kind in sorted(set(model.cp_comm_type) & set(sizes)):
         ranks = tp * sizes[kind]
         if cp == 1 or ranks < 1:
             continue

@@ -60,14 +60,15 @@ MOST_SAMPLES = 2**35
 
 def sample_counts(cfg: PretrainConfig) -> Problems:
     """``resolve`` has filled in --train-iters where --train-samples was given."""
-    train = cfg.training.train_samples or (cfg.training.train_iters or 0) * (cfg.training.global_batch_size or 0)
+    training = cfg.training
+    train = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)
     evaluated = (
         0
         if cfg.validation.full_validation
-        else num_evaluations(cfg.validation, cfg.training.train_iters) * eval_samples(cfg.validation)
+        else num_evaluations(cfg.validation, training.train_iters) * eval_samples(cfg.validation)
     )
     for field, count in (
-        ("train_samples" if cfg.training.train_samples else "train_iters", train),
+        ("train_samples" if training.train_samples else "train_iters", train),
         ("eval_iters", evaluated),
     ):
         if count > MOST_SAMPLES and cfg.data.dataloader_type != "external":

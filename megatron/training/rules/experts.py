@@ -19,18 +19,13 @@ def expert_settings_need_experts(cfg: PretrainConfig) -> Problems:
 def expert_grid_fits_world_size(cfg: PretrainConfig) -> Problems:
     """Require EP x expert-TP x PP to divide the world size; if it does, require --num-distributed-optimizer-instances
     to divide the remaining expert data-parallel ranks. Checks nothing without experts."""
-    ep, etp, pp = (
-        cfg.model.expert_model_parallel_size,
-        expert_tensor_ranks(cfg.model),
-        cfg.model.pipeline_model_parallel_size,
-    )
-    if cfg.model.num_moe_experts is None:
+    model = cfg.model
+    ep, etp, pp = model.expert_model_parallel_size, expert_tensor_ranks(cfg.model), model.pipeline_model_parallel_size
+    if model.num_moe_experts is None:
         return
     if cfg.world_size % (ep * etp * pp):
         reason = f"x expert-tensor-parallel {etp} x pipeline {pp} does not divide the world size {cfg.world_size}"
-        fitting = common_divisors(
-            max(cfg.world_size // math.gcd(cfg.world_size, etp * pp), 1), cfg.model.num_moe_experts
-        )
+        fitting = common_divisors(max(cfg.world_size // math.gcd(cfg.world_size, etp * pp), 1), model.num_moe_experts)
         fix = f"sizes that do: {fitting}"
         if launched_world_size() is None and cfg.world_size == 1:
             fix = how_to_start(cfg)
@@ -57,13 +52,14 @@ def quantile_balancing_settings(cfg: PretrainConfig) -> Problems:
     """For quantile_balancing, reject expert bias, router groups and a capacity factor, a top-k equal to --num-experts,
     and a number of experts that does not divide micro-batch size x --seq-length x top-k. Checks nothing for other
     balancing types."""
-    experts, top = cfg.model.num_moe_experts, cfg.model.moe_router_topk
-    if experts is None or "quantile_balancing" not in cfg.model.moe_router_load_balancing_type:
+    model = cfg.model
+    experts, top = model.num_moe_experts, model.moe_router_topk
+    if experts is None or "quantile_balancing" not in model.moe_router_load_balancing_type:
         return
     if (
-        cfg.model.moe_router_enable_expert_bias
-        or cfg.model.moe_router_num_groups
-        or cfg.model.moe_expert_capacity_factor is not None
+        model.moe_router_enable_expert_bias
+        or model.moe_router_num_groups
+        or model.moe_expert_capacity_factor is not None
     ):
         reason = "quantile_balancing does not support an expert bias, expert groups or a capacity factor"
         yield problem(cfg, "moe_router_load_balancing_type", reason)

@@ -51,16 +51,15 @@ def rotary_settings_need_rotary(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_channels_even(cfg: PretrainConfig) -> Problems:
+    model = cfg.model
     if (
         cfg.embeddings.position_embedding_type in ("rope", "yarn")
-        and cfg.model.kv_channels
-        and not cfg.model.multi_latent_attention
+        and model.kv_channels
+        and not model.multi_latent_attention
     ):
-        channels = int(cfg.model.kv_channels * cfg.embeddings.rotary_percent)
+        channels = int(model.kv_channels * cfg.embeddings.rotary_percent)
         if channels % 2 or not channels:
-            reason = (
-                f"rotates {channels} of {cfg.model.kv_channels} channels per head; the number must be even and not 0"
-            )
+            reason = f"rotates {channels} of {model.kv_channels} channels per head; the number must be even and not 0"
             yield problem(cfg, "rotary_percent", reason)
 
 
@@ -106,12 +105,13 @@ def latent_attention_positions(cfg: PretrainConfig) -> Problems:
 def latent_settings_need_latent_attention(cfg: PretrainConfig) -> Problems:
     """Without --multi-latent-attention, reject ``mla_up_proj`` in --recompute-modules and a --rope-type that differs
     from --position-embedding-type."""
-    if cfg.model.multi_latent_attention:
+    model = cfg.model
+    if model.multi_latent_attention:
         return
-    if "mla_up_proj" in (cfg.model.recompute_modules or ()):
+    if "mla_up_proj" in (model.recompute_modules or ()):
         yield problem(cfg, "recompute_modules", "mla_up_proj needs --multi-latent-attention", "remove it")
-    if cfg.model.rope_type is not None and cfg.model.rope_type != cfg.embeddings.position_embedding_type:
-        fix = f"--position-embedding-type {cfg.model.rope_type}"
+    if model.rope_type is not None and model.rope_type != cfg.embeddings.position_embedding_type:
+        fix = f"--position-embedding-type {model.rope_type}"
         yield problem(cfg, "rope_type", "requires --multi-latent-attention, or an equal --position-embedding-type", fix)
 
 
@@ -135,13 +135,14 @@ def local_rotary_base(cfg: PretrainConfig) -> Problems:
 def no_rope_pattern(cfg: PretrainConfig) -> Problems:
     """For --no-rope-freq without latent attention, require --position-embedding-type rope or yarn and, if it is a list,
     one entry per layer. Does not require that any layer rotates."""
-    pattern = cfg.model.no_rope_freq
-    if pattern is None or cfg.model.multi_latent_attention:
+    model = cfg.model
+    pattern = model.no_rope_freq
+    if pattern is None or model.multi_latent_attention:
         return
     if cfg.embeddings.position_embedding_type not in ("rope", "yarn"):
         yield problem(cfg, "no_rope_freq", "needs rotary positions", "add --position-embedding-type rope")
-    if isinstance(pattern, list) and cfg.model.num_layers and len(pattern) != cfg.model.num_layers:
-        yield problem(cfg, "no_rope_freq", f"has {len(pattern)} entries for {cfg.model.num_layers} layers")
+    if isinstance(pattern, list) and model.num_layers and len(pattern) != model.num_layers:
+        yield problem(cfg, "no_rope_freq", f"has {len(pattern)} entries for {model.num_layers} layers")
 
 
 def loss_scale_settings(cfg: PretrainConfig) -> Problems:

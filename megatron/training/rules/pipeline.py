@@ -58,7 +58,8 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
     """Check --pipeline-model-parallel-layout: syntax (the only problem reported if it fails), number of layers, no
     split layers with --whole-layers-in-pipeline-split, stages a multiple of the pipeline ranks, all MTP layers in the
     last stage, and no pipeline rank without any module."""
-    text, ranks = cfg.model.pipeline_model_parallel_layout, cfg.model.pipeline_model_parallel_size
+    model = cfg.model
+    text, ranks = model.pipeline_model_parallel_layout, model.pipeline_model_parallel_size
     if text is None:
         return
     try:
@@ -66,12 +67,12 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
-    layers, wanted = len(stages[0].names), f"--num-layers {cfg.model.num_layers}"
-    if cfg.model.num_layers and cfg.flat.decoder_num_layers is not None:
+    layers, wanted = len(stages[0].names), f"--num-layers {model.num_layers}"
+    if model.num_layers and cfg.flat.decoder_num_layers is not None:
         wanted += f" and {flag_names(cfg, 'decoder_num_layers')} {cfg.flat.decoder_num_layers}"
-    if cfg.model.num_layers and layers != cfg.model.num_layers + (cfg.flat.decoder_num_layers or 0):
+    if model.num_layers and layers != model.num_layers + (cfg.flat.decoder_num_layers or 0):
         yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
-    if cfg.model.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
+    if model.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
         reason = f"contradicts the half layers (a, f) in {text!r}"
         yield problem(cfg, "whole_layers_in_pipeline_split", reason, "remove it")
     if ranks > 0 and len(stages) % ranks:
@@ -126,20 +127,21 @@ def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
     """Reject 1f1b and zero-bubble-h2 with several chunks per rank, interleaved with one, and --delay-wgrad-compute with
     a schedule other than zero-bubble. Then check the micro-batch group size. Checks nothing with one pipeline rank or
     an invalid layout."""
-    if cfg.model.pipeline_model_parallel_size < 2 or not cfg.model.num_layers:
+    model = cfg.model
+    if model.pipeline_model_parallel_size < 2 or not model.num_layers:
         return
     try:
         chunks = virtual_pipeline_size(cfg.model)
     except LayoutError:
         return  # pipeline_layout_string says what is wrong
-    if cfg.model.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
+    if model.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
         fix = "interleaved or zero-bubble instead, or remove it"
         yield problem(cfg, "pipeline_schedule", f"requires one model chunk per rank, not {chunks}", fix)
-    if cfg.model.pipeline_schedule == "interleaved" and chunks == 1:
+    if model.pipeline_schedule == "interleaved" and chunks == 1:
         fix = "--num-virtual-stages-per-pipeline-rank 2"
         yield problem(cfg, "pipeline_schedule", "requires several model chunks per rank", fix)
-    if cfg.model.delay_wgrad_compute and cfg.model.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
-        yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {cfg.model.pipeline_schedule}")
+    if model.delay_wgrad_compute and model.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
+        yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {model.pipeline_schedule}")
     yield from _group_size_fits(cfg, chunks)
 
 

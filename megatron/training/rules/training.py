@@ -17,26 +17,27 @@ def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
     """Reject --step-batch-size-schedule together with --global-batch-size or --rampup-batch-size, unreadable schedules,
     and each global batch size, also of a ramp or step schedule, that is no multiple of micro-batch size x DP or is
     smaller than that. --decrease-batch-size-if-needed permits larger non-multiples."""
-    clash = cfg.training.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
+    training = cfg.training
+    clash = training.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
         fields = flag_names(cfg, *sorted(clash))
         yield problem(cfg, "step_batch_size_schedule", f"contradicts {fields}", "its last size is the final one")
-    if not cfg.training.micro_batch_size or not cfg.data.seq_length or clash:
+    if not training.micro_batch_size or not cfg.data.seq_length or clash:
         return
-    if not cfg.training.global_batch_size and not cfg.training.step_batch_size_schedule:
+    if not training.global_batch_size and not training.step_batch_size_schedule:
         return
-    source = "step_batch_size_schedule" if cfg.training.step_batch_size_schedule else "rampup_batch_size"
+    source = "step_batch_size_schedule" if training.step_batch_size_schedule else "rampup_batch_size"
     try:
         plateaus = batch_sizes.batch_size_plateaus(cfg.flat)
     except batch_sizes.ScheduleError as error:
         yield problem(cfg, source, error.reason)
         return
-    unit = cfg.training.micro_batch_size * cfg.data_parallel_size
+    unit = training.micro_batch_size * cfg.data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in plateaus):
-        if size < unit or (size % unit and not cfg.training.decrease_batch_size_if_needed):
-            final = size == cfg.training.global_batch_size and not cfg.training.step_batch_size_schedule
+        if size < unit or (size % unit and not training.decrease_batch_size_if_needed):
+            final = size == training.global_batch_size and not training.step_batch_size_schedule
             field = "global_batch_size" if final else source
-            reason = _indivisible(size, cfg.training.micro_batch_size, cfg.data_parallel_size)
+            reason = _indivisible(size, training.micro_batch_size, cfg.data_parallel_size)
             yield problem(cfg, field, reason, _near(size, unit))
 
 
@@ -64,17 +65,14 @@ def _near(size: int, unit: int) -> str:
 def training_length_given_once(cfg: PretrainConfig) -> Problems:
     """Reject --train-samples with an explicit --train-iters. Unless --skip-train is set, require one of them, at least
     one global batch of --train-samples, and --train-iters of at least 1."""
-    if (
-        cfg.training.train_iters is not None
-        and cfg.training.train_samples is not None
-        and "train_iters" in cfg.explicit
-    ):
+    training = cfg.training
+    if training.train_iters is not None and training.train_samples is not None and "train_iters" in cfg.explicit:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
-    if cfg.training.train_iters is None and cfg.training.train_samples is None and not cfg.validation.skip_train:
+    if training.train_iters is None and training.train_samples is None and not cfg.validation.skip_train:
         yield missing(cfg, "train_iters", "this or --train-samples is required", "--skip-train only evaluates")
-    if cfg.training.train_samples is not None and cfg.training.train_iters == 0 and not cfg.validation.skip_train:
-        yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.training.global_batch_size}")
-    if "train_iters" in cfg.explicit and not cfg.validation.skip_train and cfg.training.train_iters < 1:
+    if training.train_samples is not None and training.train_iters == 0 and not cfg.validation.skip_train:
+        yield problem(cfg, "train_samples", f"is less than one global batch of {training.global_batch_size}")
+    if "train_iters" in cfg.explicit and not cfg.validation.skip_train and training.train_iters < 1:
         yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
 
 
@@ -97,14 +95,15 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
 def learning_rate_settings(cfg: PretrainConfig) -> Problems:
     """Require --lr unless --skip-train is set. With it, reject a --min-lr or --lr-warmup-init above --lr,
     --decoupled-min-lr without --decoupled-lr, and a --decoupled-min-lr above --decoupled-lr."""
-    if cfg.schedule.lr is None:
+    schedule = cfg.schedule
+    if schedule.lr is None:
         if not cfg.validation.skip_train:
             yield missing(cfg, "lr")
         return
-    if cfg.schedule.min_lr > cfg.schedule.lr:
-        yield problem(cfg, "min_lr", f"must be between 0 and --lr {cfg.schedule.lr}")
-    if cfg.schedule.lr_warmup_init > cfg.schedule.lr:
-        yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {cfg.schedule.lr}")
+    if schedule.min_lr > schedule.lr:
+        yield problem(cfg, "min_lr", f"must be between 0 and --lr {schedule.lr}")
+    if schedule.lr_warmup_init > schedule.lr:
+        yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {schedule.lr}")
     if cfg.optimizer.decoupled_min_lr is None:
         return
     if cfg.optimizer.decoupled_lr is None:
@@ -143,9 +142,10 @@ def wsd_decay_length(cfg: PretrainConfig) -> Problems:
 def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
     """With a constant weight decay, reject an explicit start or end value that differs from --weight-decay. With other
     --weight-decay-incr-style values, require --start-weight-decay and --end-weight-decay, with 0 <= start <= end."""
-    start, end = cfg.schedule.start_weight_decay, cfg.schedule.end_weight_decay
+    schedule = cfg.schedule
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
     given = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
-    if cfg.schedule.weight_decay_incr_style == "constant":
+    if schedule.weight_decay_incr_style == "constant":
         for field in sorted(given):
             if getattr(cfg.flat, field) != cfg.optimizer.weight_decay:
                 fix = "--weight-decay-incr-style linear or cosine"
@@ -153,9 +153,7 @@ def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
         return
     for field in ("start_weight_decay", "end_weight_decay"):
         if getattr(cfg.flat, field) is None:
-            yield missing(
-                cfg, field, f"is required by --weight-decay-incr-style {cfg.schedule.weight_decay_incr_style}"
-            )
+            yield missing(cfg, field, f"is required by --weight-decay-incr-style {schedule.weight_decay_incr_style}")
     if start is not None and end is not None and not 0 <= start <= end:
         yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
 
@@ -228,14 +226,15 @@ def load_settings(cfg: PretrainConfig) -> Problems:
 def validation_sets(cfg: PretrainConfig) -> Problems:
     """Reject --multiple-validation-sets without --full-validation, --validation-set-names without
     --multiple-validation-sets, and a number of names that differs from the number of --valid-data-path values."""
-    if cfg.validation.multiple_validation_sets and not cfg.validation.full_validation:
+    validation = cfg.validation
+    if validation.multiple_validation_sets and not validation.full_validation:
         yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
-    if cfg.validation.validation_set_names and not cfg.validation.multiple_validation_sets:
+    if validation.validation_set_names and not validation.multiple_validation_sets:
         yield problem(cfg, "validation_set_names", "requires --multiple-validation-sets", "add that flag")
     paths = cfg.data.valid_data_path
-    if cfg.validation.validation_set_names and paths and len(cfg.validation.validation_set_names) != len(paths):
+    if validation.validation_set_names and paths and len(validation.validation_set_names) != len(paths):
         yield problem(
-            cfg, "validation_set_names", f"has {len(cfg.validation.validation_set_names)} names for {len(paths)} sets"
+            cfg, "validation_set_names", f"has {len(validation.validation_set_names)} names for {len(paths)} sets"
         )
 
 

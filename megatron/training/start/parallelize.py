@@ -70,23 +70,24 @@ def parallelize(model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: 
     """Wrap every chunk for data parallelism over ``dp_cp``, whose ranks reduce gradients. Uses ``fully_shard`` with
     --use-torch-fsdp2 and more than one such rank, else gradient buffers with full weights (with
     --use-distributed-optimizer, sharded optimizer state)."""
+    distributed = cfg.distributed
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.optimizer.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=cfg.distributed.overlap_grad_reduce,
-        overlap_param_gather=cfg.distributed.overlap_param_gather,
-        use_distributed_optimizer=cfg.distributed.use_distributed_optimizer,
-        bucket_size=cfg.distributed.ddp_bucket_size,
-        num_buckets=cfg.distributed.ddp_num_buckets,
-        pad_buckets_for_high_nccl_busbw=cfg.distributed.ddp_pad_buckets_for_high_nccl_busbw,
-        reduce_scatter_with_fp32_accumulation=cfg.distributed.ddp_reduce_scatter_with_fp32_accumulation,
+        overlap_grad_reduce=distributed.overlap_grad_reduce,
+        overlap_param_gather=distributed.overlap_param_gather,
+        use_distributed_optimizer=distributed.use_distributed_optimizer,
+        bucket_size=distributed.ddp_bucket_size,
+        num_buckets=distributed.ddp_num_buckets,
+        pad_buckets_for_high_nccl_busbw=distributed.ddp_pad_buckets_for_high_nccl_busbw,
+        reduce_scatter_with_fp32_accumulation=distributed.ddp_reduce_scatter_with_fp32_accumulation,
     )
-    if cfg.distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
-        reshard = cfg.distributed.torch_fsdp2_reshard_after_forward
+    if distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
+        reshard = distributed.torch_fsdp2_reshard_after_forward
         return [
             TorchFullyShardedDataParallel(ddp, chunk, transformer_layers(chunk), groups, reshard_after_forward=reshard)
             for chunk in model_chunks
         ]
-    if cfg.distributed.use_torch_fsdp2:
+    if distributed.use_torch_fsdp2:
         logger.info("--use-torch-fsdp2: only one data-parallel rank: weights are not sharded")
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 

@@ -76,16 +76,17 @@ class BertTask(LanguageModelTask):
         cfg, found = self.cfg, int(batch["loss_mask"].count_nonzero(1).max())
         if found > (most := most_masked(cfg)):
             raise UserError(
-                f"--mask-prob {cfg.masked_data.mask_prob}: at most {most} tokens of a sample are predicted, but one has "
-                f"{found} masked; mask fewer, or give the largest share, here {(found - 0.5) / cfg.data.seq_length:.5f}"
+                f"--mask-prob {cfg.masked_data.mask_prob}: at most {most} tokens of a sample are predicted, but one "
+                f"has {found} masked; mask fewer, or give the largest share, here "
+                f"{(found - 0.5) / cfg.data.seq_length:.5f}"
             )
         return batch
 
     @property
     def _row_multiple(self) -> int:
         """Divisor of the packed row length, required by context and sequence parallelism."""
-        cfg, cp = self.cfg, self.cfg.model.context_parallel_size
-        return cp * math.lcm(2 if cp > 1 else 1, cfg.model.tensor_model_parallel_size if cfg.model.sequence_parallel else 1)
+        model, cp = self.cfg.model, self.cfg.model.context_parallel_size
+        return cp * math.lcm(2 if cp > 1 else 1, model.tensor_model_parallel_size if model.sequence_parallel else 1)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b]

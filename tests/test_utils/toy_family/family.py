@@ -67,7 +67,8 @@ def describe(cfg, vocab_size):
     final = norm("numbers.final_layernorm", config.hidden_size, config)
     params = [into, *(each for piece in pieces for each in piece.params), *final, out]
     ops = [gemm(into, config, count), *(op for piece in pieces for op in piece.ops), gemm(out, config, 1)]
-    encoder = replace(model.embedding, params=tuple(params), ops=tuple(ops)).scaled_to_tokens(count / cfg.data.seq_length)
+    encoder = replace(model.embedding, params=tuple(params), ops=tuple(ops))
+    encoder = encoder.scaled_to_tokens(count / cfg.data.seq_length)
     both = model.embedding.params + encoder.params, model.embedding.ops + encoder.ops
     settings = (*model.embedding.settings, *SETTINGS)
     return replace(model, embedding=replace(model.embedding, params=both[0], ops=both[1], settings=settings))

@@ -43,7 +43,8 @@ def shrunk(*layout, world_size=None):
 def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
     cfg = shrunk(*layout.split())
     assert (cfg.model.num_attention_heads, cfg.model.num_query_groups, cfg.model.num_layers) == (heads, groups, layers)
-    assert cfg.model.hidden_size <= 256 and cfg.data.seq_length <= 512 and cfg.checkpoint.save is None and cfg.model.fp64
+    assert cfg.model.hidden_size <= 256 and cfg.data.seq_length <= 512
+    assert cfg.checkpoint.save is None and cfg.model.fp64
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,8 @@ def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
 )
 def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunks):
     cfg = shrunk("--vocab-size", "128256", "--pipeline-model-parallel-size", "4", *layout.split())
-    assert (cfg.model.pipeline_model_parallel_layout, cfg.model.num_layers, virtual_pipeline_size(cfg.model)) == (text, layers, chunks)
+    found = cfg.model.pipeline_model_parallel_layout, cfg.model.num_layers, virtual_pipeline_size(cfg.model)
+    assert found == (text, layers, chunks)
 
 
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--overlap-grad-reduce", "--use-distributed-optimizer", "--steps", "2"]

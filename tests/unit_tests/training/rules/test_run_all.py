@@ -316,7 +316,8 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
 def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
     given = parse_args(f"{TINY} {text}".split())
     resolved = validate_args(given, 1)
-    assert resolved.checkpoint.save_interval is resolved.model.recompute_num_layers is resolved.model.recompute_method is None
+    assert resolved.checkpoint.save_interval is None
+    assert resolved.model.recompute_num_layers is resolved.model.recompute_method is None
     assert len([each for each in notices(given, resolved) if each.startswith(notice)]) == 1
 
 
