@@ -45,7 +45,7 @@ def shapes(smoke: bool) -> list[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for name in ("one", "tp4-sp", "dp2-tp2", "gpt-345m"):
         cfg = resolve(parse_args([*flags_of(name, smoke=smoke), "--train-iters", "1"]), ROWS[name].gpus, gpus=True)
-        found |= weight_shapes(cfg, cfg.vocab_size)
+        found |= weight_shapes(cfg, cfg.tokenizer.vocab_size)
     return sorted(found)
 
 

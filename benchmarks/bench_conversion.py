@@ -44,7 +44,7 @@ LLAMA_7B = [
 def synthetic(layers: int) -> Interchange:
     """Return random weights of LLaMA-2-7B with ``layers`` layers, generated on read."""
     cfg = validate_args(parse_args([*LLAMA_7B, "--num-layers", str(layers)], needs_data=False), 1)
-    settings = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
+    settings = {name: value for name, value in config_to_dict(cfg.flat).items() if name in MODEL}
 
     def lazy(seed: int, shape: tuple[int, ...]) -> LazyTensor:
         def read() -> torch.Tensor:

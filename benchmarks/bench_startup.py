@@ -1,6 +1,6 @@
 """Measure start-up times: ``--help``, a rejected command line, ``--dry-run``, ``import torch``.
 
-    python benchmarks/bench_startup.py
+python benchmarks/bench_startup.py
 """
 
 import json

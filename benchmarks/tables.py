@@ -168,15 +168,15 @@ def limits() -> str:
     ceilings, rows = roofline.load_ceilings(), []
     for name, row in ROWS.items():
         cfg = resolve(parse_args([*flags_of(name), "--train-iters", "1"]), row.gpus, gpus=True)
-        work = roofline.limits(cfg, cfg.vocab_size, ceilings)
+        work = roofline.limits(cfg, cfg.tokenizer.vocab_size, ceilings)
         total = sum(each.ms for each in work.values())
-        flops = cfg.describe(cfg.vocab_size).flops_per_sample * row.batch / row.gpus
+        flops = cfg.describe(cfg.tokenizer.vocab_size).flops_per_sample * row.batch / row.gpus
         share = {
             part: sum(each.ms for kind, each in work.items() if kind.startswith(part))
             for part in ("GEMM", "attention", COMMUNICATION)
         }
         rest = total - sum(share.values())
-        hidden = sum(roofline.communication_ms(cfg, cfg.vocab_size, ceilings).values())
+        hidden = sum(roofline.communication_ms(cfg, cfg.tokenizer.vocab_size, ceilings).values())
         rows.append((f"`{name}`", round(flops / total / 1e9), round(total), *map(round, share.values()), round(rest),
                      round(hidden)))  # fmt: skip
     header = ("row", "TFLOP/s per GPU at most", "ms per step at least", "GEMM", "attention", "bubble", "the rest",

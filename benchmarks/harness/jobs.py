@@ -196,15 +196,15 @@ def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
     words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
     given = parse_args([*words, "--train-iters", "1"], model_family=row.family)
     cfg = resolve(given, row.gpus, gpus=not settings.smoke)
-    found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.vocab_size))
+    found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.tokenizer.vocab_size))
     if found is None:
         return {"profile": None}
     profile, ceilings = found.as_dict(), roofline.load_ceilings()
-    report = roofline.report(cfg, cfg.vocab_size, ceilings, profile).as_dict()
+    report = roofline.report(cfg, cfg.tokenizer.vocab_size, ceilings, profile).as_dict()
     return {
         "profile": profile,
         "roofline": {**report, "ceilings": ceilings["device"]},
-        "communication_if_not_hidden_ms": roofline.communication_ms(cfg, cfg.vocab_size, ceilings),
+        "communication_if_not_hidden_ms": roofline.communication_ms(cfg, cfg.tokenizer.vocab_size, ceilings),
     }
 
 

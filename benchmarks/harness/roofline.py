@@ -63,7 +63,7 @@ class Share:
     @classmethod
     def of(cls, cfg: Config, vocab_size: int) -> Share:
         model = cfg.describe(vocab_size)
-        own = run_stages(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
+        own = run_stages(cfg, vocab_size)[:: cfg.model.pipeline_model_parallel_size]
         return cls(cfg, tuple(piece for stage in own for piece in stage_pieces(model, stage)), count_microbatches(cfg))
 
     @property
@@ -75,25 +75,27 @@ class Share:
     def tokens(self) -> int:
         """Tokens of one step, in the GEMMs of this rank."""
         cfg = self.cfg
-        return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size * self.microbatches
+        return (
+            cfg.data.seq_length // cfg.model.context_parallel_size * cfg.training.micro_batch_size * self.microbatches
+        )
 
     @property
     def flops_per_op(self) -> float:
         """Factor of an operation's FLOPs (one sequence, all ranks)."""
-        return self.tokens / self.cfg.seq_length / self.cfg.tensor_model_parallel_size
+        return self.tokens / self.cfg.data.seq_length / self.cfg.model.tensor_model_parallel_size
 
     @property
     def element(self) -> int:
         """Bytes of an activation."""
-        return activation_bytes(self.cfg)
+        return activation_bytes(self.cfg.model)
 
     @property
     def parameters(self) -> float:
         """Parameters on this rank, without norms and biases (a thousandth) and without tied copies."""
         cfg = self.cfg
-        sizes = {
-            "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
-        }  # fmt: skip
+        model = cfg.model
+        tp, ep = model.tensor_model_parallel_size, model.expert_model_parallel_size
+        sizes = {"tp": tp, "ep": ep, "etp": expert_tensor_ranks(model)}
         held = {each.name: each for piece in self.pieces for each in piece.params}
         own = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
         return sum(math.prod(shape) for each in own for shape in each.local_shapes(sizes) if shape[-1] > 1)
@@ -164,7 +166,7 @@ def _add_gemms(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any])
 def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
     forward = sum(op.flops for op in share.ops if op.kind == "attention") * share.flops_per_op
     names = (kinds.ATTENTION_FORWARD, FORWARD_GEMMS), (kinds.ATTENTION_BACKWARD, BACKWARD_GEMMS)
-    for (name, count), rate in zip(names, attention_rates(ceilings, share.cfg.seq_length)):
+    for (name, count), rate in zip(names, attention_rates(ceilings, share.cfg.data.seq_length)):
         flops = forward * count / FORWARD_GEMMS
         work[name].add(flops=flops, seconds=flops / rate)
 
@@ -187,23 +189,28 @@ def _least_bytes(share: Share) -> dict[str, float]:
 
 def optimizer_ranks(cfg: Config) -> int:
     """Return the number of ranks that shard the optimizer step."""
-    shared = cfg.use_distributed_optimizer or cfg.use_torch_fsdp2
-    return cfg.data_parallel_size * cfg.context_parallel_size if shared else 1
+    shared = cfg.distributed.use_distributed_optimizer or cfg.distributed.use_torch_fsdp2
+    return cfg.data_parallel_size * cfg.model.context_parallel_size if shared else 1
 
 
 def optimizer_bytes_per_parameter(cfg: Config) -> float:
     """Bytes that one Adam step with clipping moves."""
-    gradient = 4 if cfg.accumulate_allreduce_grads_in_fp32 or not (cfg.bf16 or cfg.fp16) else 2
-    moments = [BYTES[cfg.exp_avg_dtype], BYTES[cfg.exp_avg_sq_dtype]] if cfg.use_precision_aware_optimizer else [4, 4]
-    if cfg.optimizer != "adam":
-        moments = [4] if cfg.sgd_momentum else []
-    weight = 8 if cfg.bf16 or not cfg.fp16 else 10  # fp16: a main weight of four bytes, and a copy that is written
+    model = cfg.model
+    gradient = 4 if cfg.optimizer.accumulate_allreduce_grads_in_fp32 or not (model.bf16 or model.fp16) else 2
+    moments = (
+        [BYTES[cfg.optimizer.exp_avg_dtype], BYTES[cfg.optimizer.exp_avg_sq_dtype]]
+        if cfg.optimizer.use_precision_aware_optimizer
+        else [4, 4]
+    )
+    if cfg.optimizer.optimizer != "adam":
+        moments = [4] if cfg.optimizer.sgd_momentum else []
+    weight = 8 if model.bf16 or not model.fp16 else 10  # fp16: a main weight of four bytes, and a copy that is written
     return 2 * gradient + weight + 2 * sum(moments)
 
 
 def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
     """Return rank 0's waiting time in a pipeline with kernels at their limits and free messages."""
-    if cfg.pipeline_model_parallel_size == 1:
+    if cfg.model.pipeline_model_parallel_size == 1:
         return 0.0
     timeline = simulated_timeline(cfg, count_microbatches(cfg), vocab_size)
     return busy_seconds * (timeline.duration / timeline.busy(0) - 1)
@@ -211,22 +218,25 @@ def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
 
 def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[str, float]:
     """Return the time of one step's collectives on rank 0 at the measured bus bandwidths, without overlap."""
+    model = cfg.model
     share, speeds = Share.of(cfg, vocab_size), ceilings["bus_gigabytes_per_second"]
     found = {}
-    ranks = cfg.data_parallel_size * cfg.context_parallel_size
+    ranks = cfg.data_parallel_size * model.context_parallel_size
     if ranks > 1:
         part, size = (ranks - 1) / ranks, share.parameters
-        gradient = 4 if cfg.accumulate_allreduce_grads_in_fp32 else 2
+        gradient = 4 if cfg.optimizer.accumulate_allreduce_grads_in_fp32 else 2
         if optimizer_ranks(cfg) > 1:
             found["gradients, reduce-scatter"] = part * gradient * size / speeds["reduce_scatter"] / 1e6
             found["weights, all-gather"] = part * share.element * size / speeds["all_gather"] / 1e6
         else:
             found["gradients, all-reduce"] = 2 * part * gradient * size / speeds["all_reduce"] / 1e6
-    tp = cfg.tensor_model_parallel_size
+    tp = model.tensor_model_parallel_size
     if tp > 1:
         branches = sum(piece.is_branch for piece in share.pieces)
-        size = share.tokens * cfg.hidden_size * share.element * branches * (tp - 1) / tp
-        if cfg.sequence_parallel:  # qkv and fc1 gather in forward and twice in backward, proj and fc2 once in backward
+        size = share.tokens * model.hidden_size * share.element * branches * (tp - 1) / tp
+        if (
+            model.sequence_parallel
+        ):  # qkv and fc1 gather in forward and twice in backward, proj and fc2 once in backward
             found["activations, all-gather"] = 3 * size / speeds["all_gather"] / 1e6
             found["activations, reduce-scatter"] = 2 * size / speeds["reduce_scatter"] / 1e6
         else:

@@ -41,6 +41,7 @@ from megatron.core.pipeline_parallel.results import as_sum_and_count
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import exit_on_config_error, validate_args
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
@@ -68,7 +69,7 @@ class BatchPositionHook(Hook):
         self.cfg = cfg
 
     def on_train_start(self, run: RunInfo) -> None:
-        follow_batch_schedule(self.cfg, self.cfg.data_parallel_size, run.state.consumed_train_samples)
+        follow_batch_schedule(self.cfg.flat, self.cfg.data_parallel_size, run.state.consumed_train_samples)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         update_num_microbatches(state.consumed_train_samples)
@@ -93,7 +94,7 @@ class ClassicTask(Task):
         self._num_values: int | None = None
         """Number of values that ``loss_func`` returned for the first micro-batch of this run."""
         Current.program = Program.of(cfg, tokenizer, self.timers)
-        follow_batch_schedule(cfg, cfg.data_parallel_size)
+        follow_batch_schedule(cfg.flat, cfg.data_parallel_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -118,7 +119,7 @@ class ClassicTask(Task):
 
     def global_batch(self, reader: BatchReader, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
         """Return the training iterator, which the script reads itself, and the tokens of ``number`` micro-batches."""
-        tokens = number * self.cfg.micro_batch_size * self.cfg.seq_length
+        tokens = number * self.cfg.training.micro_batch_size * self.cfg.data.seq_length
         return reader.batches, torch.tensor([tokens], dtype=torch.float64)
 
     def expected_counts(self, counts: Tensor) -> dict[str, Tensor]:
@@ -145,7 +146,7 @@ class ClassicTask(Task):
         self._batch = {}
         batches = None
         if data_iterator is not None:
-            if self.cfg.dataloader_type != "external":
+            if self.cfg.data.dataloader_type != "external":
                 first = next(data_iterator)
                 self._note(first)
                 data_iterator = chain([first], data_iterator)
@@ -204,7 +205,7 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 class PretrainConfigContainer:
     """The settings of a run and, unless :func:`pretrain` gets a model provider, the model that they describe."""
 
-    settings: PretrainConfig
+    settings: FlatConfig
     model: Any = None
 
 
@@ -274,7 +275,7 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communicator", "pg_collection"}
 
 
-def _train(cfg: PretrainConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
+def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
     """Run the loop; leave the process (``sys.exit``) with its exit code if that is not 0. Creates the process group of
     a single process unless --dry-run. ``options`` are the other arguments of :func:`pretrain`, of any release:
     TypeError for unknown ones, ValueError for values that are not available."""
@@ -318,11 +319,13 @@ def initialize_megatron(
         parse_script_args(args_defaults, extra_args_provider),
         launched_world_size() or 1,
     )
-    initialize.configure_logging(cfg.logging_level)
+    initialize.configure_logging(cfg.logging.logging_level)
     parallel_state.start_single_process_group()
     initialize.initialize_megatron(cfg)
-    Current.program = Program.of(cfg, build_tokenizer(cfg) if cfg.tokenizer_type is not None else None)
-    follow_batch_schedule(cfg, cfg.data_parallel_size)
+    Current.program = Program.of(
+        cfg, build_tokenizer(cfg.tokenizer) if cfg.tokenizer.tokenizer_type is not None else None
+    )
+    follow_batch_schedule(cfg.flat, cfg.data_parallel_size)
 
 
 def get_model(

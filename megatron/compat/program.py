@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.config import absent
 from megatron.core.config.cli import normalize
 from megatron.core.config.errors import UserError
+from megatron.core.config.model_parallel_config import parameter_dtype
 from megatron.core.models.registry import families
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
@@ -22,8 +23,9 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import exit_on_config_error, flag_specs, parse_args, validate_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
 from megatron.training.checkpoint.settings import apply_checkpoint_args
+from megatron.training.config.flat import FlatConfig, optional_groups
 from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
-from megatron.training.config.pretrain_config import PretrainConfig, optional_groups
+from megatron.training.config.pretrain_config import PretrainConfig
 
 RETIRED_ARGS: dict[str, Any] = {
     "use_mcore_models": True,
@@ -47,7 +49,9 @@ class Program:
     @classmethod
     def of(cls, cfg: PretrainConfig, tokenizer: Any = None, timers: Timers | None = None) -> Program:
         """A program with the resolved settings ``cfg``."""
-        timers = timers or Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
+        timers = timers or Timers(
+            cfg.logging.timing_log_level, cfg.logging.timing_log_option, cfg.logging.barrier_with_L1_time
+        )
         return cls(as_namespace(cfg, tokenizer), tokenizer, timers, cfg)
 
 
@@ -55,7 +59,7 @@ class Current:
     """Global, because autograd's threads, which recompute layers on GPUs, have separate contexts."""
 
     program: Program | None = None
-    parsed: tuple[PretrainConfig, dict[str, Any]] | None = None
+    parsed: tuple[FlatConfig, dict[str, Any]] | None = None
     """Settings of the command line before they were resolved, and ``vars(args)`` as the script got them."""
 
 
@@ -74,8 +78,8 @@ def get_args() -> Namespace:
 def get_tokenizer() -> Any:
     """The tokenizer of the running program."""
     program = current_program()
-    if program.tokenizer is None and program.cfg.tokenizer_type is not None:
-        program.tokenizer = build_tokenizer(program.cfg)
+    if program.tokenizer is None and program.cfg.tokenizer.tokenizer_type is not None:
+        program.tokenizer = build_tokenizer(program.cfg.tokenizer)
     return program.tokenizer
 
 
@@ -88,23 +92,25 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     """Return a resolved configuration as a new namespace under the names that entry scripts read: its fields, the
     script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's, if there is
     one."""
-    values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
-    values |= cfg.extra | _derived(cfg)
+    values = {**RETIRED_ARGS, **absent.defaults(), **cfg.flat.values()}
+    values |= cfg.extra | _derived(cfg.flat)
     if tokenizer is not None:
         values["vocab_size"] = tokenizer.vocab_size
     if values["padded_vocab_size"] is None and values["vocab_size"] is not None:
-        values["padded_vocab_size"] = padded_vocab_size(values["vocab_size"], cfg.make_vocab_size_divisible_by)
+        values["padded_vocab_size"] = padded_vocab_size(
+            values["vocab_size"], cfg.embeddings.make_vocab_size_divisible_by
+        )
     return Namespace(**values)
 
 
-def _derived(cfg: PretrainConfig) -> dict[str, Any]:
+def _derived(cfg: FlatConfig) -> dict[str, Any]:
     """Return names that follow from other settings or from the process (ranks, dtype, experts, virtual stages) and
     counters of 0, which later assignments cannot change."""
     chunks = virtual_pipeline_size(cfg)
     return {
         "rank": launched_rank(),
         "local_rank": local_rank(),
-        "params_dtype": cfg.params_dtype,
+        "params_dtype": parameter_dtype(cfg.fp16, cfg.bf16, cfg.fp64),
         "num_experts": cfg.num_moe_experts,
         "iteration": 0,
         "consumed_train_samples": 0,
@@ -115,13 +121,13 @@ def _derived(cfg: PretrainConfig) -> dict[str, Any]:
 
 def parse_script_args(
     args_defaults: dict[str, Any] | None, extra_args_provider: Callable[[ArgumentParser], Any] | None
-) -> PretrainConfig:
+) -> FlatConfig:
     """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
     the first one that has all groups of the given flags, or else the default one."""
     given = {normalize(word.partition("=")[0]) for word in sys.argv[1:]}
     specs = [spec for spec in flag_specs() if not given.isdisjoint(map(normalize, spec.names))]
     used = {spec.group for spec in specs if spec.field not in getattr(spec.group, "HARMLESS", ())}
-    optional = used & {*optional_groups(PretrainConfig)}
+    optional = used & {*optional_groups(FlatConfig)}
     family = next((name for name, each in families().items() if optional <= {*each.groups}), None)
     return parse_args(
         args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
@@ -140,14 +146,14 @@ def parse_and_validate_args(
         raise UserError("parse_and_validate_args: ignore_unknown_args is not available; use extra_args_provider")
     with exit_on_config_error():
         cfg = parse_script_args(args_defaults, extra_args_provider)
-        resolved = apply_hf_settings(apply_checkpoint_args(cfg))
-        resolved = validate_args(resolved, launched_world_size() or 1, announce=False)
+        completed = apply_hf_settings(apply_checkpoint_args(cfg))
+        resolved = validate_args(completed, launched_world_size() or 1, announce=False)
     Current.program = Program.of(resolved)
     Current.parsed = cfg, dict(vars(Current.program.args))
     return Current.program.args
 
 
-def current_settings(args: Namespace) -> PretrainConfig:
+def current_settings(args: Namespace) -> FlatConfig:
     """Return the settings that :func:`parse_and_validate_args` read, not resolved, updated by the script's later
     changes to ``args``: changed fields are taken as given by the user, other names as the script's own flags.
 
@@ -161,7 +167,7 @@ def current_settings(args: Namespace) -> PretrainConfig:
     changed = {name: value for name, value in vars(args).items() if name not in before or before[name] != value}
     if derived := sorted(changed.keys() & {*_derived(cfg), "padded_vocab_size"}):
         raise UserError(f"args.{derived[0]}: follows from other settings and cannot be assigned; change those")
-    ours = changed.keys() & {field.name for field in fields(cfg)}
+    ours = changed.keys() & cfg.values().keys()
     return replace(
         cfg,
         **{name: changed[name] for name in ours},

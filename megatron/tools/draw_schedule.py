@@ -91,9 +91,9 @@ def main(argv: Sequence[str]) -> int:
     """Print the pipeline rows (stages, bubble) of the flags ``argv``, then the simulated schedule as text of --width
     columns, or draw it to --output. Returns 0. Raises UserError for a pipeline of one rank, and for wrong flags."""
     cfg = configuration(argv)
-    if cfg.pipeline_model_parallel_size == 1:
+    if cfg.model.pipeline_model_parallel_size == 1:
         raise UserError("--pipeline-model-parallel-size 1: there is no pipeline to draw; give more than one")
-    vocab_size, output = known_vocab_size(cfg)[0], cfg.extra["output"]
+    vocab_size, output = known_vocab_size(cfg.tokenizer)[0], cfg.extra["output"]
     timeline = simulated_timeline(cfg, count_microbatches(cfg), vocab_size)
     for name, value in pipeline_rows(cfg, vocab_size):
         print(f"{name:<30} {value}")

@@ -53,8 +53,8 @@ def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int]
     for number, part in enumerate(tokenizer.tokenize_sentences(texts, False)):
         ids += [*map(int, part), tokenizer.sep]
         types += [number] * (len(part) + 1)
-    check_length(ids, trained.cfg.max_position_embeddings)
-    if len(texts) == 2 and not trained.cfg.bert_binary_head:
+    check_length(ids, trained.cfg.embeddings.max_position_embeddings)
+    if len(texts) == 2 and not trained.cfg.flat.bert_binary_head:
         raise UserError("--text-pair: the model was trained with --bert-no-binary-head, on single texts")
     if len(texts) == 1 and tokenizer.mask not in ids:
         name = tokenizer.inv_vocab[tokenizer.mask]
@@ -69,7 +69,7 @@ def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator
 
     tokenizer = trained.tokenizer
     ids, types = build_sample(trained, texts)
-    found, order = fill_mask(trained.model, ids, tokenizer.mask, types if trained.cfg.bert_binary_head else None)
+    found, order = fill_mask(trained.model, ids, tokenizer.mask, types if trained.cfg.flat.bert_binary_head else None)
     yield " | ".join(texts)
     for number, probabilities in enumerate(found):
         yield f"  mask {number + 1}"

@@ -78,13 +78,13 @@ def main(argv: Sequence[str]) -> int:
     cfg = validate_args(parse_args(flags, args_defaults=defaults, model_family=family.name), world_size=1)
     from megatron.training.tasks.language_model import task_class
 
-    tokenizer = build_tokenizer(cfg)
+    tokenizer = build_tokenizer(cfg.tokenizer)
     _, num_valid, _ = samples_per_split(cfg)
     train, valid, _ = task_class(cfg.model_family)(cfg, tokenizer).train_valid_test_datasets_provider((1, num_valid, 0))
-    num_valid = len(valid) if num_valid is None else min(eval_samples(cfg), len(valid))
+    num_valid = len(valid) if num_valid is None else min(eval_samples(cfg.validation), len(valid))
     baseline = unigram_loss(token_counts(train, tokenizer.vocab_size), valid, num_valid)
     print(f"unigram model of the training tokens: validation loss {baseline:.4f} (perplexity {np.exp(baseline):.1f})")
-    pairs = "is_random" in valid[0] and cfg.bert_binary_head
+    pairs = "is_random" in valid[0] and cfg.flat.bert_binary_head
     if pairs:
         print(f"always the more frequent order:       validation loss {order_loss(train, valid, num_valid):.4f}")
     if options.metrics is not None:

@@ -38,6 +38,7 @@ from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -54,7 +55,7 @@ VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
 
 
-def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
+def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     """Return ``cfg`` with a small model and the same layout, in fp64 on gloo; not yet resolved by ``validate_args``.
 
     Raises:
@@ -85,20 +86,23 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
 def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
     sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
-    tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
-    heads, groups = _small_heads(cfg.num_attention_heads, cfg.num_query_groups or cfg.num_attention_heads, tp * cp)
+    model = cfg.model
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    heads, groups = _small_heads(
+        model.num_attention_heads, model.num_query_groups or model.num_attention_heads, tp * cp
+    )
     channels = 8
-    gated = 2 if cfg.swiglu or cfg.quick_geglu or cfg.geglu else 4
+    gated = 2 if model.swiglu or model.quick_geglu or model.geglu else 4
     length = math.lcm(2 * cp * tp, 16)
     return {
         "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,
-        "num_query_groups": groups if cfg.group_query_attention else None, "hidden_size": heads * channels,
+        "num_query_groups": groups if cfg.embeddings.group_query_attention else None, "hidden_size": heads * channels,
         "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
         "encoder_seq_length": None, "max_position_embeddings": length,
-        "window_size": cfg.window_size and (length // 4, min(cfg.window_size[1], length // 4)),
+        "window_size": model.window_size and (length // 4, min(model.window_size[1], length // 4)),
         "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
-        "yarn_original_max_position_embeddings": cfg.yarn_original_max_position_embeddings and length,
-        "recompute_num_layers": cfg.recompute_num_layers and min(cfg.recompute_num_layers, 2),
+        "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings and length,
+        "recompute_num_layers": model.recompute_num_layers and min(model.recompute_num_layers, 2),
     }  # fmt: skip
 
 
@@ -106,17 +110,21 @@ def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
     """Return few narrow experts, divisible by the EP size and the number of expert groups.
 
     A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
-    if cfg.num_moe_experts is None:
+    model = cfg.model
+    if model.num_moe_experts is None:
         return {}
-    chosen, together = cfg.moe_router_topk, math.lcm(cfg.expert_model_parallel_size, cfg.moe_router_num_groups or 1)
-    in_group = max(math.ceil(chosen / (cfg.moe_router_group_topk or chosen)), cfg.moe_router_group_score_topk or 1)
-    least = max(chosen + 1, in_group * (cfg.moe_router_num_groups or 1), 4)
-    experts = min(cfg.num_moe_experts, math.ceil(least / together) * together)
-    shared = cfg.moe_shared_expert_intermediate_size and 8 * cfg.tensor_model_parallel_size
+    chosen, together = (
+        model.moe_router_topk,
+        math.lcm(model.expert_model_parallel_size, model.moe_router_num_groups or 1),
+    )
+    in_group = max(math.ceil(chosen / (model.moe_router_group_topk or chosen)), model.moe_router_group_score_topk or 1)
+    least = max(chosen + 1, in_group * (model.moe_router_num_groups or 1), 4)
+    experts = min(model.num_moe_experts, math.ceil(least / together) * together)
+    shared = model.moe_shared_expert_intermediate_size and 8 * model.tensor_model_parallel_size
     return {
-        "num_moe_experts": experts, "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg),
+        "num_moe_experts": experts, "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg.model),
         "moe_shared_expert_intermediate_size": shared,
-        "moe_expert_capacity_factor": cfg.moe_expert_capacity_factor and experts / chosen,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor and experts / chosen,
     }  # fmt: skip
 
 
@@ -142,27 +150,33 @@ def _few_layers(cfg: PretrainConfig) -> int:
     """Return all layers if the flags assign layers individually (layout, spec, per-layer lists, first/last stage).
 
     Otherwise return the smallest multiple of the stages and layer patterns, with the original remainder."""
-    stages = cfg.pipeline_model_parallel_size * virtual_pipeline_size(cfg)
-    given = cfg.decoder_first_pipeline_num_layers, cfg.decoder_last_pipeline_num_layers
-    every = (cfg.window_attn_skip_freq, cfg.no_rope_freq, cfg.moe_layer_freq)
+    model = cfg.model
+    stages = model.pipeline_model_parallel_size * virtual_pipeline_size(cfg.model)
+    given = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
+    every = (model.window_attn_skip_freq, model.no_rope_freq, model.moe_layer_freq)
     patterns = [each for each in every if each is not None]
-    fixed = cfg.spec or cfg.pipeline_model_parallel_layout or any(isinstance(each, list) for each in patterns)
-    if fixed or len(cfg.cp_comm_type) > 1 or any(given) or cfg.num_layers_per_virtual_pipeline_stage:
-        return cfg.num_layers
+    fixed = (
+        cfg.custom_layers.spec
+        or model.pipeline_model_parallel_layout
+        or any(isinstance(each, list) for each in patterns)
+    )
+    if fixed or len(model.cp_comm_type) > 1 or any(given) or model.num_layers_per_virtual_pipeline_stage:
+        return model.num_layers
     least = math.lcm(stages, *(each for each in patterns if isinstance(each, int))) * (2 if stages == 1 else 1)
-    return min(cfg.num_layers, least + cfg.num_layers % stages)
+    return min(model.num_layers, least + model.num_layers % stages)
 
 
 def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
     """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
 
     If all layers are identical, one full layer per stage represents all of its full layers."""
-    stages = run_stages(cfg, cfg.vocab_size)
-    if cfg.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
+    model = cfg.model
+    stages = run_stages(cfg, cfg.tokenizer.vocab_size)
+    if model.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
         return {}
-    differ = any(each is not None for each in (cfg.window_attn_skip_freq, cfg.no_rope_freq, cfg.spec))
-    differ = differ or len(cfg.cp_comm_type) > 1
-    differ = differ or (cfg.num_moe_experts is not None and cfg.moe_layer_freq != 1)
+    differ = any(each is not None for each in (model.window_attn_skip_freq, model.no_rope_freq, cfg.custom_layers.spec))
+    differ = differ or len(model.cp_comm_type) > 1
+    differ = differ or (model.num_moe_experts is not None and model.moe_layer_freq != 1)
     words, num_layers = [], 0
     for stage in stages:
         letters = ""
@@ -181,18 +195,18 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
 def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
     """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size (at
     least 2, or one interleaved group); no batch-size schedule, 100 iterations."""
-    per_rank = max(1, cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size))
-    enough = max(2, 2 * cfg.pipeline_model_parallel_size)
-    group = cfg.microbatch_group_size_per_virtual_pipeline_stage or 1
+    per_rank = max(1, cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size))
+    enough = max(2, 2 * cfg.model.pipeline_model_parallel_size)
+    group = cfg.model.microbatch_group_size_per_virtual_pipeline_stage or 1
     count = min(per_rank, max(enough, group))
-    micro = min(cfg.micro_batch_size, 2)
+    micro = min(cfg.training.micro_batch_size, 2)
     return {
         "micro_batch_size": micro, "global_batch_size": micro * cfg.data_parallel_size * count, "train_iters": 100,
         "rampup_batch_size": None, "step_batch_size_schedule": None, "decrease_batch_size_if_needed": False,
     }  # fmt: skip
 
 
-def one_rank(cfg: PretrainConfig) -> PretrainConfig:
+def one_rank(cfg: FlatConfig) -> FlatConfig:
     """Return ``cfg`` without parallelism, with the global batch as one micro-batch.
 
     The micro-batch size is kept for MoE balancing methods that are computed per micro-batch."""
@@ -217,7 +231,7 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
     return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
 
 
-def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
+def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], steps: int) -> None:
     """Train in one process; save the trace as ``reference.pt`` if that file does not exist yet, else this rank's
     comparison with it as ``<rank>.pt``, both in ``place["FOLDER"]``. ``place`` also holds the rendezvous variables,
     which are set in this process with its ranks; GPUs are hidden."""
@@ -231,9 +245,9 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    cfg = validate_args(cfg, world_size)
+    resolved = validate_args(cfg, world_size)
     make_task = layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
-    traces = layout_trace.trace(cfg, make_task, initialize_megatron(cfg), steps)
+    traces = layout_trace.trace(resolved, make_task, initialize_megatron(resolved), steps)
     reference = Path(place["FOLDER"]) / "reference.pt"
     if not reference.exists():
         found = [dataclasses.asdict(step) for step in layout_trace.build_reference(traces)]
@@ -246,7 +260,7 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
     shut_down()
 
 
-def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> None:
+def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
     """Run :func:`run_rank` in ``world_size`` new processes of this machine, with rendezvous on a free port, and wait;
     raise the first failure with its traceback, after which the others are ended."""
     import torch.multiprocessing as mp
@@ -260,7 +274,7 @@ def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> Non
     mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
 
 
-def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
+def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
     """Train ``cfg`` on one rank, then on ``world_size`` ranks, in new processes on the CPU and a temporary folder;
     return the verdict of the comparison in fp64 tolerance. Raises the first failure of a process."""
     import torch
@@ -321,19 +335,17 @@ def main(argv: Sequence[str]) -> int:
         f"{counted(world_size, 'rank')} = tensor {tp} x context {cp} x pipeline {pp} x data"
         f" {resolved.data_parallel_size}, float64"
     )
-    lengths = " and ".join(str(getattr(resolved, field)) for field in family.lengths)
+    lengths = " and ".join(str(getattr(resolved.flat, field)) for field in family.lengths)
     print(
-        f"a model of {len(resolved.describe(VOCAB_SIZE).layers)} layers, width {resolved.hidden_size},"
-        f" {resolved.num_attention_heads} heads, {resolved.num_query_groups} key-value groups,"
+        f"a model of {len(resolved.describe(VOCAB_SIZE).layers)} layers, width {resolved.model.hidden_size},"
+        f" {resolved.model.num_attention_heads} heads, {resolved.model.num_query_groups} key-value groups,"
         f" sequences of {lengths}, batches of"
-        f" {resolved.global_batch_size} in micro-batches of {resolved.micro_batch_size}"
+        f" {resolved.training.global_batch_size} in micro-batches of {resolved.training.micro_batch_size}"
     )
-    if resolved.num_moe_experts is not None:
-        ep, etp = resolved.expert_model_parallel_size, expert_tensor_ranks(resolved)
-        print(
-            f"{resolved.num_moe_experts} experts, {resolved.moe_router_topk} per token, over expert {ep} x tensor {etp}"
-            " ranks"
-        )
+    model = resolved.model
+    if model.num_moe_experts is not None:
+        ranks = f"expert {model.expert_model_parallel_size} x tensor {expert_tensor_ranks(model)} ranks"
+        print(f"{model.num_moe_experts} experts, {model.moe_router_topk} per token, over {ranks}")
     began = time.perf_counter()
     verdict = verify(small, world_size, options.steps)
     print(table(verdict))

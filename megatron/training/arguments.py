@@ -24,8 +24,9 @@ from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.notices import notice
 from megatron.core.models.registry import default_family
 from megatron.core.safe_files import read_text
+from megatron.training.config.flat import FlatConfig, flat_class
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
-from megatron.training.config.pretrain_config import PretrainConfig, config_class
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import resolve, smallest_world_size
 from megatron.training.exits.endings import notify_launcher
 from megatron.training.notices import notices
@@ -49,7 +50,7 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 
 def flag_specs(model_family: str | None = None) -> tuple[FlagSpec, ...]:
     """Return every flag of a model family's programs (None: the default family's), in the order of ``--help``."""
-    return cli.flags_of(config_class(model_family or default_family()))
+    return cli.flags_of(flat_class(model_family or default_family()))
 
 
 def parse_args(
@@ -59,7 +60,7 @@ def parse_args(
     extra_args_provider: ExtraArgsProvider | None = None,
     needs_data: bool = True,
     model_family: str | None = None,
-) -> PretrainConfig:
+) -> FlatConfig:
     """Return the settings of a command line, not yet resolved (see :func:`validate_args`). Flags take precedence over
     --yaml-cfg, which takes precedence over ``args_defaults``. Rank 0 logs renamed and ineffective flags as warnings.
 
@@ -108,7 +109,7 @@ def parse_args(
     extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
     for name in fieldless:
         del merged[name]
-    cfg = config_class(family)(
+    cfg = flat_class(family)(
         **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data, model_family=family
     )
     if problems or unavailable:
@@ -119,7 +120,7 @@ def parse_args(
     return cfg
 
 
-def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
+def validate_args(cfg: FlatConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
     """Resolve and check the settings of a run on ``world_size`` ranks; return a frozen copy with all derived settings.
     A dry run uses its own world size. If a rule fails, also looks at tokenizer, data files and stored settings.
     ``announce``: log overridden and ineffective flags.
@@ -159,15 +160,15 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
 def log_arguments(cfg: PretrainConfig) -> None:
     """Log the settings that were passed or differ from defaults; at level DEBUG all settings."""
     everything = logger.isEnabledFor(logging.DEBUG)
-    logger.info("%s", format_arguments(cfg, everything))
+    logger.info("%s", format_arguments(cfg.flat, everything))
     if not everything:
         logger.info("all other settings have their defaults (docs/reference/flags.md; --logging-level 10 lists them)")
 
 
-def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
+def format_arguments(cfg: FlatConfig, everything: bool = True) -> str:
     """Return a text of settings sorted by name, with dots up to column 48 and a title: all settings, or only those that
     were passed or differ from defaults. Includes a script's custom flags and the derived ``params_dtype``."""
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    values = cfg.values()
     values["explicit"] = " ".join(sorted(values["explicit"])) or None
     if not everything:
         defaults = type(cfg)(model_family=cfg.model_family)
@@ -182,7 +183,7 @@ def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
     return "\n".join([title, *sorted(lines, key=str.lower), end])
 
 
-def _problems_after_misread(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
+def _problems_after_misread(cfg: FlatConfig, problems: list[Problem]) -> list[Problem]:
     """Return problems that the rules find in the settings that could be read, except problems that mention a misread
     flag, because they concern its default. Empty if the settings come from a checkpoint."""
     if cfg.use_checkpoint_args or cfg.load_hf:

@@ -52,14 +52,14 @@ class Evaluator:
         on_forward: Callable[[ForwardEvent, bool], None] | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.task, self.model, self.groups, self.on_forward = cfg, task, model, groups, on_forward
-        self.shard = Shard(cfg.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
+        self.shard = Shard(cfg.validation.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
 
     def num_samples(self, eval_set: EvalSet) -> int:
         """Return the number of samples per evaluation: the full set with --full-validation, else --eval-iters
         batches."""
-        if self.cfg.full_validation:
+        if self.cfg.validation.full_validation:
             return len(eval_set.dataset)
-        return min(eval_samples(self.cfg), len(eval_set.dataset))
+        return min(eval_samples(self.cfg.validation), len(eval_set.dataset))
 
     def evaluate(
         self, sets: list[EvalSet], name: Literal["validation", "test"], final: bool = False
@@ -79,7 +79,7 @@ class Evaluator:
         broadcast over the pipeline and all-reduced over ``dp_cp``; waits for the device. Raises UserError if no token
         contributes to the loss."""
         device = training_device()
-        sampler = EvalSampler(self.shard, self.cfg.eval_global_batch_size, self.num_samples(eval_set))
+        sampler = EvalSampler(self.shard, self.cfg.validation.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)
         batches, steps = self._batches(eval_set, sampler)
         for _ in range(steps):
@@ -90,7 +90,7 @@ class Evaluator:
                     forward_only=True,
                     on_forward=self.on_forward,
                     **self.task.micro_batches(
-                        batches, sampler.micro_batches_per_step, self.cfg.eval_micro_batch_size
+                        batches, sampler.micro_batches_per_step, self.cfg.validation.eval_micro_batch_size
                     ),
                 )
             )
@@ -105,8 +105,8 @@ class Evaluator:
 
     def _batches(self, eval_set: EvalSet, sampler: EvalSampler) -> tuple[Iterator[dict], int]:
         """Return an iterator over micro-batches, and its number of global batches."""
-        if self.cfg.dataloader_type == "external":
-            return iter(eval_set.dataset), self.cfg.eval_iters
+        if self.cfg.data.dataloader_type == "external":
+            return iter(eval_set.dataset), self.cfg.validation.eval_iters
         pin = torch.cuda.is_available()
-        loader = build_loader(eval_set.dataset, sampler, self.cfg.num_workers, pin)
+        loader = build_loader(eval_set.dataset, sampler, self.cfg.data.num_workers, pin)
         return iter(loader), len(sampler) // sampler.micro_batches_per_step

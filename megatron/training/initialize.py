@@ -98,18 +98,21 @@ def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> N
     initialized. ``store`` connects the ranks; None: torch opens one from the environment. Collective over all ranks."""
     if dist.is_initialized() or "RANK" not in os.environ:
         return
-    timeout = timedelta(minutes=cfg.distributed_timeout_minutes)
+    timeout = timedelta(minutes=cfg.distributed.distributed_timeout_minutes)
     rank, world_size = launched_rank(), launched_world_size() or 1
     if store is None:
         rank = world_size = -1  # torch reads them from the environment
-    dist.init_process_group(cfg.distributed_backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        cfg.distributed.distributed_backend, timeout=timeout, store=store, rank=rank, world_size=world_size
+    )
 
 
 def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) -> ProcessGroups:
     """Set the CUDA device, environment defaults and deterministic mode, start torch.distributed (with ``store``; None:
     from the environment), create all process groups, then seed python, numpy and torch. Return this rank's groups.
     Collective over all ranks."""
-    if cfg.deterministic_mode:
+    model = cfg.model
+    if model.deterministic_mode:
         make_deterministic()
     set_cuda_defaults()
     device = training_device()
@@ -117,21 +120,21 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         torch.cuda.set_device(device)
     start_distributed(cfg, store)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
-        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
-        context_parallel_size=cfg.context_parallel_size,
-        expert_model_parallel_size=cfg.expert_model_parallel_size,
-        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
-        order=rank_order(cfg),
-        nccl_communicator_config_path=cfg.nccl_communicator_config_path,
-        distributed_timeout_minutes=cfg.distributed_timeout_minutes,
-        num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,
-        hierarchical_context_parallel_sizes=cfg.hierarchical_context_parallel_sizes,
-        copy_engines=cfg.copy_engines,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg.model)) > 1 else None,
+        context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+        order=rank_order(cfg.flat),
+        nccl_communicator_config_path=cfg.distributed.nccl_communicator_config_path,
+        distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,
+        num_distributed_optimizer_instances=cfg.distributed.num_distributed_optimizer_instances,
+        hierarchical_context_parallel_sizes=model.hierarchical_context_parallel_sizes,
+        copy_engines=model.copy_engines,
         group_of_one=False,  # a single process needs neither torch.distributed nor a network
     )
-    seed_everything(cfg.seed)
+    seed_everything(model.seed)
     return parallel_state.get_process_groups()
 
 

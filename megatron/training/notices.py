@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from megatron.core.config.cli import flags_of
 from megatron.core.config.tokenizer import TOKENIZER_FILES
 from megatron.core.models.registry import scripts_with
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import needs_built_in_layers, overlaps_without_halves
 
 
-def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+def notices(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield one sentence per setting that was chosen, overridden or has no effect: backend, split, overlaps,
     tensor-parallel flags, layer implementation, strictness and flags of other features. Logs nothing.
 
@@ -23,16 +24,16 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
         resolved: settings as completed by ``resolve``.
     """
     for name in ("distributed_backend", "split"):
-        if name not in given.explicit and getattr(given, name) != getattr(resolved, name):
-            yield f"{name}: {getattr(resolved, name)} (default for this run)"
+        if name not in given.explicit and getattr(given, name) != getattr(resolved.flat, name):
+            yield f"{name}: {getattr(resolved.flat, name)} (default for this run)"
     whole = overlaps_without_halves(given)
     yield from (f"--{name.replace('_', '-')}: off, as {reason}" for name, reason in whole.items())
     for name in ("sequence_parallel", "tp_comm_overlap", "distribute_saved_activations"):
-        if getattr(given, name) and not getattr(resolved, name) and name not in whole:
+        if getattr(given, name) and not getattr(resolved.flat, name) and name not in whole:
             yield f"{name}: off, as --tensor-model-parallel-size is 1"
-    halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved, name)]
-    for name in halved if resolved.micro_batch_size % 2 else ():
-        size, flag = resolved.micro_batch_size, name.replace("_", "-")
+    halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved.flat, name)]
+    for name in halved if resolved.training.micro_batch_size % 2 else ():
+        size, flag = resolved.training.micro_batch_size, name.replace("_", "-")
         yield f"--{flag}: no effect with the odd --micro-batch-size {size}; use an even size"
     yield from _layers(given, resolved)
     yield from _strictly(given)
@@ -40,22 +41,26 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     yield from _without_effect(given, resolved)
 
 
-def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+def _layers(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield a notice if built-in layers replace Transformer Engine, with the flags that need them, and one if attention
     dropout makes attention built-in although the other layers use Transformer Engine."""
-    if given.transformer_impl != resolved.transformer_impl:
-        reasons = ", ".join(needs_built_in_layers(resolved))
+    if given.transformer_impl != resolved.model.transformer_impl:
+        reasons = ", ".join(needs_built_in_layers(resolved.flat))
         asked = f"--transformer-impl {given.transformer_impl}"
         yield f"{asked}: built-in layers are used instead, because {reasons} requires them"
-    own_attention = resolved.context_parallel_size > 1 or resolved.attention_backend == "local"
-    if resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout and not own_attention:
+    own_attention = resolved.model.context_parallel_size > 1 or resolved.model.attention_backend == "local"
+    if (
+        resolved.model.transformer_impl == "transformer_engine"
+        and resolved.model.attention_dropout
+        and not own_attention
+    ):
         yield (
-            f"--attention-dropout {resolved.attention_dropout:g}: built-in attention is used, "
+            f"--attention-dropout {resolved.model.attention_dropout:g}: built-in attention is used, "
             "because Transformer Engine's dropout masks depend on the layout; --attention-dropout 0 uses its kernels"
         )
 
 
-def _other_model_flags(given: PretrainConfig) -> Iterator[str]:
+def _other_model_flags(given: FlatConfig) -> Iterator[str]:
     for group in given.foreign_groups:
         flags = {spec.field: spec.names[0] for spec in flags_of(group)}
         for field in group.HARMLESS:
@@ -63,52 +68,53 @@ def _other_model_flags(given: PretrainConfig) -> Iterator[str]:
                 yield f"{flags[field]}: no effect here, only in {scripts_with(group)}"
 
 
-def _strictly(given: PretrainConfig) -> Iterator[str]:
+def _strictly(given: FlatConfig) -> Iterator[str]:
     value = given.dist_ckpt_strictness
     if "dist_ckpt_strictness" in given.explicit and given.load and not value.startswith("raise"):
         yield f"--dist-ckpt-strictness {value}: missing and unused names are always listed and rejected"
 
 
-def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield notices about flags that have no effect with the other settings: saving without --save, recompute sizes,
     FSDP, latent attention, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also notes
     extra learned positions with latent attention, and the flex dispatcher."""
     saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
     for field in (*saving, "async_save"):
         value = getattr(given, field)
-        if value != getattr(resolved, field):
+        if value != getattr(resolved.flat, field):
             flag = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
             yield f"{flag}: no effect without --save DIRECTORY; nothing is saved"
     for field in ("recompute_method", "recompute_num_layers"):
-        if getattr(given, field) is not None and getattr(resolved, field) is None:
+        if getattr(given, field) is not None and getattr(resolved.flat, field) is None:
             flag = f"--{field.replace('_', '-')} {getattr(given, field)}"
             yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
-        if getattr(given, name) and not getattr(resolved, name):
+        if getattr(given, name) and not getattr(resolved.flat, name):
             yield f"--{name.replace('_', '-')}: no effect with --use-torch-fsdp2, which shards all parameters"
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")
     unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
-    if unused and not resolved.multi_latent_attention:
+    if unused and not resolved.model.multi_latent_attention:
         yield f"{', '.join(unused)}: no effect without --multi-latent-attention"
-    if resolved.multi_latent_attention and resolved.position_embedding_type == "learned_absolute":
+    if resolved.model.multi_latent_attention and resolved.embeddings.position_embedding_type == "learned_absolute":
         yield (
             "--position-embedding-type learned_absolute: added to the rotary positions of latent attention; "
             "--position-embedding-type rope removes them"
         )
-    needed = TOKENIZER_FILES.get(resolved.tokenizer_type or "", ("tokenizer_model",))
+    needed = TOKENIZER_FILES.get(resolved.tokenizer.tokenizer_type or "", ("tokenizer_model",))
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in given.explicit - {*needed}]
-    if files and not resolved.mock_data:
+    if files and not resolved.data.mock_data:
         unread, read = (", ".join(f"--{name.replace('_', '-')}" for name in names) for names in (files, needed))
-        yield f"{unread}: no effect with --tokenizer-type {resolved.tokenizer_type}, which reads {read or 'no file'}"
+        kind = resolved.tokenizer.tokenizer_type
+        yield f"{unread}: no effect with --tokenizer-type {kind}, which reads {read or 'no file'}"
     relative = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("relative_att")]
-    if relative and resolved.position_embedding_type != "relative":
+    if relative and resolved.embeddings.position_embedding_type != "relative":
         yield f"{', '.join(relative)}: no effect without --position-embedding-type relative"
-    if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
+    if "rope_scaling_factor" in given.explicit and not resolved.rope_scaling.use_rope_scaling:
         yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
-    if resolved.moe_upcycling_granularity != 1 and not resolved.moe_use_upcycling:
+    if resolved.upcycling.moe_upcycling_granularity != 1 and not resolved.upcycling.moe_use_upcycling:
         yield "--moe-upcycling-granularity: no effect without --moe-use-upcycling"
     of_experts = [name for name in sorted(given.explicit) if name.startswith(("moe_", "expert_tensor"))]
-    if of_experts and resolved.num_moe_experts is None:
+    if of_experts and resolved.model.num_moe_experts is None:
         yield f"{', '.join(of_experts)}: no effect without --num-experts N"
-    elif resolved.moe_token_dispatcher_type == "flex":
+    elif resolved.model.moe_token_dispatcher_type == "flex":
         yield "--moe-token-dispatcher-type flex: uses the alltoall dispatcher, with the same results"

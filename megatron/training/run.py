@@ -17,11 +17,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError, call_all
-from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
-from megatron.core.config.transformer_config import group_values
 from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.groups.process_groups import Group, ProcessGroups
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
@@ -32,6 +30,7 @@ from megatron.training.checkpoint.other_formats import apply_hf_settings, load_h
 from megatron.training.checkpoint.settings import apply_checkpoint_args
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
@@ -71,19 +70,19 @@ UNSAVED_EXIT_CODE = 75
 TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
-def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
-    """Train ``make_task(cfg, tokenizer)`` with ``cfg`` (parsed, not yet resolved); return the exit code. First applies
+def run(given: FlatConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
+    """Train ``make_task(cfg, tokenizer)`` with ``given`` (parsed, not resolved); return the exit code. First applies
     the settings of a checkpoint or Hugging Face folder; a dry run prints its report and returns 0. ``hooks`` observe
     the loop on every rank, after the hooks that flags request. A process may call this repeatedly. A ``UserError``
     (flags, data, checkpoints, environment) is reported as one message and a non-zero code; MEGATRON_LOGGING_LEVEL=DEBUG
     adds the traceback. Any other exception is a bug and propagates. After training, waits for all ranks and destroys
     the process groups, also those of torch.distributed."""
-    initialize.configure_logging(cfg.logging_level)
+    initialize.configure_logging(given.logging_level)
     initialize.show_crashes()
     try:
         check_methods(hooks)
-        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), launched_world_size() or 1)
-        if cfg.dry_run:
+        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(given)), launched_world_size() or 1)
+        if cfg.program.dry_run:
             if is_first_rank():
                 sys.stdout.write(dry_run_report(cfg))
             return 0
@@ -138,7 +137,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
             *watchdog.watch(parts),
             *parts.task.hooks(),
             *replica_checks(cfg, parts),
-            *data_file_hooks(parts.datasets, cfg.log_interval),
+            *data_file_hooks(parts.datasets, cfg.logging.log_interval),
             *build_hooks(cfg, info, parts.task.timers),
             *parts.hooks,
             *hooks,
@@ -202,7 +201,7 @@ def _cause(error: Exception, cfg: PretrainConfig, parts: Components) -> UserErro
 def _out_of_memory(
     error: Exception, cfg: PretrainConfig, task: Task, groups: ProcessGroups, held: HeldMemory, where: str
 ) -> OutOfMemory:
-    vocab_size = getattr(task.tokenizer, "vocab_size", None) or cfg.vocab_size or 0
+    vocab_size = getattr(task.tokenizer, "vocab_size", None) or cfg.tokenizer.vocab_size or 0
     return out_of_memory(error, cfg, held, vocab_size=vocab_size, pipeline_rank=groups.pp.rank, where=where)
 
 
@@ -239,11 +238,11 @@ def _train_and_evaluate(trainer: Trainer) -> int:
     signal skips the remaining ones. Collective."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
-    if not cfg.skip_train:
+    if not cfg.validation.skip_train:
         reason = trainer.train()
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
-            if parts.state.iteration >= cfg.train_iters:  # a signal arrived in the last iteration
+            if parts.state.iteration >= cfg.training.train_iters:  # a signal arrived in the last iteration
                 logger.warning(NO_FINAL_EVALUATION)
             return code
     for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):
@@ -261,8 +260,8 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model)
     report_parameters(model, groups)
-    optimizer = get_megatron_optimizer(optimizer_config(cfg), model, groups=groups)
-    scheduler = None if cfg.skip_train else get_optimizer_param_scheduler(cfg, optimizer)
+    optimizer = get_megatron_optimizer(cfg.optimizer, model, groups=groups)
+    scheduler = None if cfg.validation.skip_train else get_optimizer_param_scheduler(cfg.flat, optimizer)
     described = task.description()
     checkpointer = Checkpointer(
         cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
@@ -282,15 +281,15 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     UserError for bad custom samples."""
     task, groups = parts.task, parts.groups
     state = parts.checkpointer.load()
-    if state is None and cfg.load_hf:
-        load_hf_weights(cfg.load_hf, parts.model, parts.optimizer, groups)
+    if state is None and cfg.checkpoint.load_hf:
+        load_hf_weights(cfg.checkpoint.load_hf, parts.model, parts.optimizer, groups)
     parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
-    if not cfg.skip_train:
+    if not cfg.validation.skip_train:
         batches = train_iterator(cfg, train, parts.state, groups)
-        parts.reader = BatchReader(batches, task.loss_counts, reads_ahead=cfg.dataloader_type != "external")
-    parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
+        parts.reader = BatchReader(batches, task.loss_counts, reads_ahead=cfg.data.dataloader_type != "external")
+    parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
     return parts
 
@@ -302,28 +301,17 @@ def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
     cls = type(task)
     own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
     provider, get_batch = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
-    if provider or not get_batch or not isinstance(task, LanguageModelTask) or task.cfg.dataloader_type == "external":
+    if (
+        provider
+        or not get_batch
+        or not isinstance(task, LanguageModelTask)
+        or task.cfg.data.dataloader_type == "external"
+    ):
         return
     expected = task.random_sample(np.random.default_rng(0))
     for name, dataset in datasets.items():
         if name == "train" or not isinstance(dataset, list | tuple):  # lists are several validation sets
             check_first_sample(dataset, expected, f"{cls.__name__}.train_valid_test_datasets_provider, {name} data")
-
-
-def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
-    """Return the optimizer settings of a run, copied from the resolved flags: learning rates, regularization,
-    precision, Apex parts and sharding. Reads no model and changes nothing."""
-    return OptimizerConfig(
-        **(group_values(RegularizationConfig, cfg) | group_values(MixedPrecisionConfig, cfg)),
-        lr=cfg.lr,
-        min_lr=cfg.min_lr,
-        fp16=cfg.fp16,
-        bf16=cfg.bf16,
-        log_num_zeros_in_grad=cfg.log_num_zeros_in_grad,
-        apex_parts=list(cfg.apex_parts),
-        use_distributed_optimizer=cfg.use_distributed_optimizer,
-        overlap_param_gather=cfg.overlap_param_gather,
-    )
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
@@ -332,7 +320,7 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
-        state=parts.state, train_iters=cfg.train_iters or 0, rank=launched_rank(),
+        state=parts.state, train_iters=cfg.training.train_iters or 0, rank=launched_rank(),
         world_size=cfg.world_size, data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
     )  # fmt: skip
 
@@ -341,19 +329,21 @@ def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups:
     """Return an iterator over this rank's micro-batches {name: tensor}, from the checkpoint's position on. ``single``
     raises UserError when the samples are used up; ``cyclic`` reshuffles each epoch; ``external`` iterates ``dataset``
     from its start. Raises UserError without data."""
-    if cfg.dataloader_type == "external":
+    if cfg.data.dataloader_type == "external":
         return iter(dataset)
     if dataset is None:
         raise UserError("there is no training data: give --data-path, --train-data-path or --mock-data")
-    order = EpochShuffle(len(dataset), cfg.seed) if cfg.dataloader_type == "cyclic" else sequential
+    order = EpochShuffle(len(dataset), cfg.model.seed) if cfg.data.dataloader_type == "cyclic" else sequential
     sampler = TrainSampler(
-        Shard(cfg.micro_batch_size, groups.dp.rank, groups.dp.size),
+        Shard(cfg.training.micro_batch_size, groups.dp.rank, groups.dp.size),
         batch_size_at(cfg),
         order,
         consumed_samples=state.consumed_train_samples,
-        total_samples=sys.maxsize if cfg.dataloader_type == "cyclic" else len(dataset),
+        total_samples=sys.maxsize if cfg.data.dataloader_type == "cyclic" else len(dataset),
     )
-    return until_exhausted(build_loader(dataset, sampler, cfg.num_workers, torch.cuda.is_available()), len(dataset))
+    return until_exhausted(
+        build_loader(dataset, sampler, cfg.data.num_workers, torch.cuda.is_available()), len(dataset)
+    )
 
 
 def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:

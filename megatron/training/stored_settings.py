@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import default_family, families, known_family
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 SIZES = (
@@ -40,9 +40,9 @@ checkpoint; loading fails if they differ. A custom model's description names fur
 """
 
 
-def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
+def config_to_dict(cfg: FlatConfig) -> dict[str, Any]:
     """Return all settings as plain JSON values, for checkpoints and logs."""
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    values = cfg.values()
     values["explicit"] = sorted(values["explicit"])
     values["exit_signal"] = values["exit_signal"].name
     return json.loads(json.dumps(values, default=str))
@@ -124,7 +124,11 @@ def settings_to_compare(architecture: Iterable[str]) -> tuple[str, ...]:
 def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
     """For upcycling, raise CheckpointError unless the dense checkpoint's ffn_hidden_size equals --moe-ffn-hidden-size x
     --moe-upcycling-granularity. Passes if either width is unknown. The message names a fix."""
-    dense, width, slices = args.get("ffn_hidden_size"), cfg.moe_ffn_hidden_size, cfg.moe_upcycling_granularity
+    dense, width, slices = (
+        args.get("ffn_hidden_size"),
+        cfg.model.moe_ffn_hidden_size,
+        cfg.upcycling.moe_upcycling_granularity,
+    )
     if width is None or not isinstance(dense, int) or dense == width * slices:
         return
     fix = f"--moe-ffn-hidden-size {dense // slices}" if dense % slices == 0 else "another --moe-upcycling-granularity"
@@ -145,9 +149,9 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
         tokenizer: of this run; None to compare settings only.
         consistent: whether the settings have passed all rules; if not, only their main sizes are compared.
     """
-    directory, weights_only = _named_checkpoint(cfg.load, cfg.ckpt_step), cfg.finetune
+    directory, weights_only = _named_checkpoint(cfg.checkpoint.load, cfg.checkpoint.ckpt_step), cfg.checkpoint.finetune
     if directory is None:
-        directory, weights_only = _named_checkpoint(cfg.pretrained_checkpoint, None), True
+        directory, weights_only = _named_checkpoint(cfg.checkpoint.pretrained_checkpoint, None), True
     try:
         objects = {} if directory is None else read_manifest(directory)["objects"]
         architecture = weight_settings(cfg.describe(0)) if consistent and objects else MAIN_SIZES
@@ -156,15 +160,15 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
     stored = objects.get("args")
     if directory is None or not isinstance(stored, dict):
         return
-    upcycled = cfg.moe_use_upcycling and is_dense(stored)
+    upcycled = cfg.upcycling.moe_use_upcycling and is_dense(stored)
     weights_only = weights_only or upcycled or os.path.basename(directory) == RELEASE
     try:
         if upcycled:
             architecture = settings_to_compare(architecture)
             check_width(stored, cfg, directory)
         check_architecture(
-            with_custom_flags(stored), with_custom_flags(config_to_dict(cfg)), directory,
-            architecture=architecture, weights_only=weights_only or cfg.skip_train,
+            with_custom_flags(stored), with_custom_flags(config_to_dict(cfg.flat)), directory,
+            architecture=architecture, weights_only=weights_only or cfg.validation.skip_train,
         )  # fmt: skip
     except CheckpointError as error:
         yield str(error)

@@ -94,6 +94,6 @@ def _checked_family(settings: Mapping[str, Any], folder: str, tool: str) -> Mode
 
 def _build(cfg: PretrainConfig) -> TrainedModel:
     """Build the model of resolved settings, with initial weights, on this process's device."""
-    tokenizer = build_tokenizer(cfg)
+    tokenizer = build_tokenizer(cfg.tokenizer)
     model = task_class(cfg.model_family)(cfg, tokenizer).model_provider().to(training_device()).eval()
     return TrainedModel(cfg, tokenizer, model)

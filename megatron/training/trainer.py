@@ -38,13 +38,14 @@ class Trainer:
     def __init__(self, cfg: PretrainConfig, parts: Components, exits: conditions.ExitConditions) -> None:
         self.cfg, self.parts, self.exits = cfg, parts, exits
         self.state, self.timers = parts.state, parts.task.timers
-        self.hooks = Hooks(cfg.log_interval, parts.hooks)
+        self.hooks = Hooks(cfg.logging.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups, parts.on_forward)
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         self.flops_per_sample = parts.task.flops_per_sample()
-        self.finite = FiniteCheck(global_rank()) if cfg.check_for_nan_in_loss_and_grad and not cfg.fp16 else None
+        checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
+        self.finite = FiniteCheck(global_rank()) if checked else None
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
         supply_main_loss(parts.model, parts.task.loss_weights[parts.task.losses[0]])
@@ -60,20 +61,23 @@ class Trainer:
         """Run iterations, evaluations and saves until the first reason to stop; log and return that reason. Checks
         before the first iteration, so that a complete run makes none. An exit condition saves before it stops, if
         --save is set. Collective; hooks are called, but not started or closed."""
+        validation, checkpoint = self.cfg.validation, self.cfg.checkpoint
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
         self.restart_timer()
         while reason is None:
             metrics = self.train_step()
-            if conditions.is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
+            if conditions.is_log_iteration(self.cfg.logging.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
             self.hooks.on_step(self.state, metrics)
-            if conditions.is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
+            if conditions.is_eval_iteration(
+                validation.eval_interval, self.state.iteration, validation.start_eval_at_iter
+            ):
                 self.evaluate()
             reason = self.exits.check(self.state)
-            if conditions.is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
+            if conditions.is_save_iteration(checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
-            elif conditions.every(self.cfg.non_persistent_save_interval, self.state.iteration):
+            elif conditions.every(checkpoint.non_persistent_save_interval, self.state.iteration):
                 self.save(fast=True)
             self.finish_save()
             reason = reason or self.unsaved()
@@ -89,14 +93,14 @@ class Trainer:
         assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
-        if self.state.iteration + 1 in self.cfg.iterations_to_skip:
+        if self.state.iteration + 1 in self.cfg.training.iterations_to_skip:
             metrics = self._skip_batch(size)
         else:
             with self.timers("forward-backward", log_level=1):
                 local, counts = self._forward_backward(size)
             metrics = self._update(size, local, counts)
         metrics.learning_rate = rate
-        if self.cfg.weight_decay_incr_style != "constant":
+        if self.cfg.schedule.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
         self._count(size, metrics)
         metrics.elapsed = self.restart_timer()
@@ -133,7 +137,7 @@ class Trainer:
         if self.finite is None:
             where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
             check_has_tokens(counts.sum().item(), where)
-            if self.cfg.check_for_nan_in_loss_and_grad:
+            if self.cfg.training.check_for_nan_in_loss_and_grad:
                 check_finite(
                     {name: pair[0] for name, pair in losses.items()}, iteration=self.state.iteration + 1,
                     rank=global_rank(), consumed_samples=self.state.consumed_train_samples,
@@ -151,7 +155,7 @@ class Trainer:
             )
             self.finite.read(keep=1)
         metrics.loss_scale = optimizer.get_loss_scale()
-        metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.log_params_norm else None
+        metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
         return metrics
 
     def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -167,7 +171,7 @@ class Trainer:
         task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
         results = self.forward_backward(
             forward_step_func=task.forward_step, model=parts.model, loss_weights=task.loss_weights,
-            on_forward=parts.on_forward, **task.micro_batches(batches, number, cfg.micro_batch_size),
+            on_forward=parts.on_forward, **task.micro_batches(batches, number, cfg.training.micro_batch_size),
         )  # fmt: skip
         return LossSums(self.device).add(results).pairs, counts
 
@@ -184,10 +188,10 @@ class Trainer:
         return sums, parts.task.counted(sums, counts, parts.model)
 
     def _num_microbatches(self, size: int) -> int:
-        return size // (self.cfg.micro_batch_size * self.parts.groups.dp.size)
+        return size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size)
 
     def _batch_size(self, consumed: int) -> int:
-        return batch_sizes.running_global_batch_size(self.cfg, consumed, self.cfg.data_parallel_size)
+        return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.cfg.data_parallel_size)
 
     def _read(self, size: int) -> tuple[Iterator[dict], Tensor]:
         """Return an iterator over this rank's micro-batches of a global batch of ``size`` samples, and their counts.
@@ -195,7 +199,7 @@ class Trainer:
         if self.parts.on_forward is not None:
             self.parts.on_forward("reads", True)
         following = 0
-        if self.state.iteration + 1 < self.cfg.train_iters:
+        if self.state.iteration + 1 < self.cfg.training.train_iters:
             following = self._num_microbatches(self._batch_size(self.state.consumed_train_samples + size))
         assert self.parts.reader is not None, "only --skip-train has none"
         return self.parts.task.global_batch(self.parts.reader, self._num_microbatches(size), following)
@@ -234,7 +238,7 @@ class Trainer:
         self.read_checks()
         results = self._known_results(name, final)
         if results is None:
-            if self.cfg.manual_gc and self.cfg.manual_gc_eval:
+            if self.cfg.training.manual_gc and self.cfg.training.manual_gc_eval:
                 gc.collect()
             results = self.evaluator.evaluate(sets, name, final)
         if name == "validation":
@@ -249,7 +253,7 @@ class Trainer:
         if not final or name != "validation" or self.last_validation is None:
             return None
         iteration, results = self.last_validation
-        if iteration != self.state.iteration or self.cfg.dataloader_type == "external":  # its iterators have advanced
+        if iteration != self.state.iteration or self.cfg.data.dataloader_type == "external":  # iterators advanced
             return None
         return [replace(result, final=True) for result in results]
 
@@ -258,11 +262,11 @@ class Trainer:
         process never in the background. ``fast``: to the folder of --non-persistent-save-interval. Collective. First
         waits for the device and raises for non-finite losses so far. A failed save is reported, not raised."""
         self.read_checks()
-        if self.cfg.save is None:
+        if self.cfg.checkpoint.save is None:
             return
         self.finish_save(wait=True)
         self.hooks.on_save(self.state)
-        background = self.cfg.async_save and not last
+        background = self.cfg.checkpoint.async_save and not last
         self.report_save(self.parts.checkpointer.start_save(self.state, background=background, fast=fast))
         self.restart_timer()
 
@@ -290,13 +294,13 @@ class Trainer:
         """Return the reason to stop after too many failed saves, or None."""
         checkpointer, cfg = self.parts.checkpointer, self.cfg
         failed, why = checkpointer.failed_saves, checkpointer.last_failure
-        return conditions.after_failed_saves(failed, cfg.max_failed_saves, cfg.save, why)
+        return conditions.after_failed_saves(failed, cfg.checkpoint.max_failed_saves, cfg.checkpoint.save, why)
 
     def between_steps(self) -> None:
         """Synchronize the device, free cached memory and collect garbage at the intervals that flags set, at the same
         iteration on every rank: a pause of one rank delays all of them."""
         cfg, iteration = self.cfg, self.state.iteration
-        if conditions.every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
+        if conditions.every(cfg.training.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()
         self.return_memory(2)
         self.collect_garbage(force=False)
@@ -304,17 +308,17 @@ class Trainer:
     def return_memory(self, level: int) -> None:
         """Free cached device memory (--empty-unused-memory-level): level 1 before the optimizer step, 2 after it
         too."""
-        if self.cfg.empty_unused_memory_level >= level and self.device.type == "cuda":
+        if self.cfg.training.empty_unused_memory_level >= level and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def collect_garbage(self, force: bool) -> None:
         """With --manual-gc, run Python's garbage collection every --manual-gc-interval iterations, or now with
         ``force``, which also disables automatic collection for the process. Does nothing without --manual-gc."""
-        if not self.cfg.manual_gc:
+        if not self.cfg.training.manual_gc:
             return
         if force:
             gc.disable()
-        if force or conditions.every(self.cfg.manual_gc_interval, self.state.iteration):
+        if force or conditions.every(self.cfg.training.manual_gc_interval, self.state.iteration):
             gc.collect()
 
 

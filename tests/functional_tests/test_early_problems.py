@@ -58,7 +58,8 @@ def test_all_problems_are_found_without_torch(problems_of, flags, expected):
 def write_checkpoint(folder, flags, iteration=3, tokenizer="", **objects):
     """Write a checkpoint without tensors that a run with these flags could have saved."""
     cfg = validate_args(parse_args(f"{TINY} {NULL} --mock-data {flags}".split()), 1)
-    objects = {"args": config_to_dict(cfg), "tokenizer": tokenizer or build_tokenizer(cfg).fingerprint, **objects}
+    fingerprint = tokenizer or build_tokenizer(cfg.tokenizer).fingerprint
+    objects = {"args": config_to_dict(cfg.flat), "tokenizer": fingerprint, **objects}
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     (folder / name).mkdir(parents=True)
     content = {

@@ -89,8 +89,9 @@ def test_what_is_accepted_can_be_laid_out():
         if found:
             continue
         accepted += 1
-        tp, cp, pp = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.pipeline_model_parallel_size
+        model = cfg.model
+        tp, cp, pp = model.tensor_model_parallel_size, model.context_parallel_size, model.pipeline_model_parallel_size
         assert RankGrid.from_world(world_size, tp=tp, cp=cp, pp=pp).dp == cfg.data_parallel_size
         stages = run_stages(cfg, VOCAB_SIZE)
-        assert [branch for stage in stages for branch in stage.branches] == list(range(2 * cfg.num_layers))
+        assert [branch for stage in stages for branch in stage.branches] == list(range(2 * cfg.model.num_layers))
     assert accepted > 30

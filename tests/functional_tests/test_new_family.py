@@ -105,7 +105,7 @@ def test_its_flags_rules_and_settings_are_its_own():
     with pytest.raises(ConfigError, match="--numbers-count"):
         parse_args(["--numbers-count", "4"])
     cfg = settings("--numbers-count 5")
-    assert pickle.loads(pickle.dumps(cfg)) == cfg and cfg.numbers_count == 5
+    assert pickle.loads(pickle.dumps(cfg)) == cfg and cfg.flat.numbers_count == 5
     sizes = {name: config.hidden_size for name, config in cfg.family.transformers(cfg).items()}
     assert sizes == {"numbers": 16, "decoder": 32}
 

@@ -21,7 +21,6 @@ from megatron.core.transformer.context_parallel_support import layout_problem
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.checkpoint.settings import check_args
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
@@ -86,8 +85,8 @@ def built_model(cfg):
     from megatron.core.models.gpt import GPTModel
     from tests.test_utils.gated_recurrence import mixed_layers
 
-    config = core_transformer_config_from_args(cfg)
-    length = cfg.max_position_embeddings
+    config = cfg.model
+    length = cfg.embeddings.max_position_embeddings
     return GPTModel(config, mixed_layers(config), VOCAB_SIZE, length, make_vocab_size_divisible_by=8)
 
 
@@ -102,24 +101,24 @@ def test_parameters_and_flops_are_those_of_the_built_model():
     assert {name: spec.shape for name, _, spec in named_specs(model)} == {
         each.name: each.shape for each in described.params()
     }
-    tokens = torch.randint(0, VOCAB_SIZE, (1, cfg.seq_length))
+    tokens = torch.randint(0, VOCAB_SIZE, (1, cfg.data.seq_length))
     with FlopCounterMode(display=False) as counter:
-        model(tokens, torch.arange(cfg.seq_length)[None], labels=tokens).sum().backward()
+        model(tokens, torch.arange(cfg.data.seq_length)[None], labels=tokens).sum().backward()
     attention_layers, padding = 3, 64 - VOCAB_SIZE  # torch counts all scores and the padded vocabulary
-    more = 3 * 2 * cfg.hidden_size * (attention_layers * cfg.seq_length**2 + cfg.seq_length * padding)
+    more = 3 * 2 * cfg.model.hidden_size * (attention_layers * cfg.data.seq_length**2 + cfg.data.seq_length * padding)
     assert counter.get_total_flops() == described.flops_per_sample + more
 
 
 def test_the_dry_run_knows_its_parameters_memory_and_stages():
     cfg = settings(f"{MIXED} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etta|aftL", 2)
-    report = dry_run_report(dataclasses.replace(cfg, vocab_size=VOCAB_SIZE))
+    report = dry_run_report(cfg.with_settings(vocab_size=VOCAB_SIZE))
     assert f"{cfg.describe(VOCAB_SIZE).num_parameters:,}, of which" in report
     assert "pipeline rank 1            attention and feed-forward of layer 3 + layer 4 + loss" in report
 
 
 def test_layers_without_a_description_train_and_are_not_counted(gloo_pool):
     flags = f"{DROPOUT} --num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"
-    cfg = dataclasses.replace(settings(f"{flags} --pipeline-model-parallel-size 2", 2), vocab_size=VOCAB_SIZE)
+    cfg = settings(f"{flags} --pipeline-model-parallel-size 2", 2).with_settings(vocab_size=VOCAB_SIZE)
     assert "without recurrence, which has no describe(config, place)" in dry_run_report(cfg)
     assert [stage.num_layers for stage in run_stages(cfg, VOCAB_SIZE)] == [1, 2]
     ranks = gloo_pool.run(weights_of, 2, Layout(flags, PP2, 2).argv)
@@ -131,7 +130,7 @@ def test_the_dry_run_needs_no_vocabulary(layers, parts):
     """Tokenizers that are loaded later leave the vocabulary unknown."""
     spec = f"--spec tests.test_utils.gated_recurrence {layers}"
     cfg = settings(f"--num-layers 4 --pipeline-model-parallel-size 2 {spec}", 2)
-    assert "pipeline rank 1            layers 3-4 + loss" in dry_run_report(dataclasses.replace(cfg, vocab_size=None))
+    assert "pipeline rank 1            layers 3-4 + loss" in dry_run_report(cfg.with_settings(vocab_size=None))
     assert [len(stage.branches) for stage in run_stages(cfg, None)] == parts
 
 
@@ -333,7 +332,7 @@ def _reason(rank, world_size, argv):
     from tests.test_utils.gated_recurrence import local_layers
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
-    config = core_transformer_config_from_args(configure(argv, world_size, "fp32"))
+    config = configure(argv, world_size, "fp32").model
     config = dataclasses.replace(config, context_parallel_size=2)
     try:
         GPTModel(config, local_layers(config), VOCAB_SIZE, 64)

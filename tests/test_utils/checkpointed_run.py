@@ -12,7 +12,8 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.training.checkpoint.checkpointer import Checkpointer
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.train_state import TrainState
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -25,7 +26,7 @@ def settings(folder=None, **changes):
         "micro_batch_size": 1, "global_batch_size": 6, "lr": 0.01, "train_iters": 100, "bf16": True, "save_interval": 1,
     }  # fmt: skip
     folders = {} if folder is None else {"save": str(folder), "load": str(folder)}
-    return PretrainConfig(**{**values, **folders, **changes})
+    return compose(FlatConfig(**{**values, **folders, **changes}))
 
 
 class Run:
@@ -39,9 +40,9 @@ class Run:
         self.groups = groups
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(None, config, self.net, groups=groups)
-        optimizer_config = OptimizerConfig(lr=cfg.lr, fp16=cfg.fp16, initial_loss_scale=64.0)
+        optimizer_config = OptimizerConfig(lr=cfg.schedule.lr, fp16=cfg.model.fp16, initial_loss_scale=64.0)
         self.optimizer = get_megatron_optimizer(optimizer_config, [self.model], groups=groups)
-        self.scheduler = get_optimizer_param_scheduler(cfg, self.optimizer)
+        self.scheduler = get_optimizer_param_scheduler(cfg.flat, self.optimizer)
         named = None if tokenizer is None else SimpleNamespace(fingerprint=tokenizer)
         self.checkpointer = Checkpointer(
             cfg, [self.model], self.optimizer, self.scheduler, groups=groups, tokenizer=named, fault=fault

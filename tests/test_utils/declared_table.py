@@ -91,13 +91,15 @@ LOSS_AXES = frozenset({"tp2 sp", "cp", "dp", "micro-batches"})
 
 def axes_of(cfg, world_size: int) -> set[str]:
     """The axes that split a model of resolved settings, its sequences or its batch."""
-    tp, cp, ep = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.expert_model_parallel_size
-    dp = world_size // (tp * cp * cfg.pipeline_model_parallel_size)
-    etp = cfg.expert_tensor_parallel_size or tp
+    model = cfg.model
+    tp, cp, ep = model.tensor_model_parallel_size, model.context_parallel_size, model.expert_model_parallel_size
+    dp = world_size // (tp * cp * cfg.model.pipeline_model_parallel_size)
+    etp = cfg.model.expert_tensor_parallel_size or tp
     found = {
-        f"tp{tp}{' sp' if cfg.sequence_parallel else ''}": tp > 1, "cp": cp > 1, "dp": dp > 1,
-        "micro-batches": cfg.global_batch_size > cfg.micro_batch_size * dp, "zero": cfg.use_distributed_optimizer,
-        "fsdp": cfg.use_torch_fsdp2, "ep": ep > 1, "etp > tp": etp > tp, "etp < tp": etp < tp,
+        f"tp{tp}{' sp' if cfg.model.sequence_parallel else ''}": tp > 1, "cp": cp > 1, "dp": dp > 1,
+        "micro-batches": cfg.training.global_batch_size > cfg.training.micro_batch_size * dp,
+        "zero": cfg.distributed.use_distributed_optimizer,
+        "fsdp": cfg.distributed.use_torch_fsdp2, "ep": ep > 1, "etp > tp": etp > tp, "etp < tp": etp < tp,
     }  # fmt: skip
     return {name for name, present in found.items() if present}
 
@@ -109,12 +111,12 @@ def parts_of(row: Layout, cfg, vocab_size: int) -> set[str]:
     for param in cfg.describe(vocab_size).params():
         name = re.sub(r"\.\d+\.", ".*.", param.name)
         found.add(f"{row.family}: {name} (split over {', '.join(param.mesh) or 'nothing'})")
-    if cfg.mtp_num_layers:
+    if cfg.model.mtp_num_layers:
         found.add("loss: multi-token prediction")
-    if cfg.num_moe_experts:
-        found |= {f"loss: {kind}" for kind, value in zip(cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff)
-                  if value}  # fmt: skip
-        found |= {"loss: router z-loss"} if cfg.moe_z_loss_coeff else set()
+    if cfg.model.num_moe_experts:
+        kinds = zip(cfg.model.moe_router_load_balancing_type, cfg.model.moe_aux_loss_coeff)
+        found |= {f"loss: {kind}" for kind, value in kinds if value}
+        found |= {"loss: router z-loss"} if cfg.model.moe_z_loss_coeff else set()
     return found
 
 
@@ -129,7 +131,7 @@ def missing_axes(models: Iterable[Layout], rows: Iterable[Layout], vocab_size: i
                 needed[part] = LOSS_AXES
             # parameters that dense models have too must also meet tensor parallelism without sequence parallelism
             elif needed.get(part) != DENSE_AXES:
-                needed[part] = EXPERT_AXES if cfg.num_moe_experts else DENSE_AXES
+                needed[part] = EXPERT_AXES if cfg.model.num_moe_experts else DENSE_AXES
     for row in rows:
         cfg = configure(row.argv, row.world_size, row.precision, row.family)
         for part in parts_of(row, cfg, vocab_size):

@@ -99,7 +99,7 @@ def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
 
     cfg = validate_args(parse_args([*flags_of(model), *more.split()], needs_data=False), 1)
     table = Table("", "", (), model.weights)
-    found = conversion.placements(table, complete({**config_to_dict(cfg), "vocab_size": VOCAB}))
+    found = conversion.placements(table, complete({**config_to_dict(cfg.flat), "vocab_size": VOCAB}))
     return {placement.name: placement for placement in found}
 
 

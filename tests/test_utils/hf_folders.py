@@ -28,7 +28,7 @@ def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.fl
         name: LazyTensor.of((torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)).to(dtype))
         for name, shape in expected_tensors(cfg, vocab_size).items()
     }
-    settings = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
+    settings = {name: value for name, value in config_to_dict(cfg.flat).items() if name in MODEL}
     return Interchange(settings | {"vocab_size": vocab_size, "model_family": model_family}, tensors)
 
 

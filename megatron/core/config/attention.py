@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability, RotaryBase
 
 
@@ -62,7 +63,7 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 
 @dataclass(kw_only=True)
-class AttentionConfig:
+class AttentionConfig(FlagGroup):
     """Attention"""
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"

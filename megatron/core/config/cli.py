@@ -164,6 +164,10 @@ class FlagSpec:
             return str(error)
         return ""
 
+    def problem(self, value: Any, reason: str, fix: str = "") -> Problem:
+        """Return a problem of this flag with its value, which switches and unset flags do not show."""
+        return Problem(self.names[0], reason, _NO_VALUE if self.is_bool or value is None else value, fix)
+
     def from_text(self, text: str) -> Any:
         """Convert one operand to the field's type and check it. Raises ValueError with the reason."""
         try:

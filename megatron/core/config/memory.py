@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Layers
 
 RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_act", "shared_experts", "mla_up_proj")
@@ -12,7 +13,7 @@ RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_ac
 
 
 @dataclass(kw_only=True)
-class RecomputeConfig:
+class RecomputeConfig(FlagGroup):
     """Activation recomputation and offloading"""
 
     recompute_granularity: Literal["full", "selective"] | None = None

@@ -6,11 +6,13 @@ name, one default and one help text. Torch is imported only when a dtype is aske
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from megatron.core.config.absent import TakesSettings
 from megatron.core.config.cli import derived, flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Batch, NumRanks, Range
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class ParallelismConfig:
+class ParallelismConfig(FlagGroup):
     """Model parallelism"""
 
     tensor_model_parallel_size: NumRanks = 1
@@ -78,7 +80,7 @@ class ParallelismConfig:
 
 
 @dataclass(kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(FlagGroup):
     """Number formats of the model"""
 
     fp16: bool = False
@@ -95,7 +97,7 @@ class PrecisionConfig:
     """Use only kernels with bitwise reproducible results; slower."""
 
 
-def parameter_dtype(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:
+def parameter_dtype(fp16: bool, bf16: bool, fp64: bool) -> torch.dtype:
     """Return the torch dtype of the parameters: fp64, else fp16, else bf16 if set (no check for several), else fp32.
     Imports torch."""
     import torch
@@ -107,15 +109,42 @@ def parameter_dtype(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtyp
     return torch.bfloat16 if bf16 else torch.float32
 
 
+class _FollowingDtype:
+    """A field whose value, while it is None, follows from other fields; computed on reading, which imports torch."""
+
+    def __init__(self, follow: Callable[[Any], torch.dtype]) -> None:
+        self.follow = follow
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        if config is None:  # the default, which dataclasses ask the class for
+            return None
+        value = vars(config).get(self.name)
+        return self.follow(config) if value is None else value
+
+    def __set__(self, config: Any, value: Any) -> None:
+        vars(config)[self.name] = value
+
+
+def _dtype_between_stages(config: Any) -> torch.dtype:
+    """fp32 where the residual stream, which stages pass on, is in fp32; else the parameters' dtype."""
+    import torch
+
+    return torch.float32 if getattr(config, "fp32_residual_connection", False) else config.params_dtype
+
+
 @dataclass(kw_only=True)
 class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSettings):
     """The library's base configuration, which every parallel module reads."""
 
-    params_dtype: Any = None
+    params_dtype: Any = _FollowingDtype(lambda config: parameter_dtype(config.fp16, config.bf16, config.fp64))
     """torch dtype of the parameters; None follows ``fp16`` and ``bf16``."""
 
-    pipeline_dtype: Any = None
-    """torch dtype of messages between pipeline stages; None: the parameters' dtype."""
+    pipeline_dtype: Any = _FollowingDtype(_dtype_between_stages)
+    """torch dtype of messages between pipeline stages; None: the parameters' dtype, or fp32 with
+    ``fp32_residual_connection``."""
 
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline rank of an interleaved schedule."""
@@ -130,9 +159,3 @@ class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSet
     finalize_model_grads_func: Any = None
     """For custom training loops: function that schedules call after the last backward pass, with the model chunks and
     the number of tokens that the losses were summed over."""
-
-    def __post_init__(self) -> None:
-        if self.params_dtype is None:
-            self.params_dtype = parameter_dtype(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
-        if self.pipeline_dtype is None:
-            self.pipeline_dtype = self.params_dtype

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import AnyFloat, Dim, Layers, NonNegativeFloat, PositiveFloat, Probability, Range
 
 
 @dataclass(kw_only=True)
-class NetworkSizeConfig:
+class NetworkSizeConfig(FlagGroup):
     """Network size"""
 
     num_layers: Layers = flag()
@@ -136,7 +137,7 @@ class ScaledOutputConfig(OptionalGroup):
 
 
 @dataclass(kw_only=True)
-class InitializationConfig:
+class InitializationConfig(FlagGroup):
     """Seed and initial values"""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 1234

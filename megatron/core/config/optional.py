@@ -11,10 +11,11 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import PositiveFloat, PositiveInt, Range
 
 
-class OptionalGroup:
+class OptionalGroup(FlagGroup):
     """Base class of groups that a family may list."""
 
     HARMLESS: ClassVar[tuple[str, ...]] = ()

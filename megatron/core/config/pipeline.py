@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Layers
 
 
 @dataclass(kw_only=True)
-class PipelineConfig:
+class PipelineConfig(FlagGroup):
     """Pipeline layout"""
 
     num_layers_per_virtual_pipeline_stage: Layers | None = None

@@ -1,10 +1,11 @@
 """Problems of settings by field name, for rules. Torch-free.
 
-A rule is a small named generator over a resolved configuration, any dataclass whose bases are groups of flags.
+A rule is a small named generator over a resolved configuration. Helpers look up flags and values in its flat form.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from inspect import isgeneratorfunction
 from types import ModuleType
@@ -14,7 +15,7 @@ from megatron.core.config.cli import FlagSpec, Problem, flags_of
 
 Problems = Iterator[Problem]
 Settings = Any
-"""A resolved configuration: a ``PretrainConfig``, or an object with its fields."""
+"""The configuration of a run: a ``PretrainConfig``."""
 Rule = Callable[[Settings], Problems]
 
 EXAMPLES = {
@@ -35,7 +36,7 @@ EXAMPLES = {
 
 
 def _flags(cfg: Settings) -> dict[str, FlagSpec]:
-    return {spec.field: spec for spec in flags_of(type(cfg))}
+    return {spec.field: spec for spec in flags_of(type(cfg.flat))}
 
 
 def as_given(cfg: Settings, field: str) -> str:
@@ -46,9 +47,7 @@ def as_given(cfg: Settings, field: str) -> str:
 
 def problem(cfg: Settings, field: str, reason: str, fix: str = "") -> Problem:
     """Return a problem of a field, with its flag and value."""
-    flag, value = _flags(cfg)[as_given(cfg, field)], getattr(cfg, field)
-    without_value = flag.is_bool or value is None
-    return Problem(flag.names[0], reason, fix=fix) if without_value else Problem(flag.names[0], reason, value, fix)
+    return _flags(cfg)[as_given(cfg, field)].problem(getattr(cfg.flat, field), reason, fix)
 
 
 def missing(cfg: Settings, field: str, reason: str = "is required", fix: str = "") -> Problem:
@@ -71,3 +70,17 @@ def collect_rules(*files: ModuleType) -> tuple[Rule, ...]:
         member for file in files for name, member in vars(file).items()
         if isgeneratorfunction(member) and member.__module__ == file.__name__ and not name.startswith("_")
     )  # fmt: skip
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    """The multiples of ``divisor`` around ``value``, for a fix."""
+    below = value // divisor * divisor
+    return f"nearest: {below} or {below + divisor}" if below else f"nearest: {divisor}"
+
+
+def common_divisors(*values: int) -> str:
+    """The numbers that divide all of ``values``, for a fix."""
+    largest = math.gcd(*values)
+    small = [size for size in range(1, math.isqrt(largest) + 1) if largest % size == 0]
+    shared = sorted({*small, *(largest // size for size in small)})
+    return ", ".join(map(str, shared[:12]))

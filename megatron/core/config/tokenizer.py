@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Dim, Range
 
 TokenizerType = Literal[
@@ -42,7 +43,7 @@ OTHER_NAMES = dict.fromkeys(_HUGGING_FACE, "HuggingFaceTokenizer") | {
 
 
 @dataclass(kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(FlagGroup):
     """Tokenizer"""
 
     tokenizer_type: TokenizerType | None = flag(meant=OTHER_NAMES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.problems import Rule, Settings
-from megatron.core.config.transformer_config import TransformerConfig, config_from_settings
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.pipeline_parallel.stages import BranchNames
 
@@ -44,12 +44,12 @@ class Program:
 
 def one_decoder(settings: Settings) -> dict[str, TransformerConfig]:
     """Return the configuration of a model with a single stack, the decoder."""
-    return {"decoder": config_from_settings(settings)}
+    return {"decoder": settings.model}
 
 
 def standard_branches(settings: Settings) -> BranchNames | None:
     """Return one name per layer with --use-parallel-residual, whose layers are indivisible, else None."""
-    return [["layer"]] * settings.num_layers if settings.use_parallel_residual else None
+    return [["layer"]] * settings.model.num_layers if settings.model.use_parallel_residual else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ class ModelFamily:
     """Optional groups of flags that it has. Its programs also have the flags of groups that no other family has."""
     rules: tuple[Rule, ...] = ()
     """Its own rules, in addition to the common ones."""
-    derive: Callable[[Settings], Options] = lambda settings: {}
-    """Settings (not yet resolved) -> values of fields that follow from others."""
+    derive: Callable[[Any], Options] = lambda flat: {}
+    """Flat settings (not yet resolved) -> values of fields that follow from others."""
     shrink: Callable[[Settings, Options], Options] | None = None
     """(settings, values of the small model) -> more values of the small model of ``tools/verify_layout.py``, which then
     keeps whole layers per stage. None: nothing more, and stages keep their cuts."""

@@ -1,10 +1,10 @@
 """Import and export of Hugging Face models. Each model family is a table in ``families/``.
 
-    settings, attention_settings   rules between config.json and command-line settings
-    layouts                        mapping between local and HF tensor layouts
-    family, registry               the table type; lookup of families
-    conversion                     lazy conversion of tensors
-    reader, writer                 HF folders
+settings, attention_settings   rules between config.json and command-line settings
+layouts                        mapping between local and HF tensor layouts
+family, registry               the table type; lookup of families
+conversion                     lazy conversion of tensors
+reader, writer                 HF folders
 """
 
 from __future__ import annotations

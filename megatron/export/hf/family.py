@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
@@ -250,6 +251,8 @@ def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], 
     config = transformer_config(settings)
     run = {name: value for name, value in settings.items() if not hasattr(config, name)}
     run |= {"seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1, "spec": None, "mask_prob": 0.1}
-    vars(config).update(run)  # descriptions read sizes of layers and settings of the run from one object
-    model = get_family(settings["model_family"]).describe(config, settings["vocab_size"])
+    rest = SimpleNamespace(**run)  # stands in for all groups of a run's configuration but the model's
+    names = ("embeddings", "data", "custom_layers", "masked_data")
+    cfg = SimpleNamespace(model=config, **dict.fromkeys(names, rest), group=lambda kind: rest)
+    model = get_family(settings["model_family"]).describe(cfg, settings["vocab_size"])
     return weight_shapes(model, expert_bias=settings["moe_router_enable_expert_bias"]), model.settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -72,13 +71,13 @@ def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int
         save_hf(model, place, family=family.model_type)
         (place / CONFIG).write_text(json.dumps(small_config(family, config, settings, small)), encoding="utf-8")
         changed = {name: value for name, value in small.items() if value != settings[name]}
-        few = dataclasses.replace(cfg, **changed)
+        few = cfg.with_settings(**changed)
         what = "settings against transformers (small random model)"
         return _compare(what, str(place), model, few, tokens_needed(small, config))
 
 
 def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
-    return complete({**config_to_dict(cfg), "vocab_size": ours.tensors[WORDS].shape[0]})
+    return complete({**config_to_dict(cfg.flat), "vocab_size": ours.tensors[WORDS].shape[0]})
 
 
 def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, length: int) -> int:
@@ -121,7 +120,7 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
 
     T5 receives ``tokens`` [b, s] as encoder and decoder input."""
     rows = weights.tensors[WORDS].shape[0]
-    plain = dataclasses.replace(cfg, bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)
+    plain = cfg.with_settings(bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)
     model = task_class(cfg.model_family)(plain, SimpleNamespace(vocab_size=rows)).model_provider().eval()
     model.float()
     reader = InterchangeReader(weights, "")

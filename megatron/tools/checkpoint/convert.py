@@ -145,11 +145,11 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
         cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
     cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")
-    cfg = validate_args(cfg, 1, announce=False)
-    check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
-    model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
+    resolved = validate_args(cfg, 1, announce=False)
+    check_tensors(tensors, expected_tensors(resolved, cfg.vocab_size or rows), where)
+    model = {name: value for name, value in config_to_dict(resolved.flat).items() if name in MODEL}
     source.settings = {**source.settings, **model, "model_family": family.name}
-    return cfg
+    return resolved
 
 
 def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:

@@ -84,6 +84,7 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler | None, *, groups: ProcessGroups, tokenizer: Any = None,
         architecture: Sequence[str] | None = None, fault: Fault = no_fault,
     ) -> None:  # fmt: skip
+        checkpoint = cfg.checkpoint
         self.architecture = ARCHITECTURE if architecture is None else architecture
         self.cfg, self.groups, self.fault = cfg, groups, fault
         self.chunks = [unwrapped(chunk) for chunk in model_chunks]
@@ -98,7 +99,7 @@ class Checkpointer:
         self._locks: list[SaveLock] = []
         self._written: dict[str, set[int]] = {}
         """Iterations that retention may delete, by folder: written by this run or by the run that it continues."""
-        self.fast = fast_folder(cfg) if cfg.non_persistent_save_interval is not None else None
+        self.fast = fast_folder(cfg.checkpoint) if checkpoint.non_persistent_save_interval is not None else None
         self._identity: str | None = None
         self._is_clear = False
         """Whether checkpoints of another history have been moved aside."""
@@ -107,27 +108,27 @@ class Checkpointer:
         self._background: BackgroundWriter | None = None
         self.left_alone: list[str] = []
         """Stored names that :meth:`load` skipped on request, such as with --no-load-optim."""
-        if cfg.save is not None:
+        if checkpoint.save is not None:
             from_first_rank(self._take_locks, groups.world)
-        if cfg.save is not None and cfg.async_save:
+        if checkpoint.save is not None and checkpoint.async_save:
             device = next((each.device.type for chunk in self.chunks for each in chunk.parameters()), "cpu")
-            limit = None if cfg.async_save_staging_gb is None else 1e9 * cfg.async_save_staging_gb
-            patience = SHARE_OF_COLLECTIVE_TIMEOUT * 60.0 * cfg.distributed_timeout_minutes
+            limit = None if checkpoint.async_save_staging_gb is None else 1e9 * checkpoint.async_save_staging_gb
+            patience = SHARE_OF_COLLECTIVE_TIMEOUT * 60.0 * cfg.distributed.distributed_timeout_minutes
             self._background = BackgroundWriter(groups.world, device, limit, patience)
 
     def _take_locks(self) -> None:
         """Lock --save and, if the run uses it, the fast folder, and give --save an identity for fast checkpoints; call
         on the first rank only. Raises CheckpointError if another job holds a lock, or for a local fast folder with
         ranks on several hosts."""
-        assert self.cfg.save is not None
-        self._locks.append(SaveLock(self.cfg.save))
+        assert self.cfg.checkpoint.save is not None
+        self._locks.append(SaveLock(self.cfg.checkpoint.save))
         if self.fast is not None:
-            if self.cfg.non_persistent_ckpt_type == "local" and not _one_host(self.groups.world.size):
+            if self.cfg.checkpoint.non_persistent_ckpt_type == "local" and not _one_host(self.groups.world.size):
                 flags = "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir"
                 raise CheckpointError(f"{flags} {self.fast}: ranks run on several hosts that do not share it; give"
                                       " --non-persistent-ckpt-type global with a folder that they share")  # fmt: skip
             self._locks.append(SaveLock(self.fast, "the folder of --non-persistent-save-interval"))
-            self._identity = identity(self.cfg.save, make=True)
+            self._identity = identity(self.cfg.checkpoint.save, make=True)
 
     @property
     def failed_saves(self) -> int:
@@ -159,12 +160,16 @@ class Checkpointer:
         :meth:`finish_save` report the outcome; one save at a time. ``fast`` selects the folder of
         --non-persistent-save-interval, which keeps one checkpoint."""
         cfg, world, began = self.cfg, self.groups.world, time.perf_counter()
-        assert cfg.save is not None and self._pending is None, "save() without --save, or during another one"
-        folder, iteration = self.fast if fast and self.fast is not None else cfg.save, state.iteration
+        assert cfg.checkpoint.save is not None and self._pending is None, "save() without --save, or during another one"
+        folder, iteration = self.fast if fast and self.fast is not None else cfg.checkpoint.save, state.iteration
         # scripts match this line: identical to Megatron-LM's up to the name of the format
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
-        optimizer = None if self.live.optimizer is None or cfg.no_save_optim else self.live.optimizer.state_dict()
-        part = writer.plan(self.live.tensors(optimizer=optimizer, rng=not cfg.no_save_rng, rounded=True), world)
+        optimizer = (
+            None if self.live.optimizer is None or cfg.checkpoint.no_save_optim else self.live.optimizer.state_dict()
+        )
+        part = writer.plan(
+            self.live.tensors(optimizer=optimizer, rng=not cfg.checkpoint.no_save_rng, rounded=True), world
+        )
         objects, files = self.live.objects(state, optimizer), part
         if self._identity is not None:
             objects["folder"] = self._identity
@@ -225,7 +230,7 @@ class Checkpointer:
                 iteration, folder, error,
             )  # fmt: skip
             return report
-        self._failures = {} if folder == self.cfg.save else {**self._failures, folder: 0}
+        self._failures = {} if folder == self.cfg.checkpoint.save else {**self._failures, folder: 0}
         logger.info(
             "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
             iteration, folder, *self.live.coordinates,
@@ -239,7 +244,7 @@ class Checkpointer:
         ``set-aside-…``. Not collective: runs on the first rank, in the writer thread for background saves."""
         remove_leftovers(folder)
         if not self._is_clear:
-            for each in filter(None, (self.cfg.save, fast_folder(self.cfg))):
+            for each in filter(None, (self.cfg.checkpoint.save, fast_folder(self.cfg.checkpoint))):
                 set_aside(each, self._continued_from)
             self._is_clear = True
 
@@ -249,8 +254,8 @@ class Checkpointer:
         what this run or the run that it continues wrote. Not collective: runs on the first rank, in the writer thread
         for background saves."""
         fast = folder == self.fast
-        keep = 1 if fast else self.cfg.keep_last_checkpoints
-        retain = None if fast else self.cfg.save_retain_interval
+        keep = 1 if fast else self.cfg.checkpoint.keep_last_checkpoints
+        retain = None if fast else self.cfg.checkpoint.save_retain_interval
         previous, written = _previous(folder), self._written.setdefault(folder, set())
         if previous is not None:  # written by an earlier job with the same retention
             written.update([each for each in saved_iterations(folder) if each <= previous][: keep or 1])
@@ -302,12 +307,12 @@ def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
     take only tokenizer and sampling files, by name: it may also hold model weights. A tokenizer.json brings the config
     files next to it, which name its special tokens."""
     files: list[Path] = []
-    for value in (cfg.tokenizer_model, cfg.vocab_file, cfg.merge_file):
+    for value in (cfg.tokenizer.tokenizer_model, cfg.tokenizer.vocab_file, cfg.tokenizer.merge_file):
         # os.path, not Path: Path.is_dir raises if the name is too long
         if value and os.path.isdir(value):
             files += side_files(Path(value), (*TOKENIZER, GENERATION)).values()
         elif value and os.path.isfile(value):
             files.append(Path(value))
-            if cfg.tokenizer_type == "HuggingFaceTokenizer":
+            if cfg.tokenizer.tokenizer_type == "HuggingFaceTokenizer":
                 files += side_files(Path(value).parent, ("tokenizer_config.json", "special_tokens_map.json")).values()
     return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file_atomically
 from megatron.training.checkpoint import files
+from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def same_folder(one: str | None, other: str | None) -> bool:
         return False
 
 
-def fast_folder(cfg: PretrainConfig) -> str | None:
+def fast_folder(cfg: CheckpointConfig) -> str | None:
     """Return the folder of --non-persistent-save-interval (default: ``non_persistent`` in --save, else in --load), even
     if that interval is not set; None if undefined."""
     base = cfg.save or cfg.load
@@ -68,7 +69,7 @@ def _belongs(found: files.Found, base: str) -> bool:
     return read_manifest(found.directory)["objects"].get("folder") == identity(base) is not None
 
 
-def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
+def _newest_fast(cfg: CheckpointConfig, repair: bool) -> files.Found | None:
     """Return the newest fast checkpoint if it belongs to the run in --load, which must be the --save folder if --save
     is set; else None. ``repair``: see `find_checkpoint`. Warns about a damaged one and returns None."""
     fast, base = fast_folder(cfg), cfg.save or cfg.load
@@ -82,7 +83,7 @@ def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
         return None
 
 
-def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found | None:
+def find_resumable(cfg: CheckpointConfig, *, repair: bool = False) -> files.Found | None:
     """Return the checkpoint that --load and --ckpt-step select, or None. By default the fast checkpoint if it is newer
     than all iterations in --load, with --ckpt-step the fast one of that iteration unless it is also the newest in
     --load; else as `find_checkpoint`, which raises CheckpointError."""
@@ -103,32 +104,34 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     Raises:
         CheckpointError: names what exists and the flags to continue or to start over.
     """
-    if cfg.save is None or cfg.skip_train or cfg.start_over:
+    checkpoint = cfg.checkpoint
+    if checkpoint.save is None or cfg.validation.skip_train or checkpoint.start_over:
         return
-    fast = fast_folder(cfg)
-    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, cfg.save):
+    fast = fast_folder(cfg.checkpoint)
+    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, checkpoint.save):
         raise CheckpointError(
-            f"{fast}: holds checkpoints that do not belong to --save {cfg.save}: choose another folder, or delete them,"
-            f" or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
+            f"{fast}: holds checkpoints that do not belong to --save {checkpoint.save}: choose another folder, or "
+            f"delete them, or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
         )
-    folders = [cfg.save, fast] if fast else [cfg.save]
+    folders = [checkpoint.save, fast] if fast else [checkpoint.save]
     iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)
-    others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
-    same = same_folder(cfg.load, cfg.save)
+    others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(checkpoint.save, name))]
+    same = same_folder(checkpoint.load, checkpoint.save)
     if not iterations and (same or not others):  # a release holds only initial weights: no conflict
         return
-    if same and not cfg.finetune:
+    if same and not checkpoint.finetune:
         return
-    if cfg.load is not None and not same and not cfg.finetune:
-        found = files.find_checkpoint(cfg.load, cfg.ckpt_step)
-        if found is not None and continues(cfg.save, found):
+    if checkpoint.load is not None and not same and not checkpoint.finetune:
+        found = files.find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+        if found is not None and continues(checkpoint.save, found):
             return
     newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(others)
-    base = f" --pretrained-checkpoint {cfg.load}" if cfg.finetune and not same else ""
+    base = f" --pretrained-checkpoint {checkpoint.load}" if checkpoint.finetune and not same else ""
+    base += " without --finetune" if checkpoint.finetune else ""
     raise CheckpointError(
-        f"--save {cfg.save}: holds {newest}, from which this run would not continue: it would overwrite them one by"
-        f" one. To continue from the newest: --load {cfg.save}{base}{' without --finetune' if cfg.finetune else ''}. To"
-        f" start again in the same folder: --start-over, which keeps them in {cfg.save}/{SET_ASIDE}-001. Or"
+        f"--save {checkpoint.save}: holds {newest}, from which this run would not continue: it would overwrite them"
+        f" one by one. To continue from the newest: --load {checkpoint.save}{base}. To"
+        f" start again in the same folder: --start-over, which keeps them in {checkpoint.save}/{SET_ASIDE}-001. Or"
         " choose another --save"
     )
 

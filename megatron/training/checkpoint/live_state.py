@@ -54,7 +54,7 @@ class LiveState:
         objects: dict[str, Any] = {
             "iteration": state.iteration,
             "train_state": state.to_dict(),
-            "args": config_to_dict(self.cfg),
+            "args": config_to_dict(self.cfg.flat),
             "tokenizer": self.tokenizer,
             "versions": software_versions(),
             "environment": environment(),

@@ -51,23 +51,24 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
         CheckpointError: no checkpoint with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
             the dense model that --moe-use-upcycling starts from.
     """
+    checkpoint = cfg.checkpoint
 
     def search() -> list | None:
         for find, finetune in (
-            (lambda: find_resumable(cfg, repair=True), cfg.finetune),
-            (lambda: find_checkpoint(cfg.pretrained_checkpoint, repair=True), True),
+            (lambda: find_resumable(cfg.checkpoint, repair=True), checkpoint.finetune),
+            (lambda: find_checkpoint(checkpoint.pretrained_checkpoint, repair=True), True),
         ):  # fmt: skip
             found = find()
             if found is not None:
                 weights_only = finetune or _is_upcycled(cfg, found)
                 continued_from = _continuation(cfg, found, weights_only)
                 return [found.directory, found.iteration, found.release, weights_only or found.release, continued_from]
-        if cfg.exit_on_missing_checkpoint and cfg.load_hf is None:
-            raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
-        if (base := cfg.pretrained_checkpoint) is not None:
+        if checkpoint.exit_on_missing_checkpoint and checkpoint.load_hf is None:
+            raise CheckpointError(f"--exit-on-missing-checkpoint: {checkpoint.load} holds no checkpoint")
+        if (base := checkpoint.pretrained_checkpoint) is not None:
             raise CheckpointError(f"--pretrained-checkpoint {base}: holds no checkpoint to start from")
-        if cfg.load is not None and cfg.load_hf is None:
-            logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
+        if checkpoint.load is not None and checkpoint.load_hf is None:
+            logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", checkpoint.load)
         return None
 
     answer = from_first_rank(search, world)
@@ -77,10 +78,10 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
 def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
     """Whether ``found`` is a dense model to upcycle, not one with experts to resume. Raises CheckpointError if it is in
     --save, unless --start-over is set."""
-    if not cfg.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
+    if not cfg.upcycling.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
         return False
     folder = str(Path(found.directory).parent)
-    if same_folder(folder, cfg.save) and not cfg.start_over:
+    if same_folder(folder, cfg.checkpoint.save) and not cfg.checkpoint.start_over:
         raise CheckpointError(f"--save {folder}: holds the dense model to start from; choose another folder")
     return True
 
@@ -89,10 +90,10 @@ def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | No
     """Return the iteration of ``found`` if saves to --save continue its history: it is in --save or the fast folder, or
     --save has its original or copy. None without --save, with --start-over, or for weights only, unless ``found`` is a
     release."""
-    if cfg.save is None or cfg.start_over or (finetune and not found.release):
+    if cfg.checkpoint.save is None or cfg.checkpoint.start_over or (finetune and not found.release):
         return None
-    is_fast = same_folder(str(Path(found.directory).parent), fast_folder(cfg))
-    return found.iteration if is_fast or continues(cfg.save, found) else None
+    is_fast = same_folder(str(Path(found.directory).parent), fast_folder(cfg.checkpoint))
+    return found.iteration if is_fast or continues(cfg.checkpoint.save, found) else None
 
 
 class Loading:
@@ -112,9 +113,11 @@ class Loading:
         self.cfg, self.world = live.cfg, live.groups.world
         self.found, self.weights_only = start.found, start.weights_only
         self.reader = together_reader(self.found.directory, self.world)
-        self.goes_on = not self.weights_only and not self.cfg.skip_train  # evaluation: weights and counters only
-        self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.no_load_optim
-        self.wants_rng = self.goes_on and not self.cfg.no_load_rng
+        self.goes_on = (
+            not self.weights_only and not self.cfg.validation.skip_train
+        )  # evaluation: weights and counters only
+        self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.checkpoint.no_load_optim
+        self.wants_rng = self.goes_on and not self.cfg.checkpoint.no_load_rng
         saves_masters = live.optimizer is not None and live.optimizer.saves_masters
         # all ranks: the first rank's stage may have none of the parameters whose storage is declared
         self.saves_masters = any(all_gather_json(saves_masters, self.world))
@@ -135,18 +138,18 @@ class Loading:
         state = live.optimizer.state_dict() if live.optimizer is not None and self.wants_optimizer else None
         tensors = live.tensors(optimizer=state, rng=wants_rng)
         source: Source = reader
-        if cfg.moe_use_upcycling and is_dense(reader.objects["args"]):
+        if cfg.upcycling.moe_use_upcycling and is_dense(reader.objects["args"]):
             source = dense = DenseCheckpoint(reader, live.chunks, cfg)
             tensors = dense.tensors_to_read(tensors)
         wanted = (("optimizer.", self.wants_optimizer), ("rng.", wants_rng))
         ignored = tuple(prefix for prefix, is_wanted in wanted if not is_wanted)
         load_from(source, tensors, allow_unused=ignored, group=world)
         self.left_alone = [name for name in reader.names if name.startswith(ignored)]
-        if cfg.dist_ckpt_strictness.startswith("log_"):
+        if cfg.checkpoint.dist_ckpt_strictness.startswith("log_"):
             total, left = len(reader.names), self.left_alone
             logger.info(
                 "--dist-ckpt-strictness %s: %d of %d stored names are loaded, none is missing%s",
-                cfg.dist_ckpt_strictness, total - len(left), total,
+                cfg.checkpoint.dist_ckpt_strictness, total - len(left), total,
                 f"; not loaded, as flags request: {', '.join(left)}" if left else "",
             )  # fmt: skip
         if live.optimizer is not None and state is not None:
@@ -184,7 +187,11 @@ class Loading:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         elif self.wants_optimizer:
             problems += self._other_precision()
-            if cfg.fp16 and cfg.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
+            if (
+                cfg.model.fp16
+                and cfg.optimizer.loss_scale is None
+                and objects["optimizer"]["grad_scaler"].keys() == {"scale"}
+            ):
                 fix = "give its --loss-scale, or add --no-load-optim"
                 problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
         if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):
@@ -192,18 +199,18 @@ class Loading:
         if problems:
             raise CheckpointError("; ".join(problems))
         architecture = self.architecture
-        if cfg.moe_use_upcycling and is_dense(objects["args"]):
+        if cfg.upcycling.moe_use_upcycling and is_dense(objects["args"]):
             architecture = settings_to_compare(architecture)
             check_width(objects["args"], cfg, found.directory)
         return check_args(
-            objects, config_to_dict(cfg), found.directory, architecture=architecture, weights_only=not self.goes_on
+            objects, config_to_dict(cfg.flat), found.directory, architecture=architecture, weights_only=not self.goes_on
         )
 
     def _other_precision(self) -> list[str]:
         """Return a problem if main parameters are stored but not used, or reverse: only half precision and some
         declared storages have them."""
         stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
-        if stored == (self.cfg.bf16 or self.cfg.fp16 or self.saves_masters):
+        if stored == (self.cfg.model.bf16 or self.cfg.model.fp16 or self.saves_masters):
             return []
         precisions = ("half precision (--bf16 or --fp16)", "full precision")
         theirs, ours = precisions if stored else reversed(precisions)

@@ -41,6 +41,7 @@ from megatron.export.interchange import COUNTER, Interchange, differences
 from megatron.export.native import InterchangeReader
 from megatron.training.arguments import flag_specs
 from megatron.training.checkpoint.settings import LAYOUT
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import ARCHITECTURE, SIZES, refuse_other_family
@@ -67,7 +68,7 @@ WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
 
 
-def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> PretrainConfig:
+def with_settings(cfg: FlatConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> FlatConfig:
     """Return ``cfg`` (parsed, not yet resolved) with the ``settings`` in `MODEL` that the command line does not set.
     Explicit flags take precedence, except that they must not contradict settings in `FIXED`.
 
@@ -96,7 +97,7 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
     model = cfg.describe(vocab_size)
     if model.unknown:
         raise CheckpointError(f"--spec: {', '.join(model.unknown)} has no describe(config, place) to check weights by")
-    biased = cfg.moe_router_enable_expert_bias or "quantile_balancing" in cfg.moe_router_load_balancing_type
+    biased = cfg.model.moe_router_enable_expert_bias or "quantile_balancing" in cfg.model.moe_router_load_balancing_type
     return {f"model.{name}": shape for name, shape in weight_shapes(model, expert_bias=biased).items()}
 
 
@@ -146,7 +147,7 @@ def embedding_rows(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) 
     return tensors[WORDS].shape[0]
 
 
-def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
+def apply_hf_settings(cfg: FlatConfig) -> FlatConfig:
     """Return ``cfg`` (not yet resolved) with the settings of --load-hf that no explicit flag sets, and its tokenizer if
     no flag names one; unchanged without --load-hf. Raises UserError if the folder is not readable or flags contradict
     it (see `with_settings`)."""

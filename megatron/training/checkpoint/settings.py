@@ -16,7 +16,7 @@ from megatron.core.models.registry import default_family, get_family, known_fami
 from megatron.training.checkpoint.environment import software_versions
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
-from megatron.training.config.pretrain_config import PretrainConfig, config_class
+from megatron.training.config.flat import FlatConfig, flat_class
 from megatron.training.stored_settings import (
     ARCHITECTURE,
     SIZES,
@@ -82,7 +82,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     if not isinstance(args, dict):
         raise CheckpointDamagedError(f"{path}: args is not a table")
     family = known_family(args.get("model_family")) or get_family(default_family())
-    kinds, taken, wrong = {spec.field: spec for spec in flags_of(config_class(family.name))}, {}, []
+    kinds, taken, wrong = {spec.field: spec for spec in flags_of(flat_class(family.name))}, {}, []
     for name in args.keys() & {*TAKEN, *family.weight_settings}:
         try:
             taken[name] = from_object(kinds[name], args[name])
@@ -93,7 +93,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     return {**args, **taken}
 
 
-def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
+def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
     """Return ``cfg`` (not yet resolved) with the checkpoint's settings that --use-checkpoint-args takes: sizes that are
     None, the architecture (over the command line), `COMPUTED_WITH` unless explicit, and with their flags layout and
     tokenizer. Logs each change. Unchanged without that flag, or, with a warning, if --load holds no checkpoint yet and
@@ -114,7 +114,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
         return cfg
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     refuse_other_family(stored, cfg.model_family, folder)
-    known = {field.name for field in dataclasses.fields(cfg)}
+    known = {*cfg.values()}
     if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # expert settings come from the command line
         known = {name for name in known if "moe_" not in name}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
@@ -174,7 +174,7 @@ def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing
     given = set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
     forgotten = [name for name in FORGOTTEN if name in differing & given and name not in current["explicit"]]
     if forgotten:
-        flags = {spec.field: spec.names[0] for spec in flags_of(PretrainConfig)}
+        flags = {spec.field: spec.names[0] for spec in flags_of(FlatConfig)}
         listed = "; ".join(
             f"{flags[name]} {stored[name]} is not given any more and would become {current[name]}" for name in forgotten
         )

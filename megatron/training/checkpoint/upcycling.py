@@ -39,7 +39,7 @@ class DenseCheckpoint:
 
     def __init__(self, reader: CheckpointReader, chunks: Iterable[nn.Module], cfg: PretrainConfig) -> None:
         self.directory, self._reader, self._cfg = reader.directory, reader, cfg
-        self._slices = cfg.moe_upcycling_granularity
+        self._slices = cfg.upcycling.moe_upcycling_granularity
         modules = (each for chunk in chunks for each in chunk.named_modules(prefix="model"))
         self._routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
 
@@ -59,8 +59,8 @@ class DenseCheckpoint:
         found = _DENSE.fullmatch(name)
         if found is None:
             return name
-        layer = self._cfg.num_layers if ".mtp." in name else int(found[2]) + 1
-        return f"{found[1]}experts.{found[3]}" if has_experts(self._cfg, layer or 1) else name
+        layer = self._cfg.model.num_layers if ".mtp." in name else int(found[2]) + 1
+        return f"{found[1]}experts.{found[3]}" if has_experts(self._cfg.model, layer or 1) else name
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
         """Describe tensors that are not stored or have another shape, experts by their dense MLP. Skips router weights,
@@ -118,5 +118,5 @@ class DenseCheckpoint:
         spec = spec_or_replicated(self._routers[tensor.name.removesuffix(".weight")].weight)
         whole = torch.zeros(spec.shape, dtype=tensor.local.dtype)
         name = tensor.name.removeprefix("model.")
-        fill_parameter(whole, spec, name, self._cfg.seed, SINGLE_PROCESS)
+        fill_parameter(whole, spec, name, self._cfg.model.seed, SINGLE_PROCESS)
         return whole[torch.arange(len(whole)) // self._slices * self._slices]

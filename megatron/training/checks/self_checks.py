@@ -78,7 +78,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
         model = None  # the task builds a model that the flags do not describe
     for line in describe_layout(parallel_state.get_rank_grid(), pieces, model):
         logger.info("%s", line)
-    problems = list(find_problems(pieces, cfg.num_layers, num_parameters, model, type(task).__name__))
+    problems = list(find_problems(pieces, cfg.model.num_layers, num_parameters, model, type(task).__name__))
     if problems:
         raise BuildError("the model is not complete: " + "; ".join(problems))
     require_one_cudnn()
@@ -299,6 +299,6 @@ class ReplicaCheck(Hook):
 
 def replica_checks(cfg: PretrainConfig, parts: Components) -> list[Hook]:
     """Return the hook; empty with --check-replicas 0 or a single rank."""
-    if cfg.check_replicas == 0 or parts.groups.world.size == 1:
+    if cfg.checks.check_replicas == 0 or parts.groups.world.size == 1:
         return []
-    return [ReplicaCheck(cfg.check_replicas, parts)]
+    return [ReplicaCheck(cfg.checks.check_replicas, parts)]

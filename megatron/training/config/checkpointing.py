@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import NonNegativeInt, PositiveInt, Range
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(FlagGroup):
     """Checkpoints"""
 
     save: str | None = None

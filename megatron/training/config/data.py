@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Dim, Range
 
 
@@ -25,7 +26,7 @@ def parse_split(text: str) -> list[float]:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(FlagGroup):
     """Data and loader"""
 
     data_path: list[str] | None = flag("--data-path", nargs="*", metavar="[WEIGHT] PREFIX")

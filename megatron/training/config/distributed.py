@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Minutes, NumRanks, PositiveInt, Range
 
 
 @dataclass(kw_only=True)
-class DistributedConfig:
+class DistributedConfig(FlagGroup):
     """Process groups and data parallelism"""
 
     distributed_backend: Literal["nccl", "gloo"] | None = None

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Iterations, NonNegativeFloat, PositiveFloat, Probability, Range, Samples
 from megatron.core.schedules.learning_rate import DecayStyle, WeightDecayStyle, WsdDecayStyle
 
 
 @dataclass(kw_only=True)
-class LearningRateConfig:
+class LearningRateConfig(FlagGroup):
     """Learning rate and weight decay schedules"""
 
     lr: PositiveFloat = flag()

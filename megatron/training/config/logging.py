@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import PositiveInt, Range
 
 
 @dataclass(kw_only=True)
-class LoggingConfig:
+class LoggingConfig(FlagGroup):
     """Logging"""
 
     log_interval: PositiveInt = 100

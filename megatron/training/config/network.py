@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Dim, Layers, Range, RotaryBase
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(FlagGroup):
     """Positions, embeddings and heads"""
 
     max_position_embeddings: Dim = flag()

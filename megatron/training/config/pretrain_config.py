@@ -1,14 +1,15 @@
-"""All settings of a pretraining run in one flat object: ``cfg.hidden_size``, ``cfg.train_iters``, ``cfg.save`` ..."""
+"""The configuration of a run, composed of groups: ``cfg.model.hidden_size``, ``cfg.training.train_iters``."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
 
-from megatron.core.config.cli import derived
-from megatron.core.config.model_parallel_config import parameter_dtype
-from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
+from megatron.core.config.groups import FlagGroup, Group, frozen_group
+from megatron.core.config.model_settings import ModelSettings
+from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
     DocumentConfig,
@@ -18,15 +19,13 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
 )
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.config.transformer_config import ModelSettings
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
-from megatron.core.models import registry
-from megatron.core.models.bert.family import BertConfig
 from megatron.core.models.family import ModelFamily
-from megatron.core.models.t5.family import EncoderDecoderConfig
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
+from megatron.training.config.flat import FlatConfig, optional_groups
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.network import ModelConfig
@@ -34,112 +33,90 @@ from megatron.training.config.program import ProgramConfig, SelfCheckConfig
 from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 
-if TYPE_CHECKING:
-    import torch
 
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """All settings of a run with their final values, frozen; ``resolve`` makes it.
 
-@dataclass(kw_only=True)
-class PretrainConfig(
-    ProgramConfig,
-    ModelSettings,
-    ModelConfig,
-    RopeScalingConfig,
-    CustomLayersConfig,
-    BertConfig,
-    EncoderDecoderConfig,
-    TrainingConfig,
-    RegularizationConfig,
-    MixedPrecisionConfig,
-    LearningRateConfig,
-    DataConfig,
-    DocumentConfig,
-    MaskedDataConfig,
-    TokenizerConfig,
-    ValidationConfig,
-    CheckpointConfig,
-    UpcyclingConfig,
-    LoggingConfig,
-    SelfCheckConfig,
-    ProfilingConfig,
-    DistributedConfig,
-):
-    """All settings of a run. Frozen; ``resolve`` returns a copy with the derived settings filled in."""
+    ``model`` and ``optimizer`` are the library's configurations, which layers and optimizers are built from. Values may
+    contradict each other until the rules have passed.
+    """
 
-    world_size: int = derived(1)
+    flat: FlatConfig
+    """The same values by flag, for messages, checkpoints, ``get_args()``, and code that loops over names."""
+
+    program: ProgramConfig
+    model: TransformerConfig
+    embeddings: ModelConfig
+    rope_scaling: RopeScalingConfig
+    custom_layers: CustomLayersConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    schedule: LearningRateConfig
+    data: DataConfig
+    documents: DocumentConfig
+    masked_data: MaskedDataConfig
+    tokenizer: TokenizerConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    upcycling: UpcyclingConfig
+    logging: LoggingConfig
+    checks: SelfCheckConfig
+    profiling: ProfilingConfig
+    distributed: DistributedConfig
+
+    family_groups: Mapping[type[OptionalGroup], OptionalGroup]
+    """Groups that model families define; :meth:`group` returns one."""
+
+    world_size: int
     """Ranks of the run."""
-
-    data_parallel_size: int = derived(1)
+    data_parallel_size: int
     """World size / (TP x PP x CP)."""
-
-    explicit: frozenset[str] = derived(frozenset())
+    explicit: frozenset[str]
     """Fields that the command line or the YAML file set."""
-
-    extra: dict[str, Any] = derived(factory=dict)
-    """Values of flags that an entry script added or that have no effect; also readable as attributes."""
-
-    model_family: str = derived(factory=registry.default_family)
+    extra: dict[str, Any]
+    """Values of flags that an entry script added or that have no effect."""
+    model_family: str
     """Name of the model family."""
-
-    needs_data: bool = derived(True)
+    needs_data: bool
     """False for entry scripts with custom data sets and tokenizers: no rule requires data flags."""
-
-    resolved: bool = derived(False)
-    """True once ``resolve`` made this object; it accepts no assignment then."""
 
     @property
     def family(self) -> ModelFamily:
         """The model family: description, rules, task, data set and more."""
-        return registry.get_family(self.model_family)
+        return self.flat.family
+
+    def group(self, kind: type[Group]) -> Group:
+        """Return the settings of a group that a model family defines."""
+        return self.family_groups[kind]  # type: ignore[index, return-value]
 
     def describe(self, vocab_size: int) -> ModelDescription:
         """Return the description of the model; torch-free unless --spec is set. ``vocab_size`` is unpadded, 0 if
         unknown."""
         return self.family.describe(self, vocab_size)
 
-    @property
-    def foreign_groups(self) -> list[type[OptionalGroup]]:
-        """Optional groups of flags that the model family does not have."""
-        return [group for group in optional_groups(type(self)) if group not in self.family.groups]
-
-    @property
-    def params_dtype(self) -> torch.dtype:
-        """torch dtype of the parameters; imports torch."""
-        return parameter_dtype(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("resolved"):
-            raise AttributeError(f"the configuration is frozen: {name} cannot be set to {value!r} any more")
-        super().__setattr__(name, value)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return self.__dict__["extra"][name]
-            except KeyError:
-                raise AttributeError(f"there is no setting {name!r}") from None
-
-
-
-def optional_groups(kind: type[PretrainConfig]) -> list[type[OptionalGroup]]:
-    """Return the optional groups of flags among the bases of ``kind``, in the order of ``--help``."""
-    return [group for group in kind.__mro__ if issubclass(group, OptionalGroup) and OptionalGroup in group.__bases__]
+    def with_settings(self, **changes: Any) -> PretrainConfig:
+        """Return a copy with other values for these fields; derived settings are not updated."""
+        return compose(replace(self.flat, **changes))
 
 
 @functools.cache
-def config_class(model_family: str) -> type[PretrainConfig]:
-    """Return the class of a family's settings: :class:`PretrainConfig`, with the family's own groups of flags if it has
-    any. Raises UserError for an unknown family."""
-    own = tuple(group for group in registry.get_family(model_family).groups if not issubclass(PretrainConfig, group))
-    if not own:
-        return PretrainConfig
-    members = {"__reduce__": lambda self: (_restored, (model_family, vars(self))), "__doc__": PretrainConfig.__doc__}
-    return dataclass(kw_only=True)(type(PretrainConfig.__name__, (PretrainConfig, *own), members))
+def _members() -> dict[str, type[FlagGroup]]:
+    """Return the groups of :class:`PretrainConfig` by the names of their attributes."""
+    hints = get_type_hints(PretrainConfig)
+    kinds = {field.name: hints[field.name] for field in fields(PretrainConfig)}
+    return {
+        name: kind for name, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, FlagGroup) and kind is not FlatConfig
+    }  # fmt: skip
 
 
-def _restored(model_family: str, values: dict[str, Any]) -> PretrainConfig:
-    """Return unpickled settings of :func:`config_class`, which pickle cannot find by name."""
-    kind = config_class(model_family)
-    cfg = kind.__new__(kind)
-    vars(cfg).update(values)
-    return cfg
+def compose(flat: FlatConfig) -> PretrainConfig:
+    """Return the configuration of a run with the values of ``flat``, which is frozen. Contradictions pass."""
+    values = vars(flat)
+    values["frozen"] = True
+    held = {*_members().values(), *ModelSettings.__mro__}
+    of_families = {kind: frozen_group(kind, values) for kind in optional_groups(type(flat)) if kind not in held}
+    parts: dict[str, Any] = {field.name: values.get(field.name) for field in fields(PretrainConfig)}
+    parts |= {name: frozen_group(kind, values) for name, kind in _members().items()}
+    return PretrainConfig(**{**parts, "flat": flat, "family_groups": of_families})

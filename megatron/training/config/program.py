@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Gibibytes, NonNegativeInt, NumRanks, Seconds
 
 
 @dataclass(kw_only=True)
-class ProgramConfig:
+class ProgramConfig(FlagGroup):
     """Program"""
 
     yaml_cfg: str | None = None
@@ -26,7 +27,7 @@ class ProgramConfig:
 
 
 @dataclass(kw_only=True)
-class SelfCheckConfig:
+class SelfCheckConfig(FlagGroup):
     """Self-checks"""
 
     watchdog_timeout_seconds: Seconds = 60.0

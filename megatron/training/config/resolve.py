@@ -10,10 +10,11 @@ import math
 import os
 from typing import Any
 
+from megatron.core.config.model_settings import following_sizes
 from megatron.core.config.moe import depends_on_micro_batch, expert_tensor_ranks
-from megatron.core.config.transformer_config import following_sizes
 from megatron.core.schedules import batch_size as batch_sizes
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import PretrainConfig, compose
 
 DEFAULT_SPLIT = "969,30,1"
 MOCK_SPLIT = "1,1,1"
@@ -24,14 +25,14 @@ def gpu_present() -> bool:
     return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
 
 
-def rank_order(cfg: PretrainConfig) -> str:
+def rank_order(cfg: FlatConfig) -> str:
     """Axes of the rank grid, the fastest first."""
     return "tp-cp-ep-pp-dp" if cfg.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
 
-def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
-    """Return a copy of ``cfg`` with all derived settings of a run on ``world_size`` ranks filled in, and ``resolved``
-    set. Switches off settings without effect. Neither checks rules nor logs; unreadable values stay for the rules.
+def resolve(cfg: FlatConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
+    """Return the configuration of a run on ``world_size`` ranks: a copy of ``cfg`` with all derived settings, composed.
+    Switches off settings without effect. Neither checks rules nor logs; unreadable values stay for the rules.
 
     Args:
         gpus: whether ranks have GPUs; None: look.
@@ -45,17 +46,17 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     values.update(_data(cfg))
     cfg = _copy(cfg, values)
     cfg = _copy(cfg, _batches(cfg))
-    return _copy(cfg, _schedules(cfg) | {"resolved": True})
+    return compose(_copy(cfg, _schedules(cfg) | {"resolved": True}))
 
 
-def _copy(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig:
+def _copy(cfg: FlatConfig, values: dict[str, Any]) -> FlatConfig:
     """``cfg`` with other ``values``; ``dataclasses.replace`` would set some 450 fields one by one, 0.5 ms a call."""
     other = copy.copy(cfg)
     vars(other).update(values)
     return other
 
 
-def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
+def overlaps_without_halves(cfg: FlatConfig) -> dict[str, str]:
     """Return the requested overlap fields (--tp-comm-overlap, --overlap-moe-expert-parallel-comm) that cannot split a
     micro-batch into halves, each with the first applicable reason: --use-torch-fsdp2, recomputation of a full layer, or
     routing that depends on the full micro-batch. `resolve` turns them off; results do not depend on them."""
@@ -71,7 +72,7 @@ def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
     return dict.fromkeys(asked, reason) if reason else {}
 
 
-def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
+def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
     """Return the set flags that built-in layers support and Transformer Engine's layers do not, as text for messages;
     with any of them `resolve` switches --transformer-impl to local. Empty if there are none."""
     tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
@@ -91,7 +92,7 @@ def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
     return [flag for flag, needed in needs.items() if needed]
 
 
-def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
+def _without_effect(cfg: FlatConfig) -> dict[str, Any]:
     """Return new values that switch off settings of features that are not enabled: save intervals without --save,
     recompute method and layers without full recomputation, the distributed optimizer under --use-torch-fsdp2. Scripts
     vary one flag and keep related flags."""
@@ -106,7 +107,7 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
     return values
 
 
-def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
+def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, Any]:
     """Return defaults and corrections: built-in layers where Transformer Engine lacks a flag, nccl or gloo by ``gpus``,
     selective recomputation for --recompute-activations, no sequence parallelism or TP overlap with one tensor-parallel
     rank, profile rank 0."""
@@ -124,7 +125,7 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
     return values
 
 
-def _network(cfg: PretrainConfig) -> dict[str, Any]:
+def _network(cfg: FlatConfig) -> dict[str, Any]:
     """Return the sizes that follow from others: encoder layers, FFN and expert width, head size, query groups (heads,
     or 1 for --group-query-attention), embedding init, a vocabulary multiple of 1 if padding is disabled, and what the
     model family derives."""
@@ -138,7 +139,7 @@ def _network(cfg: PretrainConfig) -> dict[str, Any]:
     return values | cfg.family.derive(_copy(cfg, values))
 
 
-def _precision(cfg: PretrainConfig) -> dict[str, Any]:
+def _precision(cfg: FlatConfig) -> dict[str, Any]:
     """Return precision settings that follow from others: fp32 gradient reduction unless --grad-reduce-in-bf16, fp32
     softmax with query-key layer scaling, and no NaN check under fp16 with a dynamic loss scale."""
     values: dict[str, Any] = {}
@@ -151,7 +152,7 @@ def _precision(cfg: PretrainConfig) -> dict[str, Any]:
     return values
 
 
-def _data(cfg: PretrainConfig) -> dict[str, Any]:
+def _data(cfg: FlatConfig) -> dict[str, Any]:
     """Return the data settings that follow from others: equal --seq-length and --encoder-seq-length if one is unset,
     the ``single`` loader, and the default split (1,1,1 for mock data; 969,30,1 for single-source data)."""
     values: dict[str, Any] = {}
@@ -167,7 +168,7 @@ def _data(cfg: PretrainConfig) -> dict[str, Any]:
     return values
 
 
-def _batches(cfg: PretrainConfig) -> dict[str, Any]:
+def _batches(cfg: FlatConfig) -> dict[str, Any]:
     """Return the data-parallel size (at least 1) and unset batch sizes. The global batch is the last size of a step
     schedule, else micro-batch x DP; evaluation uses the training sizes, rounded down to a valid size with
     --decrease-batch-size-if-needed. Needs the sequence length."""
@@ -193,7 +194,7 @@ def _batches(cfg: PretrainConfig) -> dict[str, Any]:
     return values
 
 
-def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
+def _schedules(cfg: FlatConfig) -> dict[str, Any]:
     """Return --train-iters (0 with --skip-train; computed from --train-samples), the decay length, which defaults to
     the training length in the same unit, and the ends of a constant weight decay. Needs the batch sizes."""
     values: dict[str, Any] = {}
@@ -214,7 +215,7 @@ def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
     return values
 
 
-def _iterations(cfg: PretrainConfig, samples: int) -> int | None:
+def _iterations(cfg: FlatConfig, samples: int) -> int | None:
     """Return the iterations that consume ``samples``, including batch-size ramps. Returns None if a batch-size schedule
     is unreadable or a size is too small for the ranks, which rules report."""
     try:
@@ -226,7 +227,7 @@ def _iterations(cfg: PretrainConfig, samples: int) -> int | None:
     return batch_sizes.train_iters_from_samples(cfg, samples, cfg.data_parallel_size)
 
 
-def smallest_world_size(cfg: PretrainConfig) -> int:
+def smallest_world_size(cfg: FlatConfig) -> int:
     """Ranks of one model replica."""
     dense = max(cfg.tensor_model_parallel_size, 1) * max(cfg.context_parallel_size, 1)
     of_experts = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Batch, Iterations, Minutes, NonNegativeInt, PositiveInt, Range, Samples
 
 
@@ -20,7 +21,7 @@ def parse_signal(text: str) -> signal.Signals:
 
 
 @dataclass(kw_only=True)
-class TrainingConfig:
+class TrainingConfig(FlagGroup):
     """Training: batches, duration and exits"""
 
     micro_batch_size: Batch = flag()
@@ -96,7 +97,7 @@ class TrainingConfig:
 
 
 @dataclass(kw_only=True)
-class ProfilingConfig:
+class ProfilingConfig(FlagGroup):
     """Profiling"""
 
     profile: bool = False

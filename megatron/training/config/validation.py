@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Batch, Iterations, NonNegativeInt, PositiveInt
 
 
 @dataclass(kw_only=True)
-class ValidationConfig:
+class ValidationConfig(FlagGroup):
     """Evaluation"""
 
     eval_iters: Iterations = 100
@@ -41,15 +41,15 @@ class ValidationConfig:
     """Names of the validation sets in the log, in the order of their paths."""
 
 
-def eval_samples(cfg: Any) -> int:
+def eval_samples(cfg: ValidationConfig) -> int:
     """Return the samples of one evaluation of --eval-iters global batches."""
     return cfg.eval_iters * (cfg.eval_global_batch_size or 0)
 
 
-def num_evaluations(cfg: Any) -> int:
+def num_evaluations(cfg: ValidationConfig, train_iters: int | None) -> int:
     """Return how many evaluations Megatron-LM builds its validation data for: one per --eval-interval from
     --start-eval-at-iter on, and one after training. ``resolve`` derives train_iters from --train-samples."""
     if cfg.skip_train or not cfg.eval_interval:
         return 1
     skipped = (cfg.start_eval_at_iter or 0) // cfg.eval_interval
-    return max((cfg.train_iters or 0) // cfg.eval_interval + 1 - skipped, 1)
+    return max((train_iters or 0) // cfg.eval_interval + 1 - skipped, 1)

@@ -23,7 +23,7 @@ NumSamples = tuple[int | None, int | None, int | None]
 
 def batch_size_at(cfg: PretrainConfig) -> Callable[[int], int]:
     """Return a function that maps consumed samples to the size of the next global batch."""
-    return partial(batch_sizes.running_global_batch_size, cfg, data_parallel_size=cfg.data_parallel_size)
+    return partial(batch_sizes.running_global_batch_size, cfg.flat, data_parallel_size=cfg.data_parallel_size)
 
 
 def samples_per_split(cfg: PretrainConfig) -> NumSamples:
@@ -31,35 +31,37 @@ def samples_per_split(cfg: PretrainConfig) -> NumSamples:
     --full-validation, means one full pass. The counts match Megatron-LM's, because the shuffle of a data set depends on
     them: training samples of the full run (0 with --skip-train), validation samples of all evaluations during and after
     it, test samples of one. Every evaluation here starts at sample 0 and reads ``eval_samples`` samples."""
-    if cfg.skip_train:
+    training = cfg.training
+    if cfg.validation.skip_train:
         train: int = 0
-    elif cfg.train_samples is not None:
-        train = cfg.train_samples
+    elif training.train_samples is not None:
+        train = training.train_samples
     else:
-        train = batch_sizes.samples_from_iters(cfg, cfg.train_iters or 0, cfg.data_parallel_size)
-    if cfg.full_validation:
+        train = batch_sizes.samples_from_iters(cfg.flat, training.train_iters or 0, cfg.data_parallel_size)
+    if cfg.validation.full_validation:
         return train, None, None
-    return train, num_evaluations(cfg) * eval_samples(cfg), eval_samples(cfg)
+    samples = eval_samples(cfg.validation)
+    return train, num_evaluations(cfg.validation, training.train_iters) * samples, samples
 
 
 def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
     """Return the constructor arguments common to all data set configurations: seed, sequence length, blends, split,
     cache and loading options, tokenizer. Reads the files of --data-args-path; builds no data set."""
-    blend, blend_per_split = get_blend_and_blend_per_split(cfg)
+    blend, blend_per_split = get_blend_and_blend_per_split(cfg.data)
     return {
-        "random_seed": cfg.seed,
-        "sequence_length": cfg.seq_length,
+        "random_seed": cfg.model.seed,
+        "sequence_length": cfg.data.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "split": cfg.split,
-        "multiple_validation_sets": cfg.multiple_validation_sets,
-        "full_validation": cfg.full_validation,
-        "num_dataset_builder_threads": cfg.num_dataset_builder_threads,
-        "path_to_cache": cfg.data_cache_path,
-        "mmap_bin_files": cfg.mmap_bin_files,
+        "split": cfg.data.split,
+        "multiple_validation_sets": cfg.validation.multiple_validation_sets,
+        "full_validation": cfg.validation.full_validation,
+        "num_dataset_builder_threads": cfg.data.num_dataset_builder_threads,
+        "path_to_cache": cfg.data.data_cache_path,
+        "mmap_bin_files": cfg.data.mmap_bin_files,
         "tokenizer": tokenizer,
-        "mid_level_dataset_surplus": cfg.mid_level_dataset_surplus,
-        "allow_ambiguous_pad_tokens": cfg.allow_ambiguous_pad_tokens,
+        "mid_level_dataset_surplus": cfg.data.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": cfg.data.allow_ambiguous_pad_tokens,
     }
 
 
@@ -77,7 +79,10 @@ def check_data_tokenizer(config: BlendedMegatronDatasetConfig, tokenizer: Any) -
     if silent:
         logger.warning(
             "%d data set(s) do not record their tokenizer (the first: %s); token ids are checked against the"
-            " vocabulary of %d as samples are drawn", len(silent), silent[0], tokenizer.vocab_size,
+            " vocabulary of %d as samples are drawn",
+            len(silent),
+            silent[0],
+            tokenizer.vocab_size,
         )
 
 

@@ -76,17 +76,18 @@ def decide(
     ``elapsed``: seconds since process start, maximum over ranks; ``received``: signal of any rank. All ranks must pass
     the same arguments. Signal and time limit take precedence, because the final evaluation would exceed the time
     slice."""
+    training = cfg.training
     if received is not None:
         # 0 if saved or if --exit-signal-handler scripts expect it; else the code of a process ended by the signal
-        code = 0 if cfg.save is not None or cfg.exit_signal_handler else 128 + received
+        code = 0 if cfg.checkpoint.save is not None or training.exit_signal_handler else 128 + received
         return ExitReason("signal", f"exiting program after receiving {received.name}.", code)
-    if cfg.exit_duration_in_mins is not None and elapsed > 60 * cfg.exit_duration_in_mins:
+    if training.exit_duration_in_mins is not None and elapsed > 60 * training.exit_duration_in_mins:
         return ExitReason("duration", f"exiting program after {elapsed / 60} minutes")
-    if cfg.train_iters is not None and state.iteration >= cfg.train_iters:
+    if training.train_iters is not None and state.iteration >= training.train_iters:
         return ExitReason("train_iters", f"training is complete after iteration {state.iteration}")
-    if cfg.train_samples is not None and state.consumed_train_samples >= cfg.train_samples:
+    if training.train_samples is not None and state.consumed_train_samples >= training.train_samples:
         return ExitReason("train_samples", f"training is complete after {state.consumed_train_samples} samples")
-    if every(cfg.exit_interval, state.iteration) and state.iteration >= first_iteration:
+    if every(training.exit_interval, state.iteration) and state.iteration >= first_iteration:
         return ExitReason("interval", f"exiting program at iteration {state.iteration}")
     return None
 
@@ -145,8 +146,8 @@ class ExitConditions:
         ignores (nohup), with --exit-signal-handler also --exit-signal in any case. Empty outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return set()
-        free = {number for number in EXIT_SIGNALS if self.cfg.save_on_signal and _is_free(number)}
-        return free | ({as_signal(self.cfg.exit_signal)} if self.cfg.exit_signal_handler else set())
+        free = {number for number in EXIT_SIGNALS if self.cfg.training.save_on_signal and _is_free(number)}
+        return free | ({as_signal(self.cfg.training.exit_signal)} if self.cfg.training.exit_signal_handler else set())
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Handle a caught signal. The first one is only stored, and rank 0 writes a line to stderr. A later SIGINT
@@ -164,7 +165,11 @@ class ExitConditions:
 
     def _announcement(self) -> str:
         assert self.received is not None
-        then = "saving and stopping" if self.cfg.save is not None else "stopping (without --save nothing is saved)"
+        then = (
+            "saving and stopping"
+            if self.cfg.checkpoint.save is not None
+            else "stopping (without --save nothing is saved)"
+        )
         return f"received {self.received.name}: {then} after this iteration; a further Ctrl-C ends the process at once"
 
     @property
@@ -188,7 +193,11 @@ class ExitConditions:
         """Set ``agreed`` to the highest signal number that any rank received; return the maximum seconds since start
         over ranks. All-reduces only if signals or a time limit are enabled, else uses local values."""
         elapsed, number = time.monotonic() - self.start_time, self.received or 0
-        if self.cfg.save_on_signal or self.cfg.exit_signal_handler or self.cfg.exit_duration_in_mins is not None:
+        if (
+            self.cfg.training.save_on_signal
+            or self.cfg.training.exit_signal_handler
+            or self.cfg.training.exit_duration_in_mins is not None
+        ):
             elapsed, number = agree(elapsed, number)
         self.agreed = signal.Signals(number) if number else None
         return elapsed

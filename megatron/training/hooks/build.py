@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 from pathlib import Path
@@ -27,30 +26,31 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     --tensorboard-dir), console, ``timing.jsonl`` and sinks, which may fail without ending the run. On every rank
     timers; on CUDA ranks of the first replica memory; on rank 0 --log-progress and --save-hf-interval; then profilers.
     Raises UserError on a rank whose hook lacks its package or companion flag."""
+    checkpoint = cfg.checkpoint
     clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
-    directory = metrics_directory(cfg.save, cfg.tensorboard_dir)
+    directory = metrics_directory(checkpoint.save, cfg.logging.tensorboard_dir)
     files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
     hooks: list[Hook] = []
     if run.is_log_rank:
         if files:
-            hooks.append(FileSink(files[0], ("train", "valid", "test"), clock, trains=not cfg.skip_train))
-        hooks.append(ConsoleHook(clock.throughput if cfg.log_throughput else None))
+            hooks.append(FileSink(files[0], ("train", "valid", "test"), clock, trains=not cfg.validation.skip_train))
+        hooks.append(ConsoleHook(clock.throughput if cfg.logging.log_throughput else None))
     if run.device == "cuda" and run.data_parallel_rank == 0:
-        hooks.append(MemoryHook(cfg.log_memory_interval))
-    if cfg.timing_log_level > 0:
+        hooks.append(MemoryHook(cfg.logging.log_memory_interval))
+    if cfg.logging.timing_log_level > 0:
         hooks.append(TimersHook(timers))
     if run.is_log_rank:
         if files:
-            hooks.append(FileSink(files[1], ("timing", "save"), clock, trains=not cfg.skip_train))
+            hooks.append(FileSink(files[1], ("timing", "save"), clock, trains=not cfg.validation.skip_train))
         hooks += sinks(cfg, clock, files)
-    if cfg.log_progress and run.rank == 0:
-        if cfg.save is None:
+    if cfg.logging.log_progress and run.rank == 0:
+        if checkpoint.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
-        hooks.append(only_for("--log-progress", ProgressHook(cfg.save, cfg.seq_length or 0)))
-    if cfg.save and cfg.save_hf_interval and run.rank == 0:
+        hooks.append(only_for("--log-progress", ProgressHook(checkpoint.save, cfg.data.seq_length or 0)))
+    if checkpoint.save and checkpoint.save_hf_interval and run.rank == 0:
         from megatron.training.hooks.hugging_face import HuggingFaceHook
 
-        hooks.append(HuggingFaceHook(cfg.save, cfg.save_hf_interval, cfg.load_hf))
+        hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
     return hooks + profilers(cfg, run)
 
 
@@ -65,25 +65,29 @@ def sinks(cfg: PretrainConfig, clock: Clock, files: list[MetricsFile]) -> list[H
     Imports their packages only if requested; a failure later disables only that hook. Raises UserError without
     --wandb-exp-name or a package. Does not check the rank."""
     hooks: list[Hook] = []
-    if cfg.tensorboard_dir:
-        hooks.append(only_for(f"--tensorboard-dir {cfg.tensorboard_dir}", TensorBoardSink(cfg, clock, files)))
-    if cfg.wandb_project:
-        if not cfg.wandb_exp_name:
+    if cfg.logging.tensorboard_dir:
+        hooks.append(
+            only_for(f"--tensorboard-dir {cfg.logging.tensorboard_dir}", TensorBoardSink(cfg.logging, clock, files))
+        )
+    if cfg.logging.wandb_project:
+        if not cfg.logging.wandb_exp_name:
             raise UserError("--wandb-project needs --wandb-exp-name, the name of the run")
-        hooks.append(only_for(f"--wandb-project {cfg.wandb_project}", WandbSink(cfg, clock, wandb_options(cfg))))
+        hooks.append(
+            only_for(f"--wandb-project {cfg.logging.wandb_project}", WandbSink(cfg.logging, clock, wandb_options(cfg)))
+        )
     return hooks
 
 
 def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
     """Return the arguments of ``wandb.init``: project, name, entity, ``dir`` (--wandb-save-dir, else <save>/wandb, else
     ./wandb) and ``config``, which holds all settings as JSON types. Creates no folder."""
-    default_dir = Path(cfg.save) / "wandb" if cfg.save else Path("wandb")
+    default_dir = Path(cfg.checkpoint.save or "") / "wandb"
     return {
-        "project": cfg.wandb_project,
-        "name": cfg.wandb_exp_name,
-        "entity": cfg.wandb_entity,
-        "dir": cfg.wandb_save_dir or str(default_dir),
-        "config": {field.name: plain(getattr(cfg, field.name)) for field in dataclasses.fields(cfg)},
+        "project": cfg.logging.wandb_project,
+        "name": cfg.logging.wandb_exp_name,
+        "entity": cfg.logging.wandb_entity,
+        "dir": cfg.logging.wandb_save_dir or str(default_dir),
+        "config": {name: plain(value) for name, value in cfg.flat.values().items()},
     }
 
 
@@ -102,16 +106,20 @@ def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
     (default: rank 0). Uses torch's profiler with --use-pytorch-profiler or on a CPU, else CUDA markers for an external
     profiler. On a CPU, warn that memory history is not recorded."""
     hooks: list[Hook] = []
-    if run.rank not in (cfg.profile_ranks or [0]):
+    if run.rank not in (cfg.profiling.profile_ranks or [0]):
         return hooks
-    if cfg.profile:
+    if cfg.profiling.profile:
         # on a CPU, an external profiler has no CUDA range to capture: use torch's profiler
-        with_torch = cfg.use_pytorch_profiler or run.device == "cpu"
-        directory = trace_directory(cfg.tensorboard_dir, cfg.save) if with_torch else None
-        hooks.append(only_for("--profile", ProfilerHook(cfg.profile_step_start, cfg.profile_step_end, directory)))
-    if cfg.record_memory_history:
+        with_torch = cfg.profiling.use_pytorch_profiler or run.device == "cpu"
+        directory = trace_directory(cfg.logging.tensorboard_dir, cfg.checkpoint.save) if with_torch else None
+        hooks.append(
+            only_for(
+                "--profile", ProfilerHook(cfg.profiling.profile_step_start, cfg.profiling.profile_step_end, directory)
+            )
+        )
+    if cfg.profiling.record_memory_history:
         if run.device == "cuda":
-            history = MemoryHistoryHook(cfg.memory_snapshot_path, cfg.log_interval)
+            history = MemoryHistoryHook(cfg.profiling.memory_snapshot_path, cfg.logging.log_interval)
             hooks.append(only_for("--record-memory-history", history))
         else:
             logger.warning("--record-memory-history follows the CUDA allocator: there is nothing to record on a CPU")

@@ -53,10 +53,10 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
 def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | None:
     """Return a copy of ``cfg`` with other values, resolved again for the same world size; None if a rule rejects them.
     Checks as in a dry run, so that this machine's packages and GPUs do not matter."""
-    other = copy.copy(cfg)
-    vars(other).update({"resolved": False, "dry_run": True, **values})
+    flat = copy.copy(cfg.flat)
+    vars(flat).update({"dry_run": True, **values})
     try:
-        other = resolve(other, cfg.world_size)
+        other = resolve(flat, cfg.world_size)
         return None if check(other) else other
     except UserError:
         return None
@@ -65,38 +65,45 @@ def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | No
 def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield candidate changes as (topic, changed fields, flags to type): recomputation, sharding, half the micro-batch,
     sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither rules nor memory."""
-    if cfg.recompute_granularity != "full":
-        selective = ["layernorm", "mlp"] if cfg.num_moe_experts is None else ["layernorm", "moe_act"]
+    model = cfg.model
+    if model.recompute_granularity != "full":
+        selective = ["layernorm", "mlp"] if model.num_moe_experts is None else ["layernorm", "moe_act"]
         names = " ".join(selective)
-        yield "recompute", {"recompute_granularity": "selective", "recompute_modules": selective}, (
-            f"--recompute-granularity selective --recompute-modules {names}"
+        yield (
+            "recompute",
+            {"recompute_granularity": "selective", "recompute_modules": selective},
+            (f"--recompute-granularity selective --recompute-modules {names}"),
         )
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield "recompute", {**full, "recompute_modules": None, "recompute_activations": False}, (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield (
+            "recompute",
+            {**full, "recompute_modules": None, "recompute_activations": False},
+            ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
         )
-    if cfg.data_parallel_size * cfg.context_parallel_size > 1 and not cfg.use_torch_fsdp2:
+    if cfg.data_parallel_size * model.context_parallel_size > 1 and not cfg.distributed.use_torch_fsdp2:
         yield "sharding", {"use_distributed_optimizer": True}, "--use-distributed-optimizer"
-    if cfg.micro_batch_size > 1:
-        half = cfg.micro_batch_size // 2
+    if cfg.training.micro_batch_size > 1:
+        half = cfg.training.micro_batch_size // 2
         yield "micro-batch", {"micro_batch_size": half, "eval_micro_batch_size": half}, f"--micro-batch-size {half}"
-    if cfg.tensor_model_parallel_size > 1:
+    if model.tensor_model_parallel_size > 1:
         yield "sequence", {"sequence_parallel": True}, "--sequence-parallel"
-    if cfg.bf16 and cfg.optimizer == "adam":
-        moments = ["exp_avg_dtype"] + ["exp_avg_sq_dtype"] * (cfg.adam_beta2 <= 0.99)  # a rule requires it
+    if model.bf16 and cfg.optimizer.optimizer == "adam":
+        moments = ["exp_avg_dtype"] + ["exp_avg_sq_dtype"] * (cfg.optimizer.adam_beta2 <= 0.99)  # a rule requires it
         values = {**dict.fromkeys(moments, "bf16"), "use_precision_aware_optimizer": True}
         flags = "".join(f" --{name.replace('_', '-')} bf16" for name in moments)
-        yield "moments", {**values, "use_distributed_optimizer": not cfg.use_torch_fsdp2}, (
-            f"--use-distributed-optimizer --use-precision-aware-optimizer{flags}"
+        yield (
+            "moments",
+            {**values, "use_distributed_optimizer": not cfg.distributed.use_torch_fsdp2},
+            (f"--use-distributed-optimizer --use-precision-aware-optimizer{flags}"),
         )
     for axis in ("tensor", "pipeline", "context", "expert"):
         field = "context_parallel_size" if axis == "context" else f"{axis}_model_parallel_size"
-        size, values = 2 * getattr(cfg, field), {}
+        size, values = 2 * getattr(cfg.flat, field), {}
         largest = min(GPUS_PER_HOST, cfg.world_size) if axis == "tensor" else cfg.world_size
-        if size > largest or axis == "expert" and cfg.num_moe_experts is None:
+        if size > largest or axis == "expert" and model.num_moe_experts is None:
             continue
         flags = f"--{field.replace('_', '-')} {size}"
-        if axis == "tensor" and not cfg.sequence_parallel:
+        if axis == "tensor" and not model.sequence_parallel:
             values, flags = {"sequence_parallel": True}, f"{flags} --sequence-parallel"
         yield "layout", {**values, field: size}, flags
 
@@ -104,11 +111,12 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
 def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
     """Yield rows of the dry run: whether the fullest rank fits --gpu-memory less ``LIBRARIES_GIB``, and, if not, the
     changes that save the most with their GiB. Yields nothing without --gpu-memory."""
-    if cfg.gpu_memory is None:
+    if cfg.program.gpu_memory is None:
         return
     need = peak_memory(cfg, vocab_size) / 2**30
-    room = cfg.gpu_memory - LIBRARIES_GIB
-    sizes = f"{need:.1f} of {room:.1f} GiB (--gpu-memory {cfg.gpu_memory:g} less {LIBRARIES_GIB:g} for CUDA and NCCL)"
+    room = cfg.program.gpu_memory - LIBRARIES_GIB
+    rest = f"--gpu-memory {cfg.program.gpu_memory:g} less {LIBRARIES_GIB:g} for CUDA and NCCL"
+    sizes = f"{need:.1f} of {room:.1f} GiB ({rest})"
     if need <= room:
         yield "fits the GPU", f"yes, {sizes}"
         return

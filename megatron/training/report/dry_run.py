@@ -5,7 +5,6 @@ Torch-free. Parameter counts are exact; for memory see ``memory.py``.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -15,14 +14,16 @@ from typing import Any
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import counted
 from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.safe_files import parse_json, read_text
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.schedules import learning_rate as schedules
 from megatron.training.arguments import validate_args
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.resolve import rank_order
+from megatron.training.config.resolve import rank_order, resolve
 from megatron.training.report.advice import fit_rows
 from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
@@ -35,7 +36,7 @@ from megatron.training.rules.run_all import check
 Rows = Iterator[tuple[str, Any]]
 
 
-def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
+def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:
     """Return (unpadded vocabulary size, its source): --vocab-size, the byte-level size, or the entries of --vocab-file
     (JSON or one per line). Returns (None, "unknown") if the tokenizer must be built or the file is unreadable."""
     if cfg.vocab_size is not None:
@@ -54,7 +55,7 @@ def known_vocab_size(cfg: PretrainConfig) -> tuple[int | None, str]:
         return None, "unknown"
 
 
-def preflight(cfg: PretrainConfig) -> bool:
+def preflight(cfg: FlatConfig) -> bool:
     """Run all checks that need no torch, and --dry-run, which writes its report to stdout on rank 0. Rank 0 also looks
     at tokenizer, data files and stored settings. With --use-checkpoint-args or --load-hf only the folders are checked,
     and the result is False.
@@ -69,7 +70,8 @@ def preflight(cfg: PretrainConfig) -> bool:
         ConfigError: lists every contradiction.
     """
     if cfg.use_checkpoint_args or cfg.load_hf:  # the checkpoint's settings are not known yet
-        if problems := [*load_folders_exist(cfg), *save_folder_unused(cfg)]:
+        resolved = resolve(cfg, 1)
+        if problems := [*load_folders_exist(resolved), *save_folder_unused(resolved)]:
             raise ConfigError(problems)
         return False
     resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)
@@ -83,7 +85,7 @@ def preflight(cfg: PretrainConfig) -> bool:
 def dry_run_report(cfg: PretrainConfig) -> str:
     """Return the full text of ``--dry-run`` for a resolved and checked configuration: layout, pipeline, model, memory,
     batches, schedule, and what is missing on this machine. Omits empty sections. Prints nothing."""
-    vocab_size, source = known_vocab_size(cfg)
+    vocab_size, source = known_vocab_size(cfg.tokenizer)
     model = cfg.describe(vocab_size or 0)
     sections = {
         "layout": _layout(cfg),
@@ -105,7 +107,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
 
 def _missing_here(cfg: PretrainConfig) -> Rows:
     """Yield packages, GPUs and files whose absence would make a run on this machine fail."""
-    for each in check(dataclasses.replace(cfg, dry_run=False)):
+    for each in check(cfg.with_settings(dry_run=False)):
         flag, _, reason = str(each).partition(": ")
         yield flag, reason
 
@@ -116,32 +118,35 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 def _layout(cfg: PretrainConfig) -> Rows:
     """Yield rows: ranks as the product of the parallel sizes, the same for experts if there are any, the rank order,
     and the backends of communication, layers and attention."""
-    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    model = cfg.model
+    tp, pp, cp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
-    if cfg.num_moe_experts is not None:
-        ep, etp = cfg.expert_model_parallel_size, expert_tensor_ranks(cfg)
+    if model.num_moe_experts is not None:
+        ep, etp = model.expert_model_parallel_size, expert_tensor_ranks(cfg.model)
         copies = cfg.world_size // (ep * etp * pp)
         yield "ranks of experts", f"{cfg.world_size} = tensor {etp} x expert {ep} x pipeline {pp} x data {copies}"
-    yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg).split('-'))} (fastest first)"
-    apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
-    layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"
-    yield "backend", f"{cfg.distributed_backend}, {layers}"
+    yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg.flat).split('-'))} (fastest first)"
+    apex = f", apex: {' '.join(model.apex_parts)}" if model.apex_parts else ""
+    layers = f"layers: {model.transformer_impl}, attention: {model.attention_backend}{apex}"
+    yield "backend", f"{cfg.distributed.distributed_backend}, {layers}"
 
 
 def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None, source: str) -> Rows:
     """Yield rows: layer and head sizes, T5's decoder, the vocabulary and its padding, parameters in total and per
     layer, and, if present, multi-token prediction, experts and active parameters. Without ``vocab_size`` counts exclude
     the embedding."""
-    heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
-    if cfg.multi_latent_attention:
-        sizes = f"{cfg.qk_head_dim} + {cfg.qk_pos_emb_head_dim} rotated (values {cfg.v_head_dim})"
-        ranks = f"{cfg.q_lora_rank or 'none'} for queries, {cfg.kv_lora_rank} for keys and values"
-        heads = f"{cfg.num_attention_heads} heads of {sizes}, latents: {ranks}"
-    yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
-    if cfg.decoder_num_layers is not None:
-        yield "decoder", f"{cfg.decoder_num_layers} further layers, with attention to the encoder"
-        yield "sequences", f"{cfg.seq_length} tokens of the encoder, {cfg.decoder_seq_length} of the decoder"
+    config = cfg.model
+    heads = f"{config.num_attention_heads} heads of {config.kv_channels}, {config.num_query_groups} key-value groups"
+    if config.multi_latent_attention:
+        sizes = f"{config.qk_head_dim} + {config.qk_pos_emb_head_dim} rotated (values {config.v_head_dim})"
+        ranks = f"{config.q_lora_rank or 'none'} for queries, {config.kv_lora_rank} for keys and values"
+        heads = f"{config.num_attention_heads} heads of {sizes}, latents: {ranks}"
+    widths = f"width {config.hidden_size}, feed-forward {config.ffn_hidden_size}"
+    yield "shape", f"{config.num_layers} layers, {widths}, {heads}"
+    if cfg.flat.decoder_num_layers is not None:
+        yield "decoder", f"{cfg.flat.decoder_num_layers} further layers, with attention to the encoder"
+        yield "sequences", f"{cfg.data.seq_length} tokens of the encoder, {cfg.flat.decoder_seq_length} of the decoder"
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
     if vocab_size is not None:
@@ -153,12 +158,12 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
     per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
     stored = f"; {model.padding:,} more of padding" if model.padding else ""
     yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
-    if cfg.mtp_num_layers is not None:
+    if config.mtp_num_layers is not None:
         own = sum(piece.num_parameters for piece in model.predictions)
-        yield "multi-token prediction", f"{cfg.mtp_num_layers} further, with {own:,} of these parameters"
-    if cfg.num_moe_experts is not None:
-        widths = f"{cfg.num_moe_experts} of width {cfg.moe_ffn_hidden_size}, {cfg.moe_router_topk} per token"
-        shared = cfg.moe_shared_expert_intermediate_size
+        yield "multi-token prediction", f"{config.mtp_num_layers} further, with {own:,} of these parameters"
+    if config.num_moe_experts is not None:
+        widths = f"{config.num_moe_experts} of width {config.moe_ffn_hidden_size}, {config.moe_router_topk} per token"
+        shared = config.moe_shared_expert_intermediate_size
         yield "experts", widths + (f", and a shared one of width {shared}" if shared else "")
         yield "active parameters", f"{model.num_active_parameters:,} per token"
 
@@ -166,8 +171,9 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
 def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
     """Yield rows: each batch-size plateau with its micro-batches, FLOPs per token and per rank, predicted time,
     training length, and evaluation. ``flops`` is per sample; None omits the rows that need it."""
-    dp, micro, length = cfg.data_parallel_size, cfg.micro_batch_size, cfg.seq_length
-    for plateau in batch_sizes.batch_size_plateaus(cfg):
+    training, validation = cfg.training, cfg.validation
+    dp, micro, length = cfg.data_parallel_size, training.micro_batch_size, cfg.data.seq_length
+    for plateau in batch_sizes.batch_size_plateaus(cfg.flat):
         steps = plateau.size // (micro * dp)
         text = (
             f"{plateau.size} sequences = {micro} x {counted(dp, 'rank')} x {steps} micro-batch{'es' * (steps > 1)},"
@@ -175,26 +181,26 @@ def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
         )
         yield f"from sample {plateau.first_sample:,}", text
     if flops is not None:
-        per_rank = flops * batch_sizes.batch_size_plateaus(cfg)[-1].size / cfg.world_size
+        per_rank = flops * batch_sizes.batch_size_plateaus(cfg.flat)[-1].size / cfg.world_size
         yield "computation", f"{flops / length:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration"
-    if cfg.train_iters:
-        samples = cfg.train_samples or batch_sizes.samples_from_iters(cfg, cfg.train_iters, dp)
+    if training.train_iters:
+        samples = training.train_samples or batch_sizes.samples_from_iters(cfg.flat, training.train_iters, dp)
         if flops is not None:
-            yield from cost_rows(cfg, flops * batch_sizes.batch_size_plateaus(cfg)[-1].size, samples)
-        yield "training", f"{cfg.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
-    if cfg.eval_iters:
-        every = f"every {cfg.eval_interval:,} iterations" if cfg.eval_interval else "only after training"
-        yield "evaluation", f"{cfg.eval_iters} batches of {cfg.eval_global_batch_size}, {every}"
+            yield from cost_rows(cfg, flops * batch_sizes.batch_size_plateaus(cfg.flat)[-1].size, samples)
+        yield "training", f"{training.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
+    if validation.eval_iters:
+        every = f"every {validation.eval_interval:,} iterations" if validation.eval_interval else "only after training"
+        yield "evaluation", f"{validation.eval_iters} batches of {validation.eval_global_batch_size}, {every}"
 
 
 def _schedule(cfg: PretrainConfig) -> Rows:
     """Yield rows: learning-rate range, warm-up and decay lengths in samples, the rate at 0, 25, 50, 75 and 100 % of the
     decay, and weight decay. Yields a single row if nothing is trained."""
-    if cfg.skip_train or cfg.lr is None:
+    if cfg.validation.skip_train or cfg.schedule.lr is None:
         yield "learning rate", "none: nothing is trained"
         return
-    plan = schedules.schedule_plan(cfg)
-    yield "learning rate", f"{cfg.lr_decay_style}, {plan.init_lr:g} -> {plan.max_lr:g} -> {plan.min_lr:g}"
+    plan = schedules.schedule_plan(cfg.flat)
+    yield "learning rate", f"{cfg.schedule.lr_decay_style}, {plan.init_lr:g} -> {plan.max_lr:g} -> {plan.min_lr:g}"
     yield "samples", f"{plan.lr_warmup_steps:,.0f} of warm-up, {plan.lr_decay_steps:,} until the minimum"
     for share in (0, 0.25, 0.5, 0.75, 1):
         samples = int(share * plan.lr_decay_steps)

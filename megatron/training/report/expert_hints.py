@@ -6,7 +6,6 @@ The hints compare sizes only; measure before relying on them. Torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -20,16 +19,15 @@ DEVICE_GIB = 80e9 / 2**30
 def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
     """Yield at most one hint: EP instead of expert TP if it divides; else a larger EP if the estimate exceeds an 80 GB
     GPU; else a smaller EP if experts span hosts of 8 GPUs and it still fits. Yields nothing without experts."""
-    experts, ep, etp = cfg.num_moe_experts, cfg.expert_model_parallel_size, expert_tensor_ranks(cfg)
+    experts, ep, etp = cfg.model.num_moe_experts, cfg.model.expert_model_parallel_size, expert_tensor_ranks(cfg.model)
     if experts is None:
         return
     now = _gib(cfg, vocab_size, ep, etp)
     if etp > 1 and experts % (ep * etp) == 0:
-        width = cfg.moe_ffn_hidden_size
-        yield "hint", (
-            f"{_flags(ep * etp, 1)}: whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs; "
-            f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
-        )
+        width = cfg.model.moe_ffn_hidden_size
+        memory = f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
+        whole = f"whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs"
+        yield "hint", f"{_flags(ep * etp, 1)}: {whole}; {memory}"
         return
     fitting = ((size, _gib(cfg, vocab_size, size, etp)) for size in _sizes(cfg, etp))  # lazy: estimated on demand
     if now > DEVICE_GIB:
@@ -47,7 +45,7 @@ def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, st
 
 def _sizes(cfg: PretrainConfig, etp: int) -> list[int]:
     """Return the expert-parallel sizes that divide both experts and ranks, in increasing order."""
-    experts, ranks = cfg.num_moe_experts or 1, cfg.world_size // (etp * cfg.pipeline_model_parallel_size)
+    experts, ranks = cfg.model.num_moe_experts or 1, cfg.world_size // (etp * cfg.model.pipeline_model_parallel_size)
     return [size for size in range(1, min(experts, ranks) + 1) if experts % size == 0 and ranks % size == 0]
 
 
@@ -57,5 +55,5 @@ def _flags(ep: int, etp: int) -> str:
 
 def _gib(cfg: PretrainConfig, vocab_size: int, ep: int, etp: int) -> float:
     """Return the memory of the pipeline rank that needs the most, in GiB."""
-    changed = replace(cfg, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    changed = cfg.with_settings(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     return max(rank.total for rank in estimate_memory(changed, vocab_size)) / 2**30

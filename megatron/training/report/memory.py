@@ -48,7 +48,7 @@ class RankMemory:
 
 def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     """Return the memory of each pipeline rank. ``vocab_size`` is unpadded; 0 means unknown and adds no bytes."""
-    ranks, model = cfg.pipeline_model_parallel_size, cfg.describe(vocab_size)
+    ranks, model = cfg.model.pipeline_model_parallel_size, cfg.describe(vocab_size)
     stages = run_stages(cfg, vocab_size or None)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
     kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
@@ -91,9 +91,8 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
     """Return the parameters of ``pieces`` with their shapes on a tensor- and expert-parallel rank, in build order.
     Omits parameters tied to another one in ``pieces``; a parameter of several components gives one entry each."""
     params = [each for piece in pieces for each in piece.params]
-    sizes = {
-        "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
-    }  # fmt: skip
+    tp, ep = cfg.model.tensor_model_parallel_size, cfg.model.expert_model_parallel_size
+    sizes = {"tp": tp, "ep": ep, "etp": expert_tensor_ranks(cfg.model)}
     names = {each.name for each in params}
     own = [each for each in params if each.tied_to == each.name or each.tied_to not in names]
     return [Stored(each, shape) for each in own for shape in each.local_shapes(sizes)]
@@ -109,11 +108,11 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
     parameters = stored_parameters(cfg, stage_pieces(model, stage))
     if not parameters:
         return 0, 0, 0, 0
-    if cfg.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
+    if cfg.distributed.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
         return _fully_sharded_state(cfg, parameters, layers_held(model, stage))
     # parameters that are reduced over other ranks (experts) have separate buffers
     ranks = _sum_ranks(cfg), _expert_sum_ranks(cfg)
-    if ranks[0] == ranks[1] and cfg.expert_model_parallel_size == 1:
+    if ranks[0] == ranks[1] and cfg.model.expert_model_parallel_size == 1:
         return _buffer_state(cfg, model, parameters, ranks[0])
     kinds = ([each for each in parameters if each.param.is_expert is expert] for expert in (False, True))
     states = [_buffer_state(cfg, model, kind, size) for kind, size in zip(kinds, ranks) if kind]
@@ -125,22 +124,25 @@ def _buffer_state(
 ) -> tuple[int, int, int, int]:
     """Return :func:`_chunk_state` of parameters in one gradient buffer that ``num_ranks`` ranks reduce, with bucket
     padding, for the largest optimizer shard. Reverses the list ``parameters`` in place."""
+    distributed = cfg.distributed
     parameters.reverse()
     sizes = [each.elements for each in parameters]
-    shards = num_ranks // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
+    shards = (
+        num_ranks // distributed.num_distributed_optimizer_instances if distributed.use_distributed_optimizer else 1
+    )
     # parameters tied between first and last stage get separate buckets, so that both stages cut equal shards
-    tied = cfg.pipeline_model_parallel_size > 1 and cfg.use_distributed_optimizer
+    tied = cfg.model.pipeline_model_parallel_size > 1 and distributed.use_distributed_optimizer
     held_twice = model.embedding.params if model.predictions else model.embedding.params[:1]
     alone = [tied and (each.param.tied_to is not None or each.param in held_twice) for each in parameters]
     bucket_size = chosen_bucket_size(
-        sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
-        num_ranks=num_ranks,
+        sum(sizes), bucket_size=distributed.ddp_bucket_size, num_buckets=distributed.ddp_num_buckets,
+        overlap=distributed.overlap_grad_reduce, num_ranks=num_ranks,
     )  # fmt: skip
-    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, cfg.ddp_pad_buckets_for_high_nccl_busbw))
-    elements = cut.total if cfg.use_distributed_optimizer else sum(sizes)
-    updated = max(owned_elements(sizes, cut, shards)) if cfg.use_distributed_optimizer else sum(sizes)
+    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, distributed.ddp_pad_buckets_for_high_nccl_busbw))
+    elements = cut.total if distributed.use_distributed_optimizer else sum(sizes)
+    updated = max(owned_elements(sizes, cut, shards)) if distributed.use_distributed_optimizer else sum(sizes)
     optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))
-    return elements * activation_bytes(cfg), cut.total * gradient_bytes(cfg), optimizer, 0
+    return elements * activation_bytes(cfg.model), cut.total * gradient_bytes(cfg), optimizer, 0
 
 
 def _fully_sharded_state(
@@ -148,55 +150,59 @@ def _fully_sharded_state(
 ) -> tuple[int, int, int, int]:
     """Return :func:`_chunk_state` with FSDP: full-precision row shards of weights, gradients and moments (padded to
     equal rows), plus, as working memory, gathered layers, non-layer parameters and the largest unreduced gradients."""
-    shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances
+    shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
     rows = sum(-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters)
     units = [sum(each.elements for each in stored_parameters(cfg, layer)) for layer in layers]
     outside = sum(each.elements for each in parameters) - sum(units)
     # the next layer is gathered while the current one computes
-    together = 2 if cfg.torch_fsdp2_reshard_after_forward else len(units)
+    together = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else len(units)
     gathered = outside + sum(sorted(units)[-together:])
     unsummed = max([outside, *units])
     full = state_bytes(cfg)
-    working = gathered * activation_bytes(cfg) + unsummed * gradient_bytes(cfg)
+    working = gathered * activation_bytes(cfg.model) + unsummed * gradient_bytes(cfg)
     return rows * full, rows * full, rows * moment_bytes(cfg), working
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:
     """Return the number of ranks that reduce gradients of dense parameters."""
-    return cfg.data_parallel_size * cfg.context_parallel_size
+    return cfg.data_parallel_size * cfg.model.context_parallel_size
 
 
 def _expert_sum_ranks(cfg: PretrainConfig) -> int:
     """Return the number of ranks that reduce gradients of experts."""
-    held = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg) * cfg.pipeline_model_parallel_size
+    held = (
+        cfg.model.expert_model_parallel_size * expert_tensor_ranks(cfg.model) * cfg.model.pipeline_model_parallel_size
+    )
     return max(cfg.world_size // held, 1)
 
 
 def _is_half(cfg: PretrainConfig) -> bool:
-    return cfg.fp16 or cfg.bf16
+    return cfg.model.fp16 or cfg.model.bf16
 
 
 def state_bytes(cfg: PretrainConfig) -> int:
     """Return the bytes per element of full-precision moments."""
-    return 8 if cfg.fp64 else 4
+    return 8 if cfg.model.fp64 else 4
 
 
 def gradient_bytes(cfg: PretrainConfig) -> int:
     """Return the bytes per element of accumulated gradients."""
-    return 4 if _is_half(cfg) and cfg.accumulate_allreduce_grads_in_fp32 else activation_bytes(cfg)
+    return 4 if _is_half(cfg) and cfg.optimizer.accumulate_allreduce_grads_in_fp32 else activation_bytes(cfg.model)
 
 
 def master_bytes(cfg: PretrainConfig) -> int:
     """Return the extra bytes per half-precision weight for its master: 2 for bf16 remainders, 4 for an fp32 copy."""
-    return 2 if cfg.bf16 and cfg.store_param_remainders else 4 if _is_half(cfg) else 0
+    return 2 if cfg.model.bf16 and cfg.optimizer.store_param_remainders else 4 if _is_half(cfg) else 0
 
 
 def moment_bytes(cfg: PretrainConfig) -> int:
     """Return the bytes of all moments per parameter element."""
-    if cfg.optimizer == "sgd":
-        return state_bytes(cfg) if cfg.sgd_momentum else 0
-    return sum(2 if kind == "bf16" and not cfg.fp64 else state_bytes(cfg)
-               for kind in (cfg.exp_avg_dtype, cfg.exp_avg_sq_dtype))
+    if cfg.optimizer.optimizer == "sgd":
+        return state_bytes(cfg) if cfg.optimizer.sgd_momentum else 0
+    return sum(
+        2 if kind == "bf16" and not cfg.model.fp64 else state_bytes(cfg)
+        for kind in (cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype)
+    )
 
 
 # ---- activations
@@ -204,13 +210,13 @@ def moment_bytes(cfg: PretrainConfig) -> int:
 
 def _tokens(cfg: PretrainConfig) -> int:
     """Return the tokens of one micro-batch on this context-parallel rank."""
-    return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size
+    return cfg.data.seq_length // cfg.model.context_parallel_size * cfg.training.micro_batch_size
 
 
 def _recomputed(cfg: PretrainConfig) -> frozenset[str]:
     """Return the modules that selective recomputation recomputes."""
-    selective = cfg.recompute_granularity == "selective"
-    return frozenset(cfg.recompute_modules or ("core_attn",)) if selective else frozenset()
+    selective = cfg.model.recompute_granularity == "selective"
+    return frozenset(cfg.model.recompute_modules or ("core_attn",)) if selective else frozenset()
 
 
 def stage_activations(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
@@ -226,7 +232,7 @@ def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: Sta
     ``feed-forward`` …) for one micro-batch. With full recomputation, recomputed layers count by their inputs only, as
     :data:`LAYER_INPUTS`. Omits zero entries."""
     layers, recomputed = layers_held(model, stage), _recomputed(cfg)
-    full = cfg.recompute_granularity == "full"
+    full = cfg.model.recompute_granularity == "full"
     found: dict[str, float] = defaultdict(float)
     for end in [model.embedding] * stage.embedding + [model.head] * stage.loss:
         found[end.name] += kept_bytes([end])
@@ -234,12 +240,12 @@ def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: Sta
         if stage.num_mtp and not (full and each.is_branch):
             found[each.name] += kept_bytes([each], recomputed)
     if full:
-        assert cfg.recompute_num_layers is not None
-        given = min(cfg.recompute_num_layers, len(layers))
-        inputs = -(-len(layers) // given) if layers and cfg.recompute_method == "uniform" else given
-        share = cfg.tensor_model_parallel_size if cfg.distribute_saved_activations else 1
-        found[LAYER_INPUTS] += inputs * stream_elements(cfg) * activation_bytes(cfg) / share
-        layers = [] if cfg.recompute_method == "uniform" else layers[given:]
+        assert cfg.model.recompute_num_layers is not None
+        given = min(cfg.model.recompute_num_layers, len(layers))
+        inputs = -(-len(layers) // given) if layers and cfg.model.recompute_method == "uniform" else given
+        share = cfg.model.tensor_model_parallel_size if cfg.model.distribute_saved_activations else 1
+        found[LAYER_INPUTS] += inputs * stream_elements(cfg.model) * activation_bytes(cfg.model) / share
+        layers = [] if cfg.model.recompute_method == "uniform" else layers[given:]
     for layer in layers:
         for branch in layer:
             found[branch.name] += kept_bytes([branch], recomputed)
@@ -253,9 +259,9 @@ def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> i
         return 0
     again = _recomputed(cfg)
     total = max(_branch_gradients(branch, again) for layer in layers for branch in layer)
-    total += 2 * stream_elements(cfg) * activation_bytes(cfg)
-    if cfg.recompute_granularity == "full":
-        together = cfg.recompute_num_layers if cfg.recompute_method == "uniform" else 1
+    total += 2 * stream_elements(cfg.model) * activation_bytes(cfg.model)
+    if cfg.model.recompute_granularity == "full":
+        together = cfg.model.recompute_num_layers if cfg.model.recompute_method == "uniform" else 1
         assert together is not None
         total += max(
             sum(map(kept_bytes, layers[first : first + together])) for first in range(0, len(layers), together)
@@ -279,7 +285,7 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
     """Yield the rows of the memory table: a header, GiB per pipeline rank by kind with a mark at the maximum, and the
     micro-batches in flight. ``vocab_size`` 0 means unknown and adds no bytes."""
     ranks = estimate_memory(cfg, vocab_size)
-    precision = "fp16" if cfg.fp16 else "bf16" if cfg.bf16 else "fp32"
+    precision = "fp16" if cfg.model.fp16 else "bf16" if cfg.model.bf16 else "fp32"
     columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
     yield "GiB per rank", "".join(f"{name:>13}" for name in columns) + f"   ({precision})"
     totals = [memory.total for memory in ranks]

@@ -17,7 +17,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 def run_stages(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
     """Return the stages of a run. With unknown ``vocab_size`` all layers have equal cost and are not split."""
     costs = cfg.describe(vocab_size or 0).costs
-    return pipeline_stages(cfg, costs._replace(layers=None) if vocab_size is None else costs)
+    return pipeline_stages(cfg.model, costs._replace(layers=None) if vocab_size is None else costs)
 
 
 def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piece]]:
@@ -38,7 +38,9 @@ def stage_pieces(model: ModelDescription, stage: StageContents) -> list[Piece]:
 
 def run_schedule(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
     """Return the pipeline schedule of ``num_microbatches`` micro-batches."""
-    return choose.build_schedule(cfg, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches)
+    return choose.build_schedule(
+        cfg.model, cfg.model.pipeline_model_parallel_size, virtual_pipeline_size(cfg.model), num_microbatches
+    )
 
 
 def action_costs(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
@@ -69,18 +71,18 @@ def simulated_timeline(cfg: PretrainConfig, num_microbatches: int, vocab_size: i
 
 def count_microbatches(cfg: PretrainConfig) -> int:
     """Return the number of micro-batches per pipeline in a full global batch."""
-    return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
+    return cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size)
 
 
 def _steady_round(cfg: PretrainConfig) -> int:
     """Return the number of micro-batches after which the steady state of a schedule repeats."""
-    return cfg.microbatch_group_size_per_virtual_pipeline_stage or cfg.pipeline_model_parallel_size
+    return cfg.model.microbatch_group_size_per_virtual_pipeline_stage or cfg.model.pipeline_model_parallel_size
 
 
 def enough_microbatches(cfg: PretrainConfig) -> int:
     """Return at most the global batch's number of micro-batches, with the same peaks. A longer schedule only repeats
     its steady state, and simulating millions of micro-batches would take minutes."""
-    number, ranks = count_microbatches(cfg), cfg.pipeline_model_parallel_size
+    number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     if ranks == 1:
         return 1
     whole = -(-3 * max(_steady_round(cfg), ranks) // _steady_round(cfg)) * _steady_round(cfg)
@@ -110,7 +112,7 @@ def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None)
 def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:
     """Yield (name, value) rows of the report: contents of each pipeline rank, schedule, bubble fraction, and layers x
     micro-batches in flight per rank. Yields nothing with one pipeline rank."""
-    ranks = cfg.pipeline_model_parallel_size
+    ranks = cfg.model.pipeline_model_parallel_size
     if ranks == 1:
         return
     stages = run_stages(cfg, vocab_size)

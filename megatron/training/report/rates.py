@@ -49,16 +49,17 @@ def model_kind(cfg: PretrainConfig) -> str:
     """Return the kind of model with the most similar speed, as named in measured rows."""
     if not cfg.family.is_default:
         return cfg.model_family
-    if cfg.num_moe_experts is not None:
-        return "experts" if (cfg.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
-    return "small" if cfg.hidden_size <= SMALL_WIDTH else "dense"
+    if cfg.model.num_moe_experts is not None:
+        return "experts" if (cfg.model.moe_ffn_hidden_size or 0) >= WIDE_EXPERT else "fine experts"
+    return "small" if cfg.model.hidden_size <= SMALL_WIDTH else "dense"
 
 
 def used_axes(cfg: PretrainConfig) -> dict[str, int]:
     """Return the sizes of the axes in :data:`AXES` with more than one rank."""
+    model = cfg.model
     sizes = (
-        cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size,
-        cfg.expert_model_parallel_size,
+        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size,
+        model.expert_model_parallel_size,
     )  # fmt: skip
     return {axis: size for axis, size in zip(AXES, sizes) if size > 1}
 
@@ -67,7 +68,7 @@ def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
     """Return the slowest of the measured rows of this kind of model: one row per rank axis in use, and one without
     axes. The row of an axis is the largest that does not exceed this run's size; axes without a row are ignored. None
     for runs not in 16 bits and for families without rows, which were not measured."""
-    if not (cfg.bf16 or cfg.fp16):
+    if not (cfg.model.bf16 or cfg.model.fp16):
         return None
     used = used_axes(cfg)
     same = [rate for rate in measured_rates() if rate.kind == model_kind(cfg)]
@@ -93,11 +94,11 @@ def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> 
     if rate is None:
         yield "time", "not predicted: speed was measured only with --bf16, for model families of this package"
         return
-    again = 4 / 3 if cfg.recompute_granularity == "full" else 1.0  # includes a second forward pass
+    again = 4 / 3 if cfg.model.recompute_granularity == "full" else 1.0  # includes a second forward pass
     seconds = flops_per_iteration * again / cfg.world_size / (rate.tflops * 1e12)
     where = f"at {rate.tflops:.0f} TFLOP/s per GPU, measured on {rate.device} ({rate.row})"
     yield "time per iteration", f"{seconds:.3g} s {where}" + (", x 4/3 for full recomputation" if again > 1 else "")
-    total = seconds * samples / (cfg.global_batch_size or 1)
+    total = seconds * samples / (cfg.training.global_batch_size or 1)
     hours = total / 3600
     yield "full run", f"{_duration(hours)}, {hours * cfg.world_size:,.3g} GPU-hours, without evaluation and saves"
 

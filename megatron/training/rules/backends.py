@@ -20,7 +20,7 @@ _LOCAL = "--transformer-impl local"
 def transformer_engine_available(cfg: PretrainConfig) -> Problems:
     """Reject --transformer-impl transformer_engine if the package is not installed, or else if this machine has no GPU.
     Checks nothing in a dry run, which does not depend on the machine."""
-    if cfg.transformer_impl != ENGINE or cfg.dry_run:
+    if cfg.model.transformer_impl != ENGINE or cfg.program.dry_run:
         return
     if not is_installed(ENGINE):
         install = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
@@ -30,13 +30,13 @@ def transformer_engine_available(cfg: PretrainConfig) -> Problems:
 
 
 def _impl(cfg: PretrainConfig) -> str:
-    return f"--transformer-impl {cfg.transformer_impl}"
+    return f"--transformer-impl {cfg.model.transformer_impl}"
 
 
 def nccl_requires_gpus(cfg: PretrainConfig) -> Problems:
     """A process without a launcher builds no process group; a dry run does not depend on the machine it runs on."""
-    launched = launched_world_size() is not None and not cfg.dry_run
-    if cfg.distributed_backend == "nccl" and launched and not gpu_present():
+    launched = launched_world_size() is not None and not cfg.program.dry_run
+    if cfg.distributed.distributed_backend == "nccl" and launched and not gpu_present():
         yield problem(cfg, "distributed_backend", "requires NVIDIA GPUs, but this process sees none", "use gloo")
 
 
@@ -44,24 +44,25 @@ def flash_attention_version(cfg: PretrainConfig) -> Problems:
     """Reject --flash-attention-version together with an --attention-backend other than auto or flash,
     --transformer-impl transformer_engine, context parallelism (except version 4) or attention dropout, without --bf16
     or --fp16, and, except in a dry run, if that version is not installed. One problem per violated condition."""
-    version, field = cfg.flash_attention_version, "flash_attention_version"
+    model = cfg.model
+    version, field = model.flash_attention_version, "flash_attention_version"
     if version is None:
         return
-    if cfg.attention_backend not in ("auto", "flash"):
-        reason = f"contradicts --attention-backend {cfg.attention_backend}"
+    if model.attention_backend not in ("auto", "flash"):
+        reason = f"contradicts --attention-backend {model.attention_backend}"
         yield problem(cfg, field, reason, "remove one")
-    if cfg.transformer_impl == ENGINE:
+    if model.transformer_impl == ENGINE:
         reason = f"has no effect on {_impl(cfg)}, which selects its own version"
         yield problem(cfg, field, reason, f"remove it, or {_LOCAL}")
-    if cfg.context_parallel_size > 1 and version != 4:
+    if model.context_parallel_size > 1 and version != 4:
         reason = "does not support context parallelism; only version 4 and torch's kernels do"
         yield problem(cfg, field, reason, "remove it")
-    if cfg.attention_dropout > 0:
-        reason = f"contradicts --attention-dropout {cfg.attention_dropout:g}: its masks would depend on the layout"
+    if model.attention_dropout > 0:
+        reason = f"contradicts --attention-dropout {model.attention_dropout:g}: its masks would depend on the layout"
         yield problem(cfg, field, reason, "--attention-dropout 0")
-    if not (cfg.bf16 or cfg.fp16):
+    if not (model.bf16 or model.fp16):
         yield problem(cfg, field, "supports only bf16 and fp16", "--bf16")
-    if version not in installed_versions() and not cfg.dry_run:
+    if version not in installed_versions() and not cfg.program.dry_run:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or remove it")
 
 
@@ -69,12 +70,13 @@ def logit_softcapping_backend(cfg: PretrainConfig) -> Problems:
     """Reject --attn-logit-softcapping together with --attention-backend flash or fused, and together with
     --flash-attention-version. Only the plain torch backend caps logits, also with --transformer-impl
     transformer_engine."""
-    if not cfg.attn_logit_softcapping:
+    model = cfg.model
+    if not model.attn_logit_softcapping:
         return
-    if cfg.attention_backend in ("flash", "fused"):
-        reason = f"is not supported by --attention-backend {cfg.attention_backend}"
+    if model.attention_backend in ("flash", "fused"):
+        reason = f"is not supported by --attention-backend {model.attention_backend}"
         yield problem(cfg, "attn_logit_softcapping", reason, "--attention-backend auto")
-    if cfg.flash_attention_version is not None:
+    if model.flash_attention_version is not None:
         yield problem(cfg, "flash_attention_version", "does not support --attn-logit-softcapping", "remove one")
 
 
@@ -82,11 +84,14 @@ def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
     """Reject --attention-backend fused if it means cuDNN and cuDNN does not support --seq-length. Checks nothing for
     Transformer Engine, for context parallelism in blocks (no a2a), or where cuDNN is not used (no GPU, fp32, dropout,
     --flash-attention-version). A dry run assumes a GPU."""
-    in_blocks = cfg.context_parallel_size > 1 and "a2a" not in cfg.cp_comm_type  # odd blocks go to the flash kernel
-    if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or in_blocks:
+    model = cfg.model
+    in_blocks = model.context_parallel_size > 1 and "a2a" not in model.cp_comm_type  # odd blocks go to the flash kernel
+    if model.attention_backend != "fused" or model.transformer_impl == ENGINE or in_blocks:
         return
-    length, on_gpu = cfg.seq_length or 0, gpu_present() or cfg.dry_run
-    is_cudnn = on_gpu and (cfg.bf16 or cfg.fp16) and not cfg.attention_dropout and cfg.flash_attention_version is None
+    length, on_gpu = cfg.data.seq_length or 0, gpu_present() or cfg.program.dry_run
+    is_cudnn = (
+        on_gpu and (model.bf16 or model.fp16) and not model.attention_dropout and model.flash_attention_version is None
+    )
     if is_cudnn and not cudnn_supports_lengths(length, length):
         reason = f"uses cuDNN, which requires a multiple of {CUDNN_LENGTHS} tokens, but --seq-length is {length}"
         yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
@@ -95,11 +100,12 @@ def cudnn_sequence_length(cfg: PretrainConfig) -> Problems:
 def norm_bias_backend(cfg: PretrainConfig) -> Problems:
     """Reject --disable-norm-bias with LayerNorm if --transformer-impl transformer_engine or --apex-parts norm computes
     the norms: their LayerNorm kernels always have a bias. RMSNorm is not checked."""
-    if cfg.norm_bias or cfg.normalization != "LayerNorm":
+    model = cfg.model
+    if model.norm_bias or model.normalization != "LayerNorm":
         return
-    if cfg.transformer_impl == ENGINE:
+    if model.transformer_impl == ENGINE:
         yield problem(cfg, "norm_bias", f"is not supported by the norms of {_impl(cfg)}", f"remove it, or {_LOCAL}")
-    if "norm" in cfg.apex_parts:
+    if "norm" in model.apex_parts:
         yield problem(cfg, "norm_bias", "is not supported by --apex-parts norm", "leave one of the two out")
 
 
@@ -107,20 +113,23 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
     """Reject --apex-parts that contradict other flags: wgrad without fused gradient accumulation or with
     --use-torch-fsdp2, norm with Transformer Engine, adam with another optimizer, any part with fp64. Except in a dry
     run, also reject parts whose packages are missing, and a machine without a GPU."""
-    parts = list(dict.fromkeys(cfg.apex_parts))
+    model = cfg.model
+    parts = list(dict.fromkeys(model.apex_parts))
     clashes = [
-        ("wgrad", not cfg.gradient_accumulation_fusion,
+        ("wgrad", not model.gradient_accumulation_fusion,
          "contradicts --no-gradient-accumulation-fusion: it accumulates into the main gradient"),
-        ("wgrad", cfg.use_torch_fsdp2, "contradicts --use-torch-fsdp2, which has no main gradients to accumulate into"),
-        ("norm", cfg.transformer_impl == ENGINE, f"contradicts {_impl(cfg)}: it replaces norms of the built-in layers"),
-        ("adam", cfg.optimizer != "adam", f"contradicts --optimizer {cfg.optimizer}"),
+        ("wgrad", cfg.distributed.use_torch_fsdp2,
+         "contradicts --use-torch-fsdp2, which has no main gradients to accumulate into"),
+        ("norm", model.transformer_impl == ENGINE,
+         f"contradicts {_impl(cfg)}: it replaces norms of the built-in layers"),
+        ("adam", cfg.optimizer.optimizer != "adam", f"contradicts --optimizer {cfg.optimizer.optimizer}"),
     ]  # fmt: skip
     for part, clash, reason in clashes:
         if part in parts and clash:
             yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
-    if parts and cfg.fp64:
+    if parts and model.fp64:
         yield problem(cfg, "apex_parts", "does not support float64", "remove it")
-    if not parts or cfg.dry_run:
+    if not parts or cfg.program.dry_run:
         return
     if missing := [lacking for part in parts if (lacking := what_is_missing(part))]:
         yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or remove it")
@@ -132,27 +141,28 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
     --use-packed-sequence, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or --overlap-param-gather with
     several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, and (not in a dry run) no GPU."""
+    model = cfg.model
     field = "cuda_graph_impl"
-    if cfg.cuda_graph_impl != "local":
+    if cfg.training.cuda_graph_impl != "local":
         return
     replicas = cfg.data_parallel_size > 1
     reasons = {
-        "contains collectives (--tensor-model-parallel-size)": cfg.tensor_model_parallel_size > 1,
-        "contains collectives (--context-parallel-size)": cfg.context_parallel_size > 1,
-        "waits for other pipeline stages": cfg.pipeline_model_parallel_size > 1,
-        "depends on document boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
-        "has a varying length (--use-packed-sequence)": cfg.use_packed_sequence,
-        "saves and restores random states (recomputation)": cfg.recompute_granularity is not None,
-        "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
-        "starts gradient reductions (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
-        "waits for parameter all-gathers (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
-        "reads the current loss scale (--mtp-num-layers)": cfg.mtp_num_layers is not None,
-        f"is untested with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
-        "is untested with --apex-parts": bool({"wgrad", "norm"} & set(cfg.apex_parts)),
+        "contains collectives (--tensor-model-parallel-size)": model.tensor_model_parallel_size > 1,
+        "contains collectives (--context-parallel-size)": model.context_parallel_size > 1,
+        "waits for other pipeline stages": model.pipeline_model_parallel_size > 1,
+        "depends on document boundaries (--reset-attention-mask)": cfg.documents.reset_attention_mask,
+        "has a varying length (--use-packed-sequence)": cfg.flat.use_packed_sequence,
+        "saves and restores random states (recomputation)": model.recompute_granularity is not None,
+        "gathers weights (--use-torch-fsdp2)": cfg.distributed.use_torch_fsdp2,
+        "starts gradient reductions (--overlap-grad-reduce)": cfg.distributed.overlap_grad_reduce and replicas,
+        "waits for parameter all-gathers (--overlap-param-gather)": cfg.distributed.overlap_param_gather and replicas,
+        "reads the current loss scale (--mtp-num-layers)": model.mtp_num_layers is not None,
+        f"is untested with --transformer-impl {ENGINE}": model.transformer_impl == ENGINE,
+        "is untested with --apex-parts": bool({"wgrad", "norm"} & set(model.apex_parts)),
     }
     for reason, applies in reasons.items():
         if applies:
             reason = f"records one micro-batch as a CUDA graph, which here {reason}"
             yield problem(cfg, field, reason, "leave one of the two out")
-    if not gpu_present() and not cfg.dry_run:
+    if not gpu_present() and not cfg.program.dry_run:
         yield problem(cfg, field, "requires an NVIDIA GPU, but this machine has none", "remove it")

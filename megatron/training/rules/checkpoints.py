@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import os
 
@@ -24,7 +23,7 @@ PATHS = (
 def paths_not_empty(cfg: PretrainConfig) -> Problems:
     """``--save "$OUT"`` with OUT unset would write into the working directory."""
     for field in PATHS:
-        value = getattr(cfg, field)
+        value = getattr(cfg.flat, field)
         paths = value if isinstance(value, list) else [value]
         if any(isinstance(path, str) and not path.strip() for path in paths):
             yield problem(cfg, field, "is an empty path", "check whether a shell variable is unset, or remove the flag")
@@ -34,14 +33,24 @@ def load_folders_exist(cfg: PretrainConfig) -> Problems:
     """Reject folders that do not exist: --load-hf, --pretrained-checkpoint (unless --load exists, which is then used),
     and --load with --exit-on-missing-checkpoint. Does not look for usable checkpoints inside. Checks nothing in a dry
     run."""
-    if cfg.dry_run:
+    checkpoint = cfg.checkpoint
+    if cfg.program.dry_run:
         return
-    resumes = cfg.load is not None and os.path.isdir(cfg.load)
-    if cfg.load_hf is not None and not os.path.isdir(cfg.load_hf):
+    resumes = checkpoint.load is not None and os.path.isdir(checkpoint.load)
+    if checkpoint.load_hf is not None and not os.path.isdir(checkpoint.load_hf):
         yield problem(cfg, "load_hf", "there is no such folder", "check the path")
-    if cfg.pretrained_checkpoint is not None and not resumes and not os.path.isdir(cfg.pretrained_checkpoint):
+    if (
+        checkpoint.pretrained_checkpoint is not None
+        and not resumes
+        and not os.path.isdir(checkpoint.pretrained_checkpoint)
+    ):
         yield problem(cfg, "pretrained_checkpoint", "there is no such folder", "check the path")
-    elif cfg.exit_on_missing_checkpoint and cfg.load is not None and not resumes and cfg.pretrained_checkpoint is None:
+    elif (
+        checkpoint.exit_on_missing_checkpoint
+        and checkpoint.load is not None
+        and not resumes
+        and checkpoint.pretrained_checkpoint is None
+    ):
         fix = "check the path, or remove --exit-on-missing-checkpoint"
         yield problem(cfg, "load", "there is no such folder", fix)
 
@@ -50,13 +59,20 @@ def save_folder_unused(cfg: PretrainConfig) -> Problems:
     """Reject a --save folder that already holds ``iter_NNNNNNN`` checkpoints if --load is not set; the message names
     the newest iteration. Checks nothing with --skip-train, --start-over or a dry run. ``checkpoint/history.py`` checks
     the other cases, such as another --load folder."""
-    if cfg.save is None or cfg.load is not None or cfg.skip_train or cfg.start_over or cfg.dry_run:
+    checkpoint = cfg.checkpoint
+    if (
+        checkpoint.save is None
+        or checkpoint.load is not None
+        or cfg.validation.skip_train
+        or checkpoint.start_over
+        or cfg.program.dry_run
+    ):
         return
-    found = glob.glob(os.path.join(glob.escape(cfg.save), "iter_" + "[0-9]" * 7))
+    found = glob.glob(os.path.join(glob.escape(checkpoint.save), "iter_" + "[0-9]" * 7))
     if found:
         newest = max(int(path[-7:]) for path in found)
         reason = f"holds checkpoints up to iteration {newest}, from which this run would not continue"
-        fix = f"to continue: --load {cfg.save}; to start again and keep them in a subfolder: --start-over"
+        fix = f"to continue: --load {checkpoint.save}; to start again and keep them in a subfolder: --start-over"
         yield problem(cfg, "save", reason, fix)
 
 
@@ -64,41 +80,46 @@ def non_persistent_folder(cfg: PretrainConfig) -> Problems:
     """Reject --non-persistent-ckpt-type local without --non-persistent-local-ckpt-dir, and a
     --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir equal to --save (absolute paths, links not
     followed): non-persistent checkpoints replace one another and would delete persistent ones."""
-    if cfg.non_persistent_ckpt_type == "local" and cfg.non_persistent_local_ckpt_dir is None:
+    checkpoint = cfg.checkpoint
+    if checkpoint.non_persistent_ckpt_type == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
         yield problem(cfg, "non_persistent_ckpt_type", "needs --non-persistent-local-ckpt-dir DIRECTORY")
     for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
-        folder = getattr(cfg, field)
-        if folder is not None and cfg.save and os.path.abspath(folder) == os.path.abspath(cfg.save):
+        folder = getattr(cfg.flat, field)
+        if folder is not None and checkpoint.save and os.path.abspath(folder) == os.path.abspath(checkpoint.save):
             yield problem(cfg, field, "is the folder of --save", "choose a separate folder")
 
 
 def start_over_without_load(cfg: PretrainConfig) -> Problems:
-    if cfg.start_over and not cfg.save:
+    checkpoint = cfg.checkpoint
+    if checkpoint.start_over and not checkpoint.save:
         yield problem(cfg, "start_over", "needs --save DIRECTORY")
-    if cfg.start_over and cfg.save and cfg.load == cfg.save and not cfg.finetune:
-        yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "remove one")
+    if checkpoint.start_over and checkpoint.save and checkpoint.load == checkpoint.save and not checkpoint.finetune:
+        yield problem(
+            cfg, "start_over", f"contradicts --load {checkpoint.load}, which continues from there", "remove one"
+        )
 
 
 def one_source_of_weights(cfg: PretrainConfig) -> Problems:
     """Reject --load-hf together with --pretrained-checkpoint, --use-checkpoint-args, --spec or --moe-use-upcycling, one
     problem each. Checks nothing without --load-hf; --load together with --load-hf is allowed."""
-    if cfg.load_hf is None:
+    if cfg.checkpoint.load_hf is None:
         return
-    if cfg.pretrained_checkpoint:
+    if cfg.checkpoint.pretrained_checkpoint:
         yield problem(cfg, "load_hf", "contradicts --pretrained-checkpoint", "remove one")
-    if cfg.use_checkpoint_args:
+    if cfg.checkpoint.use_checkpoint_args:
         yield problem(cfg, "load_hf", "contradicts --use-checkpoint-args", "settings come from its config.json")
-    if cfg.spec:
+    if cfg.custom_layers.spec:
         yield problem(cfg, "load_hf", "contradicts --spec", "the layers are defined by its config.json")
-    if cfg.moe_use_upcycling:
+    if cfg.upcycling.moe_use_upcycling:
         fix = "tools/checkpoint/convert.py --saver native, then --pretrained-checkpoint"
         yield problem(cfg, "load_hf", "contradicts --moe-use-upcycling, which starts from a checkpoint", fix)
 
 
 def hf_export_interval(cfg: PretrainConfig) -> Problems:
-    if cfg.save_hf_interval is None or not cfg.save:
+    checkpoint = cfg.checkpoint
+    if checkpoint.save_hf_interval is None or not checkpoint.save:
         return
-    if cfg.save_interval is None or cfg.save_hf_interval % cfg.save_interval:
+    if checkpoint.save_interval is None or checkpoint.save_hf_interval % checkpoint.save_interval:
         yield problem(cfg, "save_hf_interval", "is not a multiple of --save-interval", "it converts checkpoints")
 
 
@@ -106,19 +127,18 @@ def hf_export_family(cfg: PretrainConfig) -> Problems:
     """Reject --save-hf-interval if no Hugging Face family can represent the model: custom --spec layers whose weights
     differ from the standard ones, or a setting that the family rejects. Needs --save, else checks nothing. Imports
     torch. Errors in sizes or --spec are left to other rules."""
-    if cfg.save_hf_interval is None or not cfg.save:
+    if cfg.checkpoint.save_hf_interval is None or not cfg.checkpoint.save:
         return
     from megatron.core.description.model import weight_shapes
     from megatron.export.hf.family import complete, described  # imports torch, which a command line does without
     from megatron.export.hf.registry import family_for
 
-    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     try:
-        settings = complete({**values, "vocab_size": cfg.vocab_size or 1})
+        settings = complete({**cfg.flat.values(), "vocab_size": cfg.tokenizer.vocab_size or 1})
         model = cfg.describe(settings["vocab_size"])
     except UserError:  # reported by the rules about sizes and --spec
         return
-    names = weight_shapes(model, expert_bias=cfg.moe_router_enable_expert_bias).keys()
+    names = weight_shapes(model, expert_bias=cfg.model.moe_router_enable_expert_bias).keys()
     if model.unknown or names != described(settings)[0].keys():
         yield problem(cfg, "save_hf_interval", "is not supported with the layers of --spec", "remove it")
         return
@@ -126,4 +146,4 @@ def hf_export_family(cfg: PretrainConfig) -> Problems:
         list(family_for(settings).layouts(settings))
     except UserError as error:
         name = "--save-hf-interval"
-        yield Line(name, f"{name} {cfg.save_hf_interval}: {error}. Change these flags or remove {name}")
+        yield Line(name, f"{name} {cfg.checkpoint.save_hf_interval}: {error}. Change these flags or remove {name}")

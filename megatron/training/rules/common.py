@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from megatron.core.config.cli import Problem, flags_of
-from megatron.core.config.problems import problem
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def impossible_values(cfg: PretrainConfig) -> list[Problem]:
+def impossible_values(cfg: FlatConfig) -> list[Problem]:
     """Return one problem per field whose value is outside its flag's range or form. Text from the command line was
     checked when it was parsed, so this finds values that a program set. Checks single fields only, not combinations."""
-    reasons = ((spec.field, spec.refusal(getattr(cfg, spec.field))) for spec in flags_of(type(cfg)))
-    return [problem(cfg, field, reason) for field, reason in reasons if reason]
+    given = ((spec, getattr(cfg, spec.field)) for spec in flags_of(type(cfg)))
+    return [spec.problem(value, reason) for spec, value in given if (reason := spec.refusal(value))]
 
 
 def sequence_lengths(cfg: PretrainConfig) -> list[tuple[str, int]]:
     """Return (field, tokens) of the sequences of a sample whose lengths are known."""
-    return [(field, length) for field in cfg.family.lengths if (length := getattr(cfg, field))]
+    return [(field, length) for field in cfg.family.lengths if (length := getattr(cfg.flat, field))]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from megatron.core.config.problems import Problems, missing, problem
+from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import sequence_lengths
-from megatron.training.rules.layout import nearest_multiples
 
 
 def context_parallel_sequence_length(cfg: PretrainConfig) -> Problems:
-    cp = cfg.context_parallel_size
+    cp = cfg.model.context_parallel_size
     for field, length in sequence_lengths(cfg):
         if cp > 1 and length % (2 * cp):
             reason = f"is not a multiple of 2 x --context-parallel-size {cp}: each rank holds an early and a late chunk"
@@ -19,7 +18,7 @@ def context_parallel_sequence_length(cfg: PretrainConfig) -> Problems:
 
 
 def cp_comm_type_count(cfg: PretrainConfig) -> Problems:
-    count, layers = len(cfg.cp_comm_type), cfg.num_layers
+    count, layers = len(cfg.model.cp_comm_type), cfg.model.num_layers
     if layers and count not in (1, layers):
         reason = f"has {count} values for --num-layers {layers}"
         yield problem(cfg, "cp_comm_type", reason, f"give one value, or {layers}")
@@ -29,15 +28,20 @@ def all_to_all_heads(cfg: PretrainConfig) -> Problems:
     """Reject --num-attention-heads and --num-query-groups that are no multiple of TP times the all-to-all ranks: CP for
     ``--cp-comm-type a2a``, the first of --hierarchical-context-parallel-sizes for ``a2a+p2p``. Checks nothing without
     context parallelism."""
-    tp, cp, levels = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
+    model = cfg.model
+    tp, cp, levels = (
+        model.tensor_model_parallel_size,
+        model.context_parallel_size,
+        model.hierarchical_context_parallel_sizes,
+    )
     sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
-    for kind in sorted(set(cfg.cp_comm_type) & set(sizes)):
+    for kind in sorted(set(model.cp_comm_type) & set(sizes)):
         ranks = tp * sizes[kind]
         if cp == 1 or ranks < 1:
             continue
         shown = f"{ranks} (--tensor-model-parallel-size {tp} x {sizes[kind]} ranks of --cp-comm-type {kind})"
         for field in ("num_attention_heads", "num_query_groups"):
-            value = getattr(cfg, field)
+            value = getattr(cfg.flat, field)
             if value and value > 0 and value % ranks:
                 fix = f"{nearest_multiples(value, ranks)}; or --cp-comm-type p2p or allgather, which split no heads"
                 yield problem(cfg, field, f"is not a multiple of {shown}", fix)
@@ -46,8 +50,8 @@ def all_to_all_heads(cfg: PretrainConfig) -> Problems:
 def hierarchical_context_parallel_sizes(cfg: PretrainConfig) -> Problems:
     """Require --hierarchical-context-parallel-sizes with --cp-comm-type a2a+p2p if CP > 1, reject it without that type,
     and reject all but two positive sizes whose product is the context-parallel size."""
-    cp, levels = cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
-    field, wanted = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.cp_comm_type
+    cp, levels = cfg.model.context_parallel_size, cfg.model.hierarchical_context_parallel_sizes
+    field, wanted = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.model.cp_comm_type
     pairs = ", ".join(f"{size} {cp // size}" for size in range(2, cp) if cp % size == 0) or f"{cp} 1"
     if wanted and cp > 1 and levels is None:
         yield missing(cfg, field, "is required by --cp-comm-type a2a+p2p", f"ranks inside and outside: {pairs}")

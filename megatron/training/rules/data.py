@@ -17,10 +17,12 @@ def one_data_source(cfg: PretrainConfig) -> Problems:
     """Require exactly one data source: --data-path, --data-args-path, --per-split-data-args-path, the
     --train/valid/test-data-path flags (together one source) or --mock-data. Each further source is a problem. None is
     needed with --dataloader-type external."""
-    single = [field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg, field)]
-    sources = single + (["train_data_path"] if any(getattr(cfg, field) for field in PER_SPLIT) else [])
-    sources += ["mock_data"] if cfg.mock_data else []
-    if not sources and cfg.dataloader_type != "external":
+    single = [
+        field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg.flat, field)
+    ]
+    sources = single + (["train_data_path"] if any(getattr(cfg.flat, field) for field in PER_SPLIT) else [])
+    sources += ["mock_data"] if cfg.data.mock_data else []
+    if not sources and cfg.data.dataloader_type != "external":
         yield missing(
             cfg, "data_path", "a source of data is required", "or --train-data-path, --data-args-path, --mock-data"
         )
@@ -29,22 +31,26 @@ def one_data_source(cfg: PretrainConfig) -> Problems:
 
 
 def split_with_separate_paths(cfg: PretrainConfig) -> Problems:
-    given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
+    given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg.flat, field)]
     if given and "split" in cfg.explicit:
         yield problem(cfg, "split", f"contradicts {flag_names(cfg, given[0])}", "remove one")
-    if any(getattr(cfg, field) for field in PER_SPLIT) and not cfg.train_data_path and not cfg.skip_train:
+    if (
+        any(getattr(cfg.flat, field) for field in PER_SPLIT)
+        and not cfg.data.train_data_path
+        and not cfg.validation.skip_train
+    ):
         yield missing(cfg, "train_data_path", f"is required with {flag_names(cfg, given[0])}")
 
 
 def split_parts_used(cfg: PretrainConfig) -> Problems:
     """Reject a --split that gives no training data unless --skip-train is set, and one that gives no validation data
     although --eval-interval and --eval-iters are nonzero. Checks nothing without a split."""
-    if cfg.split is None:
+    if cfg.data.split is None:
         return
-    train, valid, _ = parse_split(cfg.split)
-    if not train and not cfg.skip_train:
+    train, valid, _ = parse_split(cfg.data.split)
+    if not train and not cfg.validation.skip_train:
         yield problem(cfg, "split", "leaves no training data")
-    if not valid and cfg.eval_interval and cfg.eval_iters:
+    if not valid and cfg.validation.eval_interval and cfg.validation.eval_iters:
         yield problem(cfg, "split", "leaves no validation data", "--eval-iters 0 turns evaluation off")
 
 
@@ -54,46 +60,59 @@ MOST_SAMPLES = 2**35
 
 def sample_counts(cfg: PretrainConfig) -> Problems:
     """``resolve`` has filled in --train-iters where --train-samples was given."""
-    train = cfg.train_samples or (cfg.train_iters or 0) * (cfg.global_batch_size or 0)
-    evaluated = 0 if cfg.full_validation else num_evaluations(cfg) * eval_samples(cfg)
-    for field, count in (("train_samples" if cfg.train_samples else "train_iters", train), ("eval_iters", evaluated)):
-        if count > MOST_SAMPLES and cfg.dataloader_type != "external":
+    training = cfg.training
+    train = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)
+    evaluated = (
+        0
+        if cfg.validation.full_validation
+        else num_evaluations(cfg.validation, training.train_iters) * eval_samples(cfg.validation)
+    )
+    for field, count in (
+        ("train_samples" if training.train_samples else "train_iters", train),
+        ("eval_iters", evaluated),
+    ):
+        if count > MOST_SAMPLES and cfg.data.dataloader_type != "external":
             reason = f"is {count:,} samples; their order would need {count * 8 / 2**30:,.0f} GiB of memory"
             yield problem(cfg, field, reason)
 
 
 def validation_data_path(cfg: PretrainConfig) -> Problems:
-    if cfg.train_data_path and not cfg.valid_data_path and cfg.eval_interval and cfg.eval_iters:
+    if (
+        cfg.data.train_data_path
+        and not cfg.data.valid_data_path
+        and cfg.validation.eval_interval
+        and cfg.validation.eval_iters
+    ):
         yield missing(cfg, "valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
 
 
 def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
     """Require --tokenizer-type and then each flag that this type needs (``TOKENIZER_FILES``), such as --vocab-file and
     --merge-file; --tokenizer-model for types without an entry. Does not look at the files."""
-    if cfg.tokenizer_type is None:
+    if cfg.tokenizer.tokenizer_type is None:
         yield missing(cfg, "tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return
-    for field in TOKENIZER_FILES.get(cfg.tokenizer_type, ("tokenizer_model",)):
-        if getattr(cfg, field) is None:
-            other = "" if cfg.tokenizer_type == "NullTokenizer" else "or choose another --tokenizer-type"
-            yield missing(cfg, field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
+    for field in TOKENIZER_FILES.get(cfg.tokenizer.tokenizer_type, ("tokenizer_model",)):
+        if getattr(cfg.flat, field) is None:
+            other = "" if cfg.tokenizer.tokenizer_type == "NullTokenizer" else "or choose another --tokenizer-type"
+            yield missing(cfg, field, f"is required by --tokenizer-type {cfg.tokenizer.tokenizer_type}", other)
 
 
 def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
     """Reject --vocab-file, --merge-file and data argument files that are no regular files, and --load, --save,
     --pretrained-checkpoint or non-persistent folders whose path cannot be accessed. Folders that do not exist pass.
     Checks nothing in a dry run."""
-    if cfg.dry_run:
+    if cfg.program.dry_run:
         return
     for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
-        path = getattr(cfg, field)
+        path = getattr(cfg.flat, field)
         if path is not None and not os.path.isfile(path):
             exists = os.path.exists(path)
             yield problem(cfg, field, "is not a file" if exists else "there is no such file", "give a file" * exists)
     fast = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
     for field in ("load", "save", "pretrained_checkpoint", *fast):
         try:
-            os.stat(getattr(cfg, field) or ".")
+            os.stat(getattr(cfg.flat, field) or ".")
         except FileNotFoundError:
             pass  # a folder that is made, or missed, later
         except (OSError, ValueError) as error:
@@ -101,17 +120,19 @@ def tokenizer_files_exist(cfg: PretrainConfig) -> Problems:
 
 
 def encoder_seq_length_agrees(cfg: PretrainConfig) -> Problems:
-    if cfg.seq_length is not None and cfg.encoder_seq_length not in (None, cfg.seq_length):
-        yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
+    if cfg.data.seq_length is not None and cfg.data.encoder_seq_length not in (None, cfg.data.seq_length):
+        yield problem(
+            cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.data.seq_length}", "give one of the two"
+        )
 
 
 def tokenizer_supports_sentinels(cfg: PretrainConfig) -> Problems:
     """Reject --vocab-extra-ids with tokenizer types to which no sentinels can be added."""
-    if cfg.vocab_extra_ids and cfg.tokenizer_type in WITHOUT_SENTINELS:
-        reason = f"--tokenizer-type {cfg.tokenizer_type} does not support sentinels"
+    if cfg.tokenizer.vocab_extra_ids and cfg.tokenizer.tokenizer_type in WITHOUT_SENTINELS:
+        reason = f"--tokenizer-type {cfg.tokenizer.tokenizer_type} does not support sentinels"
         yield problem(cfg, "vocab_extra_ids", reason, "remove it")
 
 
 def mock_data_loader(cfg: PretrainConfig) -> Problems:
-    if cfg.mock_data and cfg.dataloader_type == "external":
+    if cfg.data.mock_data and cfg.data.dataloader_type == "external":
         yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "remove one")

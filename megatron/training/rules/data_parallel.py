@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from megatron.core.config.problems import Problems, problem
+from megatron.core.config.problems import Problems, common_divisors, problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.layout import common_divisors
 
 
 def bucket_size_given_once(cfg: PretrainConfig) -> Problems:
-    if cfg.ddp_num_buckets is not None and cfg.ddp_bucket_size is not None:
+    if cfg.distributed.ddp_num_buckets is not None and cfg.distributed.ddp_bucket_size is not None:
         yield problem(cfg, "ddp_num_buckets", "contradicts --ddp-bucket-size", "give one of the two")
 
 
 def optimizer_instances(cfg: PretrainConfig) -> Problems:
     """Reject --num-distributed-optimizer-instances > 1 without --use-distributed-optimizer or --use-torch-fsdp2, and a
     number that does not divide DP x CP."""
-    instances, ranks = cfg.num_distributed_optimizer_instances, cfg.data_parallel_size * cfg.context_parallel_size
+    instances, ranks = (
+        cfg.distributed.num_distributed_optimizer_instances,
+        cfg.data_parallel_size * cfg.model.context_parallel_size,
+    )
     if instances <= 1:
         return
-    if not (cfg.use_distributed_optimizer or cfg.use_torch_fsdp2):
+    if not (cfg.distributed.use_distributed_optimizer or cfg.distributed.use_torch_fsdp2):
         reason = "requires a sharded optimizer"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, "add --use-distributed-optimizer")
     if ranks % instances:
@@ -29,7 +31,9 @@ def optimizer_instances(cfg: PretrainConfig) -> Problems:
 
 def fp32_reduce_scatter(cfg: PretrainConfig) -> Problems:
     field = "ddp_reduce_scatter_with_fp32_accumulation"
-    if getattr(cfg, field) and not (cfg.use_distributed_optimizer and cfg.grad_reduce_in_bf16):
+    if getattr(cfg.flat, field) and not (
+        cfg.distributed.use_distributed_optimizer and cfg.optimizer.grad_reduce_in_bf16
+    ):
         reason = "gradients are already reduced in float32 unless --grad-reduce-in-bf16 is given, and only "
         reason += "--use-distributed-optimizer scatters them"
         yield problem(cfg, field, reason, "give all three, or none")
@@ -39,17 +43,17 @@ def torch_fsdp2_settings(cfg: PretrainConfig) -> Problems:
     """Reject --use-torch-fsdp2 with pipeline parallelism, --ddp-bucket-size, --ddp-num-buckets, or as many optimizer
     instances as DP x CP ranks (if more than one). Without --use-torch-fsdp2 reject
     --torch-fsdp2-no-reshard-after-forward."""
-    if not cfg.use_torch_fsdp2:
-        if not cfg.torch_fsdp2_reshard_after_forward:
+    if not cfg.distributed.use_torch_fsdp2:
+        if not cfg.distributed.torch_fsdp2_reshard_after_forward:
             yield problem(cfg, "torch_fsdp2_reshard_after_forward", "requires --use-torch-fsdp2")
         return
-    if cfg.pipeline_model_parallel_size > 1:
+    if cfg.model.pipeline_model_parallel_size > 1:
         reason = "would all-gather every layer once per micro-batch and stage; it does not support"
         yield problem(cfg, "use_torch_fsdp2", f"{reason} --pipeline-model-parallel-size", "use tensor parallelism")
     for field in ("ddp_bucket_size", "ddp_num_buckets"):
-        if getattr(cfg, field) is not None:
+        if getattr(cfg.flat, field) is not None:
             yield problem(cfg, field, "has no effect with --use-torch-fsdp2, which communicates per layer", "remove it")
-    ranks = cfg.data_parallel_size * cfg.context_parallel_size
-    if cfg.num_distributed_optimizer_instances == ranks > 1:
+    ranks = cfg.data_parallel_size * cfg.model.context_parallel_size
+    if cfg.distributed.num_distributed_optimizer_instances == ranks > 1:
         reason = "leaves one rank per instance, which shards nothing"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, f"less than {ranks}")

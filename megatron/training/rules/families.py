@@ -11,8 +11,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 def family_has_groups(cfg: PretrainConfig) -> Problems:
     """Reject each used field of a group that the model family does not list, except harmless fields, which only give a
     notice."""
-    for group in cfg.foreign_groups:
-        used = [field for field in used_fields(group, cfg) if field not in group.HARMLESS]
+    for group in cfg.flat.foreign_groups:
+        used = [field for field in used_fields(group, cfg.flat) if field not in group.HARMLESS]
         for field in [field for field in used if field in cfg.explicit] or used:  # others may derive from these
             fix = group.CHOICES[field][1] if field in group.CHOICES else "remove it"
             yield problem(cfg, field, f"is supported only by {scripts_with(group)}", fix)

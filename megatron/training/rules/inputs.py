@@ -6,7 +6,6 @@ anything is written. No index is built for it.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,15 +35,19 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
     """Build the tokenizer, look into the data files and compare the stored settings of checkpoints; return one problem
     per line of their errors. Skips the tokenizer or the data files, and drops results, if ``known`` has a problem with
     one of their flags. Returns nothing in a dry run. Assumes 8 for missing sequence lengths."""
-    if cfg.dry_run:  # asks about flags, not about the machine that it runs on
+    if cfg.program.dry_run:  # asks about flags, not about the machine that it runs on
         return []
     flags = {problem.flag for problem in known}
     tokenizer_flags = {name for spec in flags_of(TokenizerConfig) for name in spec.names}
     # no length is better than a guess, but every sample has one: the shortest has the fewest spans
-    guess = dataclasses.replace(
-        cfg, seq_length=cfg.seq_length or 8, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length or 8
+    guess = cfg.with_settings(
+        seq_length=cfg.data.seq_length or 8, decoder_seq_length=cfg.flat.decoder_seq_length or cfg.data.seq_length or 8
     )
-    wanted = 0 if cfg.skip_train else 1, None if cfg.full_validation else int(cfg.eval_iters > 0), 0
+    wanted = (
+        0 if cfg.validation.skip_train else 1,
+        None if cfg.validation.full_validation else int(cfg.validation.eval_iters > 0),
+        0,
+    )
     tokenizer, lines = None, []
     try:
         tokenizer = check_inputs(guess, wanted, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS)
@@ -76,13 +79,15 @@ def check_inputs(
     from megatron.training.data.datasets import select_data_set, sources_without_record
 
     built: list[Any] = []
-    own_data = cfg.needs_data and not cfg.mock_data and cfg.dataloader_type != "external"
+    own_data = cfg.needs_data and not cfg.data.mock_data and cfg.data.dataloader_type != "external"
     own_data = own_data and cfg.family.data_set is not None
 
     def build() -> None:
-        built.append(build_tokenizer(cfg))
-        if cfg.save and cfg.tokenizer_model and os.path.isdir(cfg.tokenizer_model):  # checkpoints hold copies
-            side_files(Path(cfg.tokenizer_model), TOKENIZER)
+        built.append(build_tokenizer(cfg.tokenizer))
+        if (
+            cfg.checkpoint.save and cfg.tokenizer.tokenizer_model and os.path.isdir(cfg.tokenizer.tokenizer_model)
+        ):  # checkpoints hold copies
+            side_files(Path(cfg.tokenizer.tokenizer_model), TOKENIZER)
 
     def check_samples() -> None:
         if built and own_data:
@@ -93,6 +98,6 @@ def check_inputs(
         calls: list[Callable[[], Any]] = [BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check]
         call_all(calls + [partial(sources_without_record, config, each) for each in built])
 
-    calls = [build, check_samples] if tokenizer and cfg.tokenizer_type is not None else []
+    calls = [build, check_samples] if tokenizer and cfg.tokenizer.tokenizer_type is not None else []
     call_all([*calls, check_files] if files and own_data else calls)
     return built[0] if built else None

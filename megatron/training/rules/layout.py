@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
-from megatron.core.config.problems import Problems, missing, problem
+from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import smallest_world_size
@@ -17,22 +16,12 @@ MOST_LOCAL_RANKS = 16
 """More ranks are usually on several machines, which need another command."""
 
 
-def nearest_multiples(value: int, divisor: int) -> str:
-    """The multiples of ``divisor`` around ``value``, for a fix."""
-    below = value // divisor * divisor
-    return f"nearest: {below} or {below + divisor}" if below else f"nearest: {divisor}"
-
-
-def common_divisors(*values: int) -> str:
-    """The numbers that divide all of ``values``, for a fix."""
-    largest = math.gcd(*values)
-    small = [size for size in range(1, math.isqrt(largest) + 1) if largest % size == 0]
-    shared = sorted({*small, *(largest // size for size in small)})
-    return ", ".join(map(str, shared[:12]))
-
-
 def world_size_divides(cfg: PretrainConfig) -> Problems:
-    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    tp, pp, cp = (
+        cfg.model.tensor_model_parallel_size,
+        cfg.model.pipeline_model_parallel_size,
+        cfg.model.context_parallel_size,
+    )
     if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
         ranks = tp * pp * cp
         reason = f"TP {tp} x PP {pp} x CP {cp} = {ranks} ranks per replica do not divide the world size"
@@ -41,67 +30,43 @@ def world_size_divides(cfg: PretrainConfig) -> Problems:
 
 def how_to_start(cfg: PretrainConfig) -> str:
     """Fix for a world size that the layout cannot use: without a launcher, the command that starts enough ranks."""
-    ranks = smallest_world_size(cfg)
+    ranks = smallest_world_size(cfg.flat)
     if launched_world_size() is not None or ranks > MOST_LOCAL_RANKS:
         return f"start a multiple of {ranks} ranks"
     program = cfg.family.programs[0].script
     return f"start {ranks} ranks, or a multiple: torchrun --nproc_per_node={ranks} {program} ..."
 
 
-def tensor_parallel_heads(cfg: PretrainConfig) -> Problems:
-    """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size, one problem
-    each. Query groups are checked by another rule."""
-    tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
-    sizes = [size for size in (heads, width) if size and size > 0]
-    if tp > 1 and any(size % tp for size in sizes):
-        fitting = common_divisors(*sizes)
-        if heads and heads % tp:
-            fix = f"{nearest_multiples(heads, tp)}; or a --tensor-model-parallel-size of {fitting}"
-            yield problem(cfg, "num_attention_heads", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
-        if width and width % tp:
-            fix = f"{nearest_multiples(width, tp)}; or a --tensor-model-parallel-size of {fitting}"
-            yield problem(cfg, "ffn_hidden_size", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
-
-
-def tensor_parallel_key_value_heads(cfg: PretrainConfig) -> Problems:
-    """The number of key-value groups must divide the tensor-parallel size or be a multiple of it."""
-    tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
-    if tp > 1 and groups and groups > 0 and groups % tp and tp % groups:
-        fix = f"{nearest_multiples(groups, tp)}, or a divisor of {tp}"
-        reason = f"neither divides nor is divided by --tensor-model-parallel-size {tp}"
-        yield problem(cfg, "num_query_groups", reason, fix)
-
-
 def sequence_parallel_length(cfg: PretrainConfig) -> Problems:
     """With --sequence-parallel, require each sequence length to be a multiple of TP x CP. With one tensor-parallel rank
     ``resolve`` has already turned --sequence-parallel off."""
-    tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
+    tp, cp = cfg.model.tensor_model_parallel_size, cfg.model.context_parallel_size
     for field, length in sequence_lengths(cfg):
-        if cfg.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
+        if cfg.model.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
             ranks = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
             reason = f"is not a multiple of {ranks}, which --sequence-parallel requires"
             yield problem(cfg, field, reason, nearest_multiples(length, tp * cp))
 
 
 def tp_comm_overlap_needs_sequence_parallel(cfg: PretrainConfig) -> Problems:
-    if cfg.tp_comm_overlap and not cfg.sequence_parallel:
+    if cfg.model.tp_comm_overlap and not cfg.model.sequence_parallel:
         yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
 
 
 def nccl_config_file_exists(cfg: PretrainConfig) -> Problems:
-    path = cfg.nccl_communicator_config_path
-    if path is not None and not cfg.dry_run and not os.path.isfile(path):
+    path = cfg.distributed.nccl_communicator_config_path
+    if path is not None and not cfg.program.dry_run and not os.path.isfile(path):
         yield problem(cfg, "nccl_communicator_config_path", "is not a file")
 
 
 def full_recomputation_settings(cfg: PretrainConfig) -> Problems:
     """With --recompute-granularity full, require --recompute-method and --recompute-num-layers, and reject
     --recompute-activations. Checks nothing for selective recomputation."""
-    granularity = cfg.recompute_granularity
+    granularity = cfg.model.recompute_granularity
     for field in ("recompute_method", "recompute_num_layers"):
-        if granularity == "full" and getattr(cfg, field) is None:
+        if granularity == "full" and getattr(cfg.flat, field) is None:
             yield missing(cfg, field, "is required by --recompute-granularity full")
-    if cfg.recompute_activations and granularity == "full":
+    if cfg.training.recompute_activations and granularity == "full":
         yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
 
 
@@ -109,20 +74,20 @@ def recompute_modules_known(cfg: PretrainConfig) -> Problems:
     """Reject --recompute-modules without --recompute-granularity selective, and names that are not in
     ``RECOMPUTED_MODULES``. One problem lists all unknown names."""
     known = ", ".join(RECOMPUTED_MODULES)
-    if cfg.recompute_modules is not None and cfg.recompute_granularity != "selective":
+    if cfg.model.recompute_modules is not None and cfg.model.recompute_granularity != "selective":
         reason = "requires --recompute-granularity selective"
         yield problem(cfg, "recompute_modules", reason, "add it, or remove both")
-    if unknown := [name for name in cfg.recompute_modules or () if name not in RECOMPUTED_MODULES]:
+    if unknown := [name for name in cfg.model.recompute_modules or () if name not in RECOMPUTED_MODULES]:
         yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
 
 
 def distributed_saved_activations(cfg: PretrainConfig) -> Problems:
     """Reject --distribute-saved-activations without --recompute-granularity full, and together with
     --sequence-parallel, which already splits the saved activations by position."""
-    if not cfg.distribute_saved_activations:
+    if not cfg.model.distribute_saved_activations:
         return
-    if cfg.recompute_granularity != "full":
+    if cfg.model.recompute_granularity != "full":
         yield problem(cfg, "distribute_saved_activations", "requires --recompute-granularity full")
-    if cfg.sequence_parallel:
+    if cfg.model.sequence_parallel:
         reason = "contradicts --sequence-parallel, which already stores a part of the positions per rank"
         yield problem(cfg, "distribute_saved_activations", reason, "remove it")

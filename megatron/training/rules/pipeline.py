@@ -35,7 +35,7 @@ _CHUNKS = (
 
 def one_pipeline_split(cfg: PretrainConfig) -> Problems:
     for families in (_FAMILIES, [(field,) for field in _CHUNKS]):
-        given = [next((name for name in family if getattr(cfg, name)), None) for family in families]
+        given = [next((name for name in family if getattr(cfg.flat, name)), None) for family in families]
         names = [name for name in given if name is not None]
         if len(names) > 1:
             yield problem(cfg, names[1], f"contradicts {flag_names(cfg, names[0])}", "choose one of them")
@@ -44,12 +44,12 @@ def one_pipeline_split(cfg: PretrainConfig) -> Problems:
 def pipeline_settings_need_pipeline(cfg: PretrainConfig) -> Problems:
     """With one pipeline rank, reject each flag about stages, virtual stages, pipeline layouts, embedding and loss
     accounting, --pipeline-schedule and --delay-wgrad-compute that is set."""
-    if cfg.pipeline_model_parallel_size != 1:
+    if cfg.model.pipeline_model_parallel_size != 1:
         return
     whole = "whole_layers_in_pipeline_split"
     fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule", "delay_wgrad_compute")
     for field in fields:
-        if getattr(cfg, field):
+        if getattr(cfg.flat, field):
             fix = "remove it, or give more ranks than one"
             yield problem(cfg, field, "requires --pipeline-model-parallel-size > 1", fix)
 
@@ -58,7 +58,8 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
     """Check --pipeline-model-parallel-layout: syntax (the only problem reported if it fails), number of layers, no
     split layers with --whole-layers-in-pipeline-split, stages a multiple of the pipeline ranks, all MTP layers in the
     last stage, and no pipeline rank without any module."""
-    text, ranks = cfg.pipeline_model_parallel_layout, cfg.pipeline_model_parallel_size
+    model = cfg.model
+    text, ranks = model.pipeline_model_parallel_layout, model.pipeline_model_parallel_size
     if text is None:
         return
     try:
@@ -66,12 +67,12 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
-    layers, wanted = len(stages[0].names), f"--num-layers {cfg.num_layers}"
-    if cfg.num_layers and cfg.decoder_num_layers is not None:
-        wanted += f" and {flag_names(cfg, 'decoder_num_layers')} {cfg.decoder_num_layers}"
-    if cfg.num_layers and layers != cfg.num_layers + (cfg.decoder_num_layers or 0):
+    layers, wanted = len(stages[0].names), f"--num-layers {model.num_layers}"
+    if model.num_layers and cfg.flat.decoder_num_layers is not None:
+        wanted += f" and {flag_names(cfg, 'decoder_num_layers')} {cfg.flat.decoder_num_layers}"
+    if model.num_layers and layers != model.num_layers + (cfg.flat.decoder_num_layers or 0):
         yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
-    if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
+    if model.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
         reason = f"contradicts the half layers (a, f) in {text!r}"
         yield problem(cfg, "whole_layers_in_pipeline_split", reason, "remove it")
     if ranks > 0 and len(stages) % ranks:
@@ -89,7 +90,7 @@ def pipeline_layout_string(cfg: PretrainConfig) -> Problems:
 def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageContents]) -> Problems:
     """Reject a layout whose number of ``m`` differs from --mtp-num-layers, or else one with an ``m`` outside the last
     stage: MTP needs the output layer's stage, which then also holds a copy of the embedding."""
-    wanted, found = cfg.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
+    wanted, found = cfg.model.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
     if found != wanted:
         reason = f"has {found} m for --mtp-num-layers {wanted}"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, f"give {wanted} m before the L")
@@ -101,7 +102,7 @@ def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageCo
 def _branches(cfg: PretrainConfig) -> BranchNames | None:
     """None: standard decoder layers, or other rules report a problem with --spec or the sizes."""
     try:
-        return cfg.family.branches(cfg) if cfg.num_layers else None
+        return cfg.family.branches(cfg) if cfg.model.num_layers else None
     except UserError:
         return None
 
@@ -109,14 +110,14 @@ def _branches(cfg: PretrainConfig) -> BranchNames | None:
 def layers_fill_stages(cfg: PretrainConfig) -> Problems:
     """Reject --num-layers if the automatic split cannot fill all pipeline stages, including virtual ones. Checks
     nothing with one pipeline rank or with a layout string, which another rule checks."""
-    ranks = cfg.pipeline_model_parallel_size
-    if not cfg.num_layers or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
+    ranks = cfg.model.pipeline_model_parallel_size
+    if not cfg.model.num_layers or ranks < 2 or cfg.model.pipeline_model_parallel_layout is not None:
         return
     names = _branches(cfg)
     try:
-        pipeline_stages(cfg, None if names is None else ModelCosts(tuple(map(tuple, names)), None))
+        pipeline_stages(cfg.model, None if names is None else ModelCosts(tuple(map(tuple, names)), None))
     except LayoutError as error:
-        chunks = virtual_pipeline_size(cfg)
+        chunks = virtual_pipeline_size(cfg.model)
         stages = f"{ranks} x {chunks} = {ranks * chunks}" if chunks > 1 else str(ranks)
         fix = f"at least {ranks * chunks} layers for {stages} stages, or fewer stages"
         yield problem(cfg, "num_layers", str(error), fix)
@@ -126,20 +127,21 @@ def schedule_fits_stages(cfg: PretrainConfig) -> Problems:
     """Reject 1f1b and zero-bubble-h2 with several chunks per rank, interleaved with one, and --delay-wgrad-compute with
     a schedule other than zero-bubble. Then check the micro-batch group size. Checks nothing with one pipeline rank or
     an invalid layout."""
-    if cfg.pipeline_model_parallel_size < 2 or not cfg.num_layers:
+    model = cfg.model
+    if model.pipeline_model_parallel_size < 2 or not model.num_layers:
         return
     try:
-        chunks = virtual_pipeline_size(cfg)
+        chunks = virtual_pipeline_size(cfg.model)
     except LayoutError:
         return  # pipeline_layout_string says what is wrong
-    if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
+    if model.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
         fix = "interleaved or zero-bubble instead, or remove it"
         yield problem(cfg, "pipeline_schedule", f"requires one model chunk per rank, not {chunks}", fix)
-    if cfg.pipeline_schedule == "interleaved" and chunks == 1:
+    if model.pipeline_schedule == "interleaved" and chunks == 1:
         fix = "--num-virtual-stages-per-pipeline-rank 2"
         yield problem(cfg, "pipeline_schedule", "requires several model chunks per rank", fix)
-    if cfg.delay_wgrad_compute and cfg.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
-        yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {cfg.pipeline_schedule}")
+    if model.delay_wgrad_compute and model.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
+        yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {model.pipeline_schedule}")
     yield from _group_size_fits(cfg, chunks)
 
 
@@ -147,8 +149,8 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
     """Reject --microbatch-group-size-per-virtual-pipeline-stage with one chunk per rank; otherwise require it to be at
     least the pipeline-parallel size, and at most the larger of that and the micro-batches of the largest global
     batch."""
-    field, ranks = "microbatch_group_size_per_virtual_pipeline_stage", cfg.pipeline_model_parallel_size
-    size = getattr(cfg, field)
+    field, ranks = "microbatch_group_size_per_virtual_pipeline_stage", cfg.model.pipeline_model_parallel_size
+    size = getattr(cfg.flat, field)
     if size is None:
         return
     if chunks == 1:
@@ -165,10 +167,10 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
 def _most_microbatches(cfg: PretrainConfig) -> int | None:
     """Return the number of micro-batches of the largest global batch, also of a batch-size ramp or step schedule.
     Returns None if batch sizes or the sequence length are missing or unreadable, which other rules report."""
-    if not cfg.micro_batch_size or not cfg.seq_length:
+    if not cfg.training.micro_batch_size or not cfg.data.seq_length:
         return None
     try:
-        sizes = [plateau.size for plateau in batch_sizes.batch_size_plateaus(cfg)]
+        sizes = [plateau.size for plateau in batch_sizes.batch_size_plateaus(cfg.flat)]
     except batch_sizes.ScheduleError:
         return None
-    return max(sizes) // (cfg.micro_batch_size * cfg.data_parallel_size)
+    return max(sizes) // (cfg.training.micro_batch_size * cfg.data_parallel_size)

@@ -9,7 +9,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def micro_batch_size_given(cfg: PretrainConfig) -> Problems:
-    if cfg.micro_batch_size is None:
+    if cfg.training.micro_batch_size is None:
         yield missing(cfg, "micro_batch_size")
 
 
@@ -17,33 +17,34 @@ def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
     """Reject --step-batch-size-schedule together with --global-batch-size or --rampup-batch-size, unreadable schedules,
     and each global batch size, also of a ramp or step schedule, that is no multiple of micro-batch size x DP or is
     smaller than that. --decrease-batch-size-if-needed permits larger non-multiples."""
-    clash = cfg.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
+    training = cfg.training
+    clash = training.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
     if clash:
         fields = flag_names(cfg, *sorted(clash))
         yield problem(cfg, "step_batch_size_schedule", f"contradicts {fields}", "its last size is the final one")
-    if not cfg.micro_batch_size or not cfg.seq_length or clash:
+    if not training.micro_batch_size or not cfg.data.seq_length or clash:
         return
-    if not cfg.global_batch_size and not cfg.step_batch_size_schedule:
+    if not training.global_batch_size and not training.step_batch_size_schedule:
         return
-    source = "step_batch_size_schedule" if cfg.step_batch_size_schedule else "rampup_batch_size"
+    source = "step_batch_size_schedule" if training.step_batch_size_schedule else "rampup_batch_size"
     try:
-        plateaus = batch_sizes.batch_size_plateaus(cfg)
+        plateaus = batch_sizes.batch_size_plateaus(cfg.flat)
     except batch_sizes.ScheduleError as error:
         yield problem(cfg, source, error.reason)
         return
-    unit = cfg.micro_batch_size * cfg.data_parallel_size
+    unit = training.micro_batch_size * cfg.data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in plateaus):
-        if size < unit or (size % unit and not cfg.decrease_batch_size_if_needed):
-            final = size == cfg.global_batch_size and not cfg.step_batch_size_schedule
+        if size < unit or (size % unit and not training.decrease_batch_size_if_needed):
+            final = size == training.global_batch_size and not training.step_batch_size_schedule
             field = "global_batch_size" if final else source
-            reason = _indivisible(size, cfg.micro_batch_size, cfg.data_parallel_size)
+            reason = _indivisible(size, training.micro_batch_size, cfg.data_parallel_size)
             yield problem(cfg, field, reason, _near(size, unit))
 
 
 def evaluation_batch_size_divides(cfg: PretrainConfig) -> Problems:
     """If an evaluation batch size is explicit, require --eval-global-batch-size to be a multiple of
     --eval-micro-batch-size x DP. Checks nothing otherwise."""
-    size, micro = cfg.eval_global_batch_size, cfg.eval_micro_batch_size
+    size, micro = cfg.validation.eval_global_batch_size, cfg.validation.eval_micro_batch_size
     if not {"eval_global_batch_size", "eval_micro_batch_size"} & cfg.explicit or not size or not micro:
         return
     unit = micro * cfg.data_parallel_size
@@ -64,13 +65,14 @@ def _near(size: int, unit: int) -> str:
 def training_length_given_once(cfg: PretrainConfig) -> Problems:
     """Reject --train-samples with an explicit --train-iters. Unless --skip-train is set, require one of them, at least
     one global batch of --train-samples, and --train-iters of at least 1."""
-    if cfg.train_iters is not None and cfg.train_samples is not None and "train_iters" in cfg.explicit:
+    training = cfg.training
+    if training.train_iters is not None and training.train_samples is not None and "train_iters" in cfg.explicit:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
-    if cfg.train_iters is None and cfg.train_samples is None and not cfg.skip_train:
+    if training.train_iters is None and training.train_samples is None and not cfg.validation.skip_train:
         yield missing(cfg, "train_iters", "this or --train-samples is required", "--skip-train only evaluates")
-    if cfg.train_samples is not None and cfg.train_iters == 0 and not cfg.skip_train:
-        yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.global_batch_size}")
-    if "train_iters" in cfg.explicit and not cfg.skip_train and cfg.train_iters < 1:
+    if training.train_samples is not None and training.train_iters == 0 and not cfg.validation.skip_train:
+        yield problem(cfg, "train_samples", f"is less than one global batch of {training.global_batch_size}")
+    if "train_iters" in cfg.explicit and not cfg.validation.skip_train and training.train_iters < 1:
         yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
 
 
@@ -80,11 +82,11 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
     given."""
     iters = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
     samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
-    by_samples = cfg.train_samples is not None
+    by_samples = cfg.training.train_samples is not None
     if by_samples and "train_iters" in cfg.explicit:
         return
     for field in iters if by_samples else samples:
-        if field in cfg.explicit and getattr(cfg, field):
+        if field in cfg.explicit and getattr(cfg.flat, field):
             ours, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
             right = flag_names(cfg, field).removesuffix("-iters").removesuffix("-samples") + other
             yield problem(cfg, field, f"does not go with {ours}", f"use {right}")
@@ -93,30 +95,31 @@ def schedule_units_match(cfg: PretrainConfig) -> Problems:
 def learning_rate_settings(cfg: PretrainConfig) -> Problems:
     """Require --lr unless --skip-train is set. With it, reject a --min-lr or --lr-warmup-init above --lr,
     --decoupled-min-lr without --decoupled-lr, and a --decoupled-min-lr above --decoupled-lr."""
-    if cfg.lr is None:
-        if not cfg.skip_train:
+    schedule = cfg.schedule
+    if schedule.lr is None:
+        if not cfg.validation.skip_train:
             yield missing(cfg, "lr")
         return
-    if cfg.min_lr > cfg.lr:
-        yield problem(cfg, "min_lr", f"must be between 0 and --lr {cfg.lr}")
-    if cfg.lr_warmup_init > cfg.lr:
-        yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {cfg.lr}")
-    if cfg.decoupled_min_lr is None:
+    if schedule.min_lr > schedule.lr:
+        yield problem(cfg, "min_lr", f"must be between 0 and --lr {schedule.lr}")
+    if schedule.lr_warmup_init > schedule.lr:
+        yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {schedule.lr}")
+    if cfg.optimizer.decoupled_min_lr is None:
         return
-    if cfg.decoupled_lr is None:
+    if cfg.optimizer.decoupled_lr is None:
         yield problem(cfg, "decoupled_min_lr", "requires --decoupled-lr")
-    elif cfg.decoupled_min_lr > cfg.decoupled_lr:
-        yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.decoupled_lr}")
+    elif cfg.optimizer.decoupled_min_lr > cfg.optimizer.decoupled_lr:
+        yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.optimizer.decoupled_lr}")
 
 
 def warmup_shorter_than_decay(cfg: PretrainConfig) -> Problems:
     """With --lr-warmup-fraction, reject --lr-warmup-iters and --lr-warmup-samples; without it, require the warmup to be
     shorter than the decay, in the unit (iterations or samples) of the training duration."""
-    unit = "samples" if cfg.train_samples is not None else "iters"
-    warmup, decay = getattr(cfg, f"lr_warmup_{unit}"), getattr(cfg, f"lr_decay_{unit}")
-    if cfg.lr_warmup_fraction is not None:
+    unit = "samples" if cfg.training.train_samples is not None else "iters"
+    warmup, decay = getattr(cfg.flat, f"lr_warmup_{unit}"), getattr(cfg.flat, f"lr_decay_{unit}")
+    if cfg.schedule.lr_warmup_fraction is not None:
         for field in ("lr_warmup_iters", "lr_warmup_samples"):
-            if getattr(cfg, field):
+            if getattr(cfg.flat, field):
                 yield problem(cfg, field, "contradicts --lr-warmup-fraction", "give one of the two")
     elif decay and warmup >= decay:
         reason = f"must be less than the decay length of {decay} {unit}"
@@ -126,9 +129,9 @@ def warmup_shorter_than_decay(cfg: PretrainConfig) -> Problems:
 def wsd_decay_length(cfg: PretrainConfig) -> Problems:
     """For --lr-decay-style WSD, require --lr-wsd-decay-iters, or -samples if training counts samples, between 1 and the
     total decay length. Checks nothing for other styles."""
-    unit = "samples" if cfg.train_samples is not None else "iters"
-    length, decay = getattr(cfg, f"lr_wsd_decay_{unit}"), getattr(cfg, f"lr_decay_{unit}")
-    if cfg.lr_decay_style != "WSD":
+    unit = "samples" if cfg.training.train_samples is not None else "iters"
+    length, decay = getattr(cfg.flat, f"lr_wsd_decay_{unit}"), getattr(cfg.flat, f"lr_decay_{unit}")
+    if cfg.schedule.lr_decay_style != "WSD":
         return
     if not length:
         yield missing(cfg, f"lr_wsd_decay_{unit}", "is required by --lr-decay-style WSD")
@@ -139,29 +142,32 @@ def wsd_decay_length(cfg: PretrainConfig) -> Problems:
 def weight_decay_schedule(cfg: PretrainConfig) -> Problems:
     """With a constant weight decay, reject an explicit start or end value that differs from --weight-decay. With other
     --weight-decay-incr-style values, require --start-weight-decay and --end-weight-decay, with 0 <= start <= end."""
-    start, end = cfg.start_weight_decay, cfg.end_weight_decay
+    schedule = cfg.schedule
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
     given = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
-    if cfg.weight_decay_incr_style == "constant":
+    if schedule.weight_decay_incr_style == "constant":
         for field in sorted(given):
-            if getattr(cfg, field) != cfg.weight_decay:
+            if getattr(cfg.flat, field) != cfg.optimizer.weight_decay:
                 fix = "--weight-decay-incr-style linear or cosine"
-                yield problem(cfg, field, f"contradicts a constant --weight-decay {cfg.weight_decay}", fix)
+                yield problem(cfg, field, f"contradicts a constant --weight-decay {cfg.optimizer.weight_decay}", fix)
         return
     for field in ("start_weight_decay", "end_weight_decay"):
-        if getattr(cfg, field) is None:
-            yield missing(cfg, field, f"is required by --weight-decay-incr-style {cfg.weight_decay_incr_style}")
+        if getattr(cfg.flat, field) is None:
+            yield missing(cfg, field, f"is required by --weight-decay-incr-style {schedule.weight_decay_incr_style}")
     if start is not None and end is not None and not 0 <= start <= end:
         yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
 
 
 def stored_schedule_settings(cfg: PretrainConfig) -> Problems:
-    if cfg.override_opt_param_scheduler and cfg.use_checkpoint_opt_param_scheduler:
+    if cfg.schedule.override_opt_param_scheduler and cfg.schedule.use_checkpoint_opt_param_scheduler:
         reason = "contradicts --use-checkpoint-opt_param-scheduler"
         yield problem(cfg, "override_opt_param_scheduler", reason, "choose one of the two")
 
 
 def param_gather_overlap(cfg: PretrainConfig) -> Problems:
-    if cfg.overlap_param_gather and not (cfg.use_distributed_optimizer and cfg.overlap_grad_reduce):
+    if cfg.distributed.overlap_param_gather and not (
+        cfg.distributed.use_distributed_optimizer and cfg.distributed.overlap_grad_reduce
+    ):
         yield problem(cfg, "overlap_param_gather", "needs --use-distributed-optimizer and --overlap-grad-reduce")
 
 
@@ -169,26 +175,26 @@ def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
     """Without --use-precision-aware-optimizer, reject non-fp32 optimizer dtypes. With it, require Adam, and reject fp16
     or fp8 moments, bf16 moments whose beta is too close to 1 (1 - beta < 2**-7), fp16 master weights, and bf16 main
     gradients without --grad-reduce-in-bf16."""
-    if not cfg.use_precision_aware_optimizer:
+    if not cfg.optimizer.use_precision_aware_optimizer:
         for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(cfg, field) != "fp32":
+            if getattr(cfg.flat, field) != "fp32":
                 yield problem(cfg, field, "requires --use-precision-aware-optimizer", "add that flag")
         return
-    if cfg.optimizer != "adam":
-        yield problem(cfg, "use_precision_aware_optimizer", f"requires --optimizer adam, not {cfg.optimizer}")
+    if cfg.optimizer.optimizer != "adam":
+        yield problem(cfg, "use_precision_aware_optimizer", f"requires --optimizer adam, not {cfg.optimizer.optimizer}")
     for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
-        kind, decay = getattr(cfg, field), 1.0 - getattr(cfg, beta)
+        kind, decay = getattr(cfg.flat, field), 1.0 - getattr(cfg.flat, beta)
         if kind in ("fp16", "fp8"):
             reason = "is not available: it would need scales, because moments are below its smallest number"
             yield problem(cfg, field, reason, "bf16")
         elif kind == "bf16" and decay < 2**-7:
             flag = "--" + beta.replace("_", "-")
-            reason = f"has 8 significant bits, too few for {flag} {getattr(cfg, beta)}: moments would never decay"
+            reason = f"has 8 significant bits, too few for {flag} {getattr(cfg.flat, beta)}: moments would never decay"
             yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
-    if cfg.main_params_dtype == "fp16":
+    if cfg.optimizer.main_params_dtype == "fp16":
         reason = "is not available; with --bf16, fp32 needs no more memory: 16 bits in addition to each weight"
         yield problem(cfg, "main_params_dtype", reason, "remove it")
-    if cfg.main_grads_dtype == "bf16" and not cfg.grad_reduce_in_bf16:
+    if cfg.optimizer.main_grads_dtype == "bf16" and not cfg.optimizer.grad_reduce_in_bf16:
         reason = "must equal the dtype in which gradients are accumulated, fp32"
         yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
 
@@ -196,9 +202,9 @@ def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
 def save_settings(cfg: PretrainConfig) -> Problems:
     """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval. Does
     not require --save-interval with --save."""
-    if cfg.log_progress and not cfg.save:
+    if cfg.logging.log_progress and not cfg.checkpoint.save:
         yield problem(cfg, "log_progress", "needs --save DIRECTORY")
-    keep, every = cfg.save_retain_interval, cfg.save_interval
+    keep, every = cfg.checkpoint.save_retain_interval, cfg.checkpoint.save_interval
     if keep and every and every > 0 and keep % every:
         fix = f"nearest multiple: {max(keep // every, 1) * every}"
         yield problem(cfg, "save_retain_interval", f"is not a multiple of --save-interval {every}", fix)
@@ -207,41 +213,46 @@ def save_settings(cfg: PretrainConfig) -> Problems:
 def load_settings(cfg: PretrainConfig) -> Problems:
     """Without --load, reject --ckpt-step and --exit-on-missing-checkpoint, and, unless --pretrained-checkpoint is set,
     --finetune and --use-checkpoint-args."""
-    if cfg.load:
+    if cfg.checkpoint.load:
         return
     for field in ("ckpt_step", "exit_on_missing_checkpoint"):
-        if getattr(cfg, field) not in (None, False):
+        if getattr(cfg.flat, field) not in (None, False):
             yield problem(cfg, field, "needs --load DIRECTORY")
     for field in ("finetune", "use_checkpoint_args"):
-        if getattr(cfg, field) and not cfg.pretrained_checkpoint:
+        if getattr(cfg.flat, field) and not cfg.checkpoint.pretrained_checkpoint:
             yield problem(cfg, field, "needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY")
 
 
 def validation_sets(cfg: PretrainConfig) -> Problems:
     """Reject --multiple-validation-sets without --full-validation, --validation-set-names without
     --multiple-validation-sets, and a number of names that differs from the number of --valid-data-path values."""
-    if cfg.multiple_validation_sets and not cfg.full_validation:
+    validation = cfg.validation
+    if validation.multiple_validation_sets and not validation.full_validation:
         yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
-    if cfg.validation_set_names and not cfg.multiple_validation_sets:
+    if validation.validation_set_names and not validation.multiple_validation_sets:
         yield problem(cfg, "validation_set_names", "requires --multiple-validation-sets", "add that flag")
-    paths = cfg.valid_data_path
-    if cfg.validation_set_names and paths and len(cfg.validation_set_names) != len(paths):
-        yield problem(cfg, "validation_set_names", f"has {len(cfg.validation_set_names)} names for {len(paths)} sets")
+    paths = cfg.data.valid_data_path
+    if validation.validation_set_names and paths and len(validation.validation_set_names) != len(paths):
+        yield problem(
+            cfg, "validation_set_names", f"has {len(validation.validation_set_names)} names for {len(paths)} sets"
+        )
 
 
 def log_sinks(cfg: PretrainConfig) -> Problems:
     """With --wandb-project, require --wandb-exp-name, the wandb package (not in a dry run), and --wandb-save-dir or
     --save. TensorBoard flags are not checked here."""
-    if cfg.wandb_project and not cfg.wandb_exp_name:
+    if cfg.logging.wandb_project and not cfg.logging.wandb_exp_name:
         yield missing(cfg, "wandb_exp_name", "is required with --wandb-project")
-    if cfg.wandb_project and not cfg.dry_run and not is_installed("wandb"):
+    if cfg.logging.wandb_project and not cfg.program.dry_run and not is_installed("wandb"):
         yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or remove the flag")
-    if cfg.wandb_project and not (cfg.wandb_save_dir or cfg.save):
+    if cfg.logging.wandb_project and not (cfg.logging.wandb_save_dir or cfg.checkpoint.save):
         yield missing(cfg, "wandb_save_dir", "this or --save is required with --wandb-project")
 
 
 def profile_range(cfg: PretrainConfig) -> Problems:
-    if cfg.profile and cfg.profile_step_end <= cfg.profile_step_start:
-        yield problem(cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profile_step_start}")
-    if cfg.profile and max(cfg.profile_ranks) >= cfg.world_size:
+    if cfg.profiling.profile and cfg.profiling.profile_step_end <= cfg.profiling.profile_step_start:
+        yield problem(
+            cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profiling.profile_step_start}"
+        )
+    if cfg.profiling.profile and max(cfg.profiling.profile_ranks) >= cfg.world_size:
         yield problem(cfg, "profile_ranks", f"must be below the number of ranks, {cfg.world_size}")

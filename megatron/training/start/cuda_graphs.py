@@ -154,7 +154,7 @@ def _on(stream: Any) -> Iterator[None]:
 def make_forward_backward(cfg: PretrainConfig, device: torch.device) -> Callable[..., list[MicroBatchResult]]:
     """Return the function that runs the micro-batches of an iteration, as selected by --cuda-graph-impl."""
     plain = choose_runner()
-    if cfg.cuda_graph_impl == "none":
+    if cfg.training.cuda_graph_impl == "none":
         return plain
     stream = torch.cuda.Stream(device)
-    return GraphedForwardBackward(plain, device, warmup_steps=cfg.cuda_graph_warmup_steps, stream=stream)
+    return GraphedForwardBackward(plain, device, warmup_steps=cfg.training.cuda_graph_warmup_steps, stream=stream)

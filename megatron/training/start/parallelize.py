@@ -35,7 +35,7 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
     """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages, whose virtual rank is
     set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes. Raises UserError
     if sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
-    pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg)
+    pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg.model)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
     for chunk in range(num_chunks):
@@ -47,7 +47,7 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
         chunks.append(model.to(device))
     for model in chunks:
         adopt_declarations(model, parallel_state.get_process_groups())
-        if task.cfg.sequence_parallel:
+        if task.cfg.model.sequence_parallel:
             require_declarations(model)
     return chunks
 
@@ -66,29 +66,28 @@ def building_chunk(chunk: int | None) -> Iterator[None]:
         parallel_state.set_virtual_pipeline_model_parallel_rank(None)
 
 
-def parallelize(
-    model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups
-) -> list[DataParallel]:
+def parallelize(model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> list[DataParallel]:
     """Wrap every chunk for data parallelism over ``dp_cp``, whose ranks reduce gradients. Uses ``fully_shard`` with
     --use-torch-fsdp2 and more than one such rank, else gradient buffers with full weights (with
     --use-distributed-optimizer, sharded optimizer state)."""
+    distributed = cfg.distributed
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=cfg.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=cfg.overlap_grad_reduce,
-        overlap_param_gather=cfg.overlap_param_gather,
-        use_distributed_optimizer=cfg.use_distributed_optimizer,
-        bucket_size=cfg.ddp_bucket_size,
-        num_buckets=cfg.ddp_num_buckets,
-        pad_buckets_for_high_nccl_busbw=cfg.ddp_pad_buckets_for_high_nccl_busbw,
-        reduce_scatter_with_fp32_accumulation=cfg.ddp_reduce_scatter_with_fp32_accumulation,
+        grad_reduce_in_fp32=cfg.optimizer.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=distributed.overlap_grad_reduce,
+        overlap_param_gather=distributed.overlap_param_gather,
+        use_distributed_optimizer=distributed.use_distributed_optimizer,
+        bucket_size=distributed.ddp_bucket_size,
+        num_buckets=distributed.ddp_num_buckets,
+        pad_buckets_for_high_nccl_busbw=distributed.ddp_pad_buckets_for_high_nccl_busbw,
+        reduce_scatter_with_fp32_accumulation=distributed.ddp_reduce_scatter_with_fp32_accumulation,
     )
-    if cfg.use_torch_fsdp2 and groups.dp_cp.size > 1:
-        reshard = cfg.torch_fsdp2_reshard_after_forward
+    if distributed.use_torch_fsdp2 and groups.dp_cp.size > 1:
+        reshard = distributed.torch_fsdp2_reshard_after_forward
         return [
             TorchFullyShardedDataParallel(ddp, chunk, transformer_layers(chunk), groups, reshard_after_forward=reshard)
             for chunk in model_chunks
         ]
-    if cfg.use_torch_fsdp2:
+    if distributed.use_torch_fsdp2:
         logger.info("--use-torch-fsdp2: only one data-parallel rank: weights are not sharded")
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 
@@ -117,5 +116,7 @@ def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) 
     for index, each in enumerate(counts.tolist()):  # every rank order varies the tensor rank fastest
         logger.info(
             " > number of parameters on (tensor, pipeline) model parallel rank (%d, %d): %d",
-            index % groups.tp.size, index // groups.tp.size, each,
+            index % groups.tp.size,
+            index // groups.tp.size,
+            each,
         )

@@ -33,7 +33,9 @@ class Task:
     def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
         self.cfg = cfg
         self.tokenizer = tokenizer
-        self.timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
+        self.timers = Timers(
+            cfg.logging.timing_log_level, cfg.logging.timing_log_option, cfg.logging.barrier_with_L1_time
+        )
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -78,7 +80,7 @@ class Task:
         samples, including the sequence lengths that pipeline stages must know before they read a batch."""
         return {
             "data_iterator": data_iterator, "num_microbatches": number, "micro_batch_size": size,
-            "seq_length": self.cfg.seq_length, "decoder_seq_length": self.cfg.decoder_seq_length,
+            "seq_length": self.cfg.data.seq_length, "decoder_seq_length": self.cfg.flat.decoder_seq_length,
         }  # fmt: skip
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import BertModel, LabelsAt
+from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.description import most_masked, predicted_per_rank
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -32,7 +33,7 @@ class BertTask(LanguageModelTask):
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
         super().__init__(cfg, tokenizer)
-        self.losses = ("lm loss", "sop loss") if cfg.bert_binary_head else ("lm loss",)
+        self.losses = ("lm loss", "sop loss") if cfg.group(BertConfig).bert_binary_head else ("lm loss",)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -43,10 +44,10 @@ class BertTask(LanguageModelTask):
         config = cfg.family.transformers(cfg)["encoder"]
         return BertModel(
             config=config,
-            num_tokentypes=2 if cfg.bert_binary_head else 0,
-            transformer_layer_spec=get_bert_block_spec(config, cfg.transformer_impl == "transformer_engine"),
+            num_tokentypes=2 if cfg.group(BertConfig).bert_binary_head else 0,
+            transformer_layer_spec=get_bert_block_spec(config, cfg.model.transformer_impl == "transformer_engine"),
             **self.model_arguments(pre_process, post_process, vp_stage),
-            add_binary_head=cfg.bert_binary_head,
+            add_binary_head=cfg.group(BertConfig).bert_binary_head,
         )
 
     def loss_counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
@@ -62,7 +63,7 @@ class BertTask(LanguageModelTask):
             # checked here: in get_batch the batches of a CUDA graph are already on the device
             data_iterator = map(self._within_bound, data_iterator)
         arguments = super().micro_batches(data_iterator, number, size)
-        if self.cfg.use_packed_sequence and self.cfg.pipeline_model_parallel_size > 1:
+        if self.cfg.group(BertConfig).use_packed_sequence and self.cfg.model.pipeline_model_parallel_size > 1:
             batches = list(islice(data_iterator, number))
             tokens = (int(batch["padding_mask"].sum()) for batch in batches)
             whole = [math.ceil(each / self._row_multiple) * self._row_multiple for each in tokens]
@@ -75,16 +76,17 @@ class BertTask(LanguageModelTask):
         cfg, found = self.cfg, int(batch["loss_mask"].count_nonzero(1).max())
         if found > (most := most_masked(cfg)):
             raise UserError(
-                f"--mask-prob {cfg.mask_prob}: at most {most} tokens of a sample are predicted, but one has "
-                f"{found} masked; mask fewer, or give the largest share, here {(found - 0.5) / cfg.seq_length:.5f}"
+                f"--mask-prob {cfg.masked_data.mask_prob}: at most {most} tokens of a sample are predicted, but one "
+                f"has {found} masked; mask fewer, or give the largest share, here "
+                f"{(found - 0.5) / cfg.data.seq_length:.5f}"
             )
         return batch
 
     @property
     def _row_multiple(self) -> int:
         """Divisor of the packed row length, required by context and sequence parallelism."""
-        cfg, cp = self.cfg, self.cfg.context_parallel_size
-        return cp * math.lcm(2 if cp > 1 else 1, cfg.tensor_model_parallel_size if cfg.sequence_parallel else 1)
+        model, cp = self.cfg.model, self.cfg.model.context_parallel_size
+        return cp * math.lcm(2 if cp > 1 else 1, model.tensor_model_parallel_size if model.sequence_parallel else 1)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b]
@@ -94,7 +96,7 @@ class BertTask(LanguageModelTask):
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
         batch, lengths = sort_by_length(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
-        if self.cfg.use_packed_sequence:
+        if self.cfg.group(BertConfig).use_packed_sequence:
             return self._packed(batch, lengths)
         length = batch["text"].shape[1]
         layout = TokenLayout.of(parallel_state.get_process_groups())
@@ -108,7 +110,7 @@ class BertTask(LanguageModelTask):
         add their indices ``predicted`` [b, k], masked tokens first, and gather labels and loss_mask to [b, k]."""
         if (most := predicted_per_rank(self.cfg)) is None:
             return batch
-        if self.cfg.use_packed_sequence:  # the length of the single row varies
+        if self.cfg.group(BertConfig).use_packed_sequence:  # the length of the single row varies
             most = max(1, int(batch["loss_mask"].count_nonzero()))
         is_masked = batch["loss_mask"].ne(0).byte()  # weights may be negative
         predicted = is_masked.argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -161,10 +163,10 @@ class BertTask(LanguageModelTask):
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a random sample with the keys of the data set as numpy arrays [s]: text, types, labels (-1 where not
         masked), loss_mask, padding_mask, and is_random (0 or 1). Advances ``generator``; some samples have padding."""
-        length = self.cfg.seq_length
+        length = self.cfg.data.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
         used = np.arange(length) < self.random_length(generator, length)
-        mask = (generator.random(length) < self.cfg.mask_prob) & used
+        mask = (generator.random(length) < self.cfg.masked_data.mask_prob) & used
         mask &= mask.cumsum() <= most_masked(self.cfg)
         return {
             "text": text,

@@ -30,14 +30,14 @@ class GPTTask(LanguageModelTask):
         layers. Initial weights depend only on the seed and parameter names, not on the layout."""
         cfg = self.cfg
         config, own = cfg.family.transformers(cfg)["decoder"], spec_layers(cfg)
-        engine = cfg.transformer_impl == "transformer_engine"
+        engine = cfg.model.transformer_impl == "transformer_engine"
         spec = own or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(
             config=config,
             transformer_layer_spec=spec,
             **self.model_arguments(pre_process, post_process, vp_stage),
-            rope_scaling=cfg.use_rope_scaling,
-            rope_scaling_factor=cfg.rope_scaling_factor,
+            rope_scaling=cfg.rope_scaling.use_rope_scaling,
+            rope_scaling_factor=cfg.rope_scaling.rope_scaling_factor,
             mtp_block_spec=get_gpt_mtp_block_spec(config, spec, engine),
         )
 
@@ -76,11 +76,11 @@ class GPTTask(LanguageModelTask):
         """Return a random sample with the keys of the data set as numpy arrays [s]: tokens, next-token labels,
         loss_mask (about 70 % ones), position_ids. With --reset-attention-mask add ``cu_seqlens`` of four documents of
         random lengths and restart positions."""
-        length = self.cfg.seq_length
+        length = self.cfg.data.seq_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
         mask = (generator.random(length) < 0.7).astype(np.float32)
         sample = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": np.arange(length)}
-        if self.cfg.reset_attention_mask:
+        if self.cfg.documents.reset_attention_mask:
             cuts = np.sort(generator.choice(np.arange(1, length), size=3, replace=False))
             sample["cu_seqlens"] = np.array([0, *cuts, length])
             sample["position_ids"] = np.concatenate([np.arange(part) for part in np.diff([0, *cuts, length])])

@@ -38,16 +38,16 @@ class LanguageModelTask(Task):
         cfg = self.cfg
         return {
             "vocab_size": self.vocab_size,
-            "max_sequence_length": cfg.max_position_embeddings,
+            "max_sequence_length": cfg.embeddings.max_position_embeddings,
             "pre_process": pre_process,
             "post_process": post_process,
-            "share_embeddings_and_output_weights": not cfg.untie_embeddings_and_output_weights,
-            "position_embedding_type": cfg.position_embedding_type,
-            "rotary_percent": cfg.rotary_percent,
-            "rotary_base": cfg.rotary_base,
-            "seq_len_interpolation_factor": cfg.rotary_seq_len_interpolation_factor,
-            "seed": cfg.seed,
-            "make_vocab_size_divisible_by": cfg.make_vocab_size_divisible_by,
+            "share_embeddings_and_output_weights": not cfg.embeddings.untie_embeddings_and_output_weights,
+            "position_embedding_type": cfg.embeddings.position_embedding_type,
+            "rotary_percent": cfg.embeddings.rotary_percent,
+            "rotary_base": cfg.embeddings.rotary_base,
+            "seq_len_interpolation_factor": cfg.embeddings.rotary_seq_len_interpolation_factor,
+            "seed": cfg.model.seed,
+            "make_vocab_size_divisible_by": cfg.embeddings.make_vocab_size_divisible_by,
             "groups": parallel_state.get_process_groups(),
             "branches": self.branches(vp_stage or 0),
             "vp_stage": vp_stage,
@@ -57,7 +57,7 @@ class LanguageModelTask(Task):
         """Return the range of residual branches in this rank's model chunk. Unlike the model, the task knows the
         training sequence length, on which the balance of stages depends."""
         cfg, pp = self.cfg, parallel_state.get_process_groups().pp
-        stages = pipeline_stages(cfg, self.description().costs)
+        stages = pipeline_stages(cfg.model, self.description().costs)
         return stages[pp.rank + vp_stage * pp.size].branches
 
     @property
@@ -65,7 +65,7 @@ class LanguageModelTask(Task):
         """Unpadded size: the tokenizer's or a larger --vocab-size. Raises UserError without a tokenizer."""
         if self.tokenizer is None:
             raise UserError("--tokenizer-type: is required; for token ids without text NullTokenizer with --vocab-size")
-        return max(self.tokenizer.vocab_size, self.cfg.vocab_size or 0)
+        return max(self.tokenizer.vocab_size, self.cfg.tokenizer.vocab_size or 0)
 
     def description(self) -> ModelDescription:
         """Return the description of the model that the flags define."""
@@ -79,7 +79,7 @@ class LanguageModelTask(Task):
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
         """Return the family's data sets (blended, split) from the data flags; random samples with --mock-data."""
-        if self.cfg.mock_data:
+        if self.cfg.data.mock_data:
             return mock_data(self, num_samples)
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
@@ -100,7 +100,7 @@ class LanguageModelTask(Task):
 
     def random_length(self, generator: np.random.Generator, longest: int) -> int:
         """Return a random text length without padding; as in the data sets, a --short-seq-prob fraction is shorter."""
-        if generator.random() >= self.cfg.short_seq_prob:
+        if generator.random() >= self.cfg.masked_data.short_seq_prob:
             return longest
         return int(generator.integers(longest // 4, longest + 1))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.data.batch import sort_by_length
@@ -23,11 +24,12 @@ class T5Task(LanguageModelTask):
     ) -> nn.Module:
         """Build this pipeline stage of a :class:`T5Model` from the flags.
         Initial weights depend only on the seed and parameter names, not on the layout."""
-        cfg = self.cfg
+        cfg, own = self.cfg, self.cfg.group(EncoderDecoderConfig)
         configs = cfg.family.transformers(cfg)
         encoder, decoder = get_t5_block_specs(
-            configs["encoder"], cfg.decoder_num_layers, relative_positions=cfg.position_embedding_type == "relative",
-            use_transformer_engine=cfg.transformer_impl == "transformer_engine",
+            configs["encoder"], own.decoder_num_layers,
+            relative_positions=cfg.embeddings.position_embedding_type == "relative",
+            use_transformer_engine=cfg.model.transformer_impl == "transformer_engine",
         )  # fmt: skip
         return T5Model(
             config=configs["decoder"],
@@ -35,8 +37,8 @@ class T5Task(LanguageModelTask):
             transformer_encoder_layer_spec=encoder,
             transformer_decoder_layer_spec=decoder,
             **self.model_arguments(pre_process, post_process, vp_stage),
-            relative_attention_num_buckets=cfg.relative_attention_num_buckets,
-            relative_attention_max_distance=cfg.relative_attention_max_distance,
+            relative_attention_num_buckets=own.relative_attention_num_buckets,
+            relative_attention_max_distance=own.relative_attention_max_distance,
         )
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class T5Task(LanguageModelTask):
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a random sample with the keys of the data set as numpy arrays: text_enc, enc_mask [e] and text_dec,
         labels (-1 in padding), loss_mask, dec_mask [s]. Both texts may have padding, of independent lengths."""
-        encoder, decoder = self.cfg.seq_length, self.cfg.decoder_seq_length
+        encoder, decoder = self.cfg.data.seq_length, self.cfg.group(EncoderDecoderConfig).decoder_seq_length
         used, written = (np.arange(length) < self.random_length(generator, length)
                          for length in (encoder, decoder))  # fmt: skip
         text, labels = generator.integers(0, self.vocab_size, (2, decoder))

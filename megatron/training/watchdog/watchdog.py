@@ -35,15 +35,15 @@ class Watchdog:
     def __init__(self, cfg: PretrainConfig) -> None:
         """Read the settings and the launcher's variables (RendezvousError or ValueError for bad ones); start nothing.
         SIGTERM is caught unless --save-on-signal or --exit-signal-handler for it handle it."""
-        self.timeout = cfg.watchdog_timeout_seconds
+        self.timeout = cfg.checks.watchdog_timeout_seconds
         works = self.timeout > 0 and not dist.is_initialized()
         self.place = LaunchInfo.from_environment() if works else None
         self.alone = works and launched_world_size() in (None, 1)
-        self.progress = RankProgress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
-        self.folder = None if cfg.save is None else Path(cfg.save) / "stacks"
+        self.progress = RankProgress(self.timeout, 60.0 * cfg.distributed.distributed_timeout_minutes)
+        self.folder = None if cfg.checkpoint.save is None else Path(cfg.checkpoint.save) / "stacks"
         self._presence: Presence | None = None
-        handled = cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM
-        self.catches_sigterm = not (cfg.save_on_signal or handled)
+        handled = cfg.training.exit_signal_handler and cfg.training.exit_signal == signal.SIGTERM
+        self.catches_sigterm = not (cfg.training.save_on_signal or handled)
         self.store: dist.Store | None = None
         """Store for the process groups; None if torch must create one."""
         self._monitor: Monitor | None = None

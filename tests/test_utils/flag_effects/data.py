@@ -63,7 +63,7 @@ def loaders(cfg):
     """Worker processes of the loader."""
     from megatron.training.data.loader import build_loader
 
-    loader = build_loader(range(8), [[0, 1]], cfg.num_workers, False)
+    loader = build_loader(range(8), [[0, 1]], cfg.data.num_workers, False)
     return getattr(loader, "loader", loader).num_workers
 
 

@@ -111,9 +111,8 @@ def attention_kernel(cfg):
     import dataclasses
 
     from megatron.core.attention.choose import build_request, choose_kernel
-    from megatron.training.arguments import core_transformer_config_from_args
 
-    config = core_transformer_config_from_args(cfg)
+    config = cfg.model
     request = build_request(config, config.window_size)
     return choose_kernel(dataclasses.replace(request, capability=(9, 0), flash_packages=(2, 3))).kernel
 
@@ -124,12 +123,11 @@ def norm_kernel(cfg):
 
     from megatron.core.groups.process_groups import SINGLE_PROCESS
     from megatron.core.transformer.norm import build_norm
-    from megatron.training.arguments import core_transformer_config_from_args
     from tests.test_utils import fake_apex
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake_apex.install(monkeypatch)
-        norm = build_norm(core_transformer_config_from_args(cfg), 32, 1e-5, groups=SINGLE_PROCESS)
+        norm = build_norm(cfg.model, 32, 1e-5, groups=SINGLE_PROCESS)
         return type(norm.normalize).__name__
 
 

@@ -1,6 +1,5 @@
 """Flags that only the masked-word programs (BERT, T5) read: settings of their data sets and models."""
 
-import dataclasses
 from unittest import mock
 
 import numpy as np
@@ -22,7 +21,7 @@ def of_samples(name):
             mock.patch.object(language_model, "check_data_tokenizer"),
         ):
             builder.return_value.build.return_value = []
-            task = bert.BertTask(dataclasses.replace(cfg, model_family="bert"), build_tokenizer(cfg))
+            task = bert.BertTask(cfg.with_settings(model_family="bert"), build_tokenizer(cfg.tokenizer))
             task.train_valid_test_datasets_provider((1, 1, 1))
         return getattr(builder.call_args.args[-1], name)
 
@@ -31,7 +30,7 @@ def of_samples(name):
 
 def names_of_heads(cfg):
 
-    names = [param.name for param in dataclasses.replace(cfg, model_family="bert").describe(64).params()]
+    names = [param.name for param in cfg.with_settings(model_family="bert").describe(64).params()]
     return [name for name in names if "binary_head" in name or "tokentype" in name or "pooler" in name]
 
 
@@ -71,7 +70,7 @@ def shape_of_rows(cfg):
     task = with_synthetic_data(BertTask, 61)(cfg)
     samples = KeyedDataset(task.train_valid_test_datasets_provider((4, 0, 0))[0])
     batch = task.get_batch(iter([collate([samples[index, index] for index in range(4)])]))
-    return batch["text"].shape[0], batch["text"].numel() < 4 * cfg.seq_length
+    return batch["text"].shape[0], batch["text"].numel() < 4 * cfg.data.seq_length
 
 
 WITHOUT = "--tokenizer-type --vocab-size"

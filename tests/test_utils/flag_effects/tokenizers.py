@@ -42,7 +42,7 @@ def ask(what):
     def asks(cfg):
         from megatron.core.tokenizers import build_tokenizer
 
-        return what(build_tokenizer(cfg))
+        return what(build_tokenizer(cfg.tokenizer))
 
     return asks
 

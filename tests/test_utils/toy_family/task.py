@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
+from tests.test_utils.toy_family.family import NumbersConfig
 from tests.test_utils.toy_family.model import build
 
 
@@ -13,7 +14,7 @@ class NumbersTask(LanguageModelTask):
 
     def model_provider(self, pre_process=True, post_process=True, vp_stage=None):
         arguments = self.model_arguments(pre_process, post_process, vp_stage)
-        return build(self.cfg, self.cfg.numbers_features, arguments)
+        return build(self.cfg, self.cfg.group(NumbersConfig).numbers_features, arguments)
 
     def get_batch(self, data_iterator):
         return on_device(self.local_tokens(next(data_iterator)))
@@ -27,8 +28,8 @@ class NumbersTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator):
-        length = self.cfg.seq_length
-        numbers = generator.standard_normal((self.cfg.numbers_count, self.cfg.numbers_features)).astype(np.float32)
+        length, sizes = self.cfg.data.seq_length, self.cfg.group(NumbersConfig)
+        numbers = generator.standard_normal((sizes.numbers_count, sizes.numbers_features)).astype(np.float32)
         return {
             "tokens": generator.integers(0, self.vocab_size, length),
             "labels": np.full(length, int(numbers.sum() > 0)),

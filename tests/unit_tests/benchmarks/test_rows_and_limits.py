@@ -36,10 +36,10 @@ def test_variants_are_possible_where_their_packages_are(variant):
 def test_limits_count_the_model_flops(name):
     """Attention kernels compute seven GEMMs; six count as model FLOPs. All ranks of these rows do the same work."""
     cfg = config_of(name)
-    work = roofline.limits(cfg, cfg.vocab_size, CEILINGS)
+    work = roofline.limits(cfg, cfg.tokenizer.vocab_size, CEILINGS)
     gemms = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
     attention = (work[kinds.ATTENTION_FORWARD].flops + work[kinds.ATTENTION_BACKWARD].flops) * 6 / 7
-    expected = cfg.describe(cfg.vocab_size).flops_per_sample * cfg.global_batch_size / cfg.world_size
+    expected = cfg.describe(cfg.tokenizer.vocab_size).flops_per_sample * cfg.training.global_batch_size / cfg.world_size
     assert gemms + attention == pytest.approx(expected, rel=1e-9)
 
 
@@ -74,7 +74,7 @@ def test_attention_rates_are_those_measured_and_lie_between_them():
 def test_the_gap_is_the_step_less_the_limit():
     cfg = config_of("one")
     measured = {kinds.GEMM_FORWARD: 900.0, kinds.NORM: 200.0, kinds.IDLE: 30.0}
-    report = roofline.report(cfg, cfg.vocab_size, CEILINGS, {"ms": measured, "step_ms": 1130.0})
+    report = roofline.report(cfg, cfg.tokenizer.vocab_size, CEILINGS, {"ms": measured, "step_ms": 1130.0})
     found = {row["class"]: row["gap_ms"] for row in report.rows()}
     assert sum(found.values()) == pytest.approx(1130.0 - report.limit_ms)
     assert found[kinds.IDLE] == 30.0
@@ -85,7 +85,7 @@ def test_the_gap_is_the_step_less_the_limit():
 def test_gemms_of_backward_that_cannot_be_told_apart_are_one_class():
     cfg = config_of("one")
     measured = {kinds.GEMM_FORWARD: 800.0, kinds.GEMM_OTHER: 1700.0}
-    report = roofline.report(cfg, cfg.vocab_size, CEILINGS, {"ms": measured, "step_ms": 2500.0})
+    report = roofline.report(cfg, cfg.tokenizer.vocab_size, CEILINGS, {"ms": measured, "step_ms": 2500.0})
     rows = {row["class"]: row for row in report.rows()}
     assert kinds.GEMM_WGRAD not in rows and rows["GEMM backward"]["measured_ms"] == 1700.0
     backward = sum(report.limit[kind].ms for kind in (kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))

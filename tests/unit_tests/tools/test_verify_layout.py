@@ -42,8 +42,9 @@ def shrunk(*layout, world_size=None):
 )
 def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
     cfg = shrunk(*layout.split())
-    assert (cfg.num_attention_heads, cfg.num_query_groups, cfg.num_layers) == (heads, groups, layers)
-    assert cfg.hidden_size <= 256 and cfg.seq_length <= 512 and cfg.save is None and cfg.fp64
+    assert (cfg.model.num_attention_heads, cfg.model.num_query_groups, cfg.model.num_layers) == (heads, groups, layers)
+    assert cfg.model.hidden_size <= 256 and cfg.data.seq_length <= 512
+    assert cfg.checkpoint.save is None and cfg.model.fp64
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,8 @@ def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
 )
 def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunks):
     cfg = shrunk("--vocab-size", "128256", "--pipeline-model-parallel-size", "4", *layout.split())
-    assert (cfg.pipeline_model_parallel_layout, cfg.num_layers, virtual_pipeline_size(cfg)) == (text, layers, chunks)
+    found = cfg.model.pipeline_model_parallel_layout, cfg.model.num_layers, virtual_pipeline_size(cfg.model)
+    assert found == (text, layers, chunks)
 
 
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--overlap-grad-reduce", "--use-distributed-optimizer", "--steps", "2"]
@@ -94,14 +96,14 @@ def test_both_stacks_of_a_t5_are_shrunk(layout, depths, lengths):
     cfg = parse_args([*T5, *layout.split()], needs_data=False, model_family="t5")
     world_size = smallest_world_size(cfg)
     small = validate_args(verify_layout.shrink(cfg, world_size), world_size)
-    assert (small.num_layers, small.decoder_num_layers) == depths
-    assert (small.seq_length, small.decoder_seq_length) == lengths
+    assert (small.model.num_layers, small.flat.decoder_num_layers) == depths
+    assert (small.data.seq_length, small.flat.decoder_seq_length) == lengths
 
 
 @pytest.mark.parametrize(("window", "expected"), [("64,64", (4, 4)), ("64,0", (4, 0)), ("64,-1", (4, -1))])
 def test_windows_stay_on_the_side_on_which_they_are(window, expected):
     cfg = parse_args([*BERT_FLAGS.split(), window], needs_data=False, model_family="bert")
-    assert validate_args(verify_layout.shrink(cfg, 1), 1).window_size == expected
+    assert validate_args(verify_layout.shrink(cfg, 1), 1).model.window_size == expected
 
 
 def test_a_sound_layout_of_a_t5_exits_with_0(capsys):
@@ -147,8 +149,8 @@ MIXTRAL = "--num-experts 8 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type
 )  # fmt: skip
 def test_what_experts_care_about_is_kept(layout, experts, width, ranks):
     cfg = shrunk(*layout.split())
-    assert (cfg.num_moe_experts, cfg.moe_ffn_hidden_size, cfg.world_size) == (experts, width, ranks)
-    assert cfg.moe_expert_capacity_factor in (None, cfg.num_moe_experts / cfg.moe_router_topk)
+    assert (cfg.model.num_moe_experts, cfg.model.moe_ffn_hidden_size, cfg.world_size) == (experts, width, ranks)
+    assert cfg.model.moe_expert_capacity_factor in (None, cfg.model.num_moe_experts / cfg.model.moe_router_topk)
 
 
 def test_a_sound_layout_of_experts_exits_with_0(capsys):

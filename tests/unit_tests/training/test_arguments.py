@@ -1,7 +1,6 @@
 """Command lines become settings: order of truth, retired spellings, scripts' own flags, YAML, all errors at once."""
 
 import argparse
-import dataclasses
 import json
 import logging
 import pickle
@@ -189,7 +188,7 @@ def test_script_flags_become_attributes():
     assert (cfg.my_number, cfg.my_list, cfg.patch_dim, cfg.my_kind) == (7, [1.0, -2.0], 3, "a")
     assert cfg.hidden_dropout == 0.25
     resolved = validate_args(cfg, 1)
-    assert resolved.my_number == 7 and resolved.extra["my_list"] == [1.0, -2.0]
+    assert resolved.flat.my_number == 7 and resolved.extra["my_list"] == [1.0, -2.0]
     with pytest.raises(AttributeError, match="no setting 'my_nonsense'"):
         _ = cfg.my_nonsense
 
@@ -208,14 +207,14 @@ def test_script_flag_that_exists_is_refused_by_argparse():
 def test_resolved_settings_are_frozen_and_survive_copies():
     cfg = validate_args(parse("--bf16"), 2)
     with pytest.raises(AttributeError, match="frozen"):
-        cfg.hidden_size = 3
+        cfg.model.hidden_size = 3
     assert pickle.loads(pickle.dumps(cfg)) == cfg
-    assert dataclasses.replace(cfg, seed=3).seed == 3
-    assert json.loads(json.dumps(config_to_dict(cfg)))["exit_signal"] == "SIGTERM"
+    assert cfg.with_settings(seed=3).model.seed == 3
+    assert json.loads(json.dumps(config_to_dict(cfg.flat)))["exit_signal"] == "SIGTERM"
 
 
 def test_arguments_are_printed_sorted_with_dots():
-    lines = format_arguments(validate_args(parse(), 1)).splitlines()
+    lines = format_arguments(validate_args(parse(), 1).flat).splitlines()
     assert lines[0] == "------------------------ arguments ------------------------"
     assert lines[-1] == "-------------------- end of arguments ---------------------"
     assert "  hidden_size ..................................... 64" in lines
@@ -224,7 +223,7 @@ def test_arguments_are_printed_sorted_with_dots():
 
 
 def test_a_run_prints_what_was_given_or_differs_from_the_defaults():
-    text = format_arguments(validate_args(parse("--norm-epsilon 1e-5 --bf16"), 1), everything=False)
+    text = format_arguments(validate_args(parse("--norm-epsilon 1e-5 --bf16"), 1).flat, everything=False)
     names = [line.split()[0] for line in text.splitlines()[1:-1]]
     assert {"hidden_size", "ffn_hidden_size", "norm_epsilon", "bf16", "params_dtype", "world_size"} <= set(names)
     assert not {"fp16", "swiglu", "explicit", "resolved", "extra"} & set(names) and len(names) < 50
@@ -232,8 +231,8 @@ def test_a_run_prints_what_was_given_or_differs_from_the_defaults():
 
 def test_library_configuration_has_the_same_fields():
     cfg = validate_args(parse("--bf16 --group-query-attention --num-query-groups 2 --swiglu --norm-epsilon 1e-6"), 1)
-    config = core_transformer_config_from_args(cfg)
+    config = core_transformer_config_from_args(cfg.flat)
     assert type(config) is TransformerConfig
     assert (config.num_query_groups, config.ffn_hidden_size, config.kv_channels) == (2, 128, 16)
-    assert config.layernorm_epsilon == 1e-6 and config.params_dtype is cfg.params_dtype
+    assert config.layernorm_epsilon == 1e-6 and config.params_dtype is cfg.model.params_dtype
     assert str(config.params_dtype) == "torch.bfloat16"

@@ -56,7 +56,7 @@ def outlive_death(cfg, phase, save, snapshots):
     assert survivor.state.iteration in ((2,) if again else (2, 4))
     assert survivor.bits() == snapshots[survivor.state.iteration]
     assert survivor.train(1).save()
-    assert not [p for p in Path(cfg.save).glob(".*") if p.name != ".lock"], "the next save cleans up"
+    assert not [p for p in Path(cfg.checkpoint.save).glob(".*") if p.name != ".lock"], "the next save cleans up"
     return survivor
 
 

@@ -11,11 +11,11 @@ import pytest
 from megatron.core.config.attention import parse_layer_pattern, parse_window
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.model_parallel_config import ModelParallelConfig
-from megatron.core.config.transformer_config import default_ffn_hidden_size
+from megatron.core.config.model_settings import default_ffn_hidden_size
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.training import parse_signal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,7 @@ def test_impossible_sizes_are_named_at_once():
         TransformerConfig(num_layers=2, hidden_size=65, num_attention_heads=4, num_query_groups=3, fp16=True, bf16=True,
                           sequence_parallel=True, hidden_dropout=1.0)  # fmt: skip
     assert [problem.flag for problem in caught.value.problems] == [
-        "num_attention_heads", "num_query_groups", "fp16", "sequence_parallel", "hidden_dropout",
+        "hidden_size", "num_query_groups", "fp16", "sequence_parallel", "hidden_dropout",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="num_layers None: must be a positive integer"):
         TransformerConfig(hidden_size=64, num_attention_heads=4)
@@ -90,13 +90,13 @@ def test_impossible_latents_are_named_at_once():
             qk_pos_emb_head_dim=3, mla_down_proj_fusion=True, q_lora_rank=None,
         )  # fmt: skip
     assert [problem.flag for problem in caught.value.problems] == [
-        "num_query_groups", "rotary_interleaved", "qk_l2_norm", "add_qkv_bias", "qk_pos_emb_head_dim",
-        "mla_down_proj_fusion",
+        "qk_l2_norm", "add_qkv_bias", "rotary_interleaved", "mla_down_proj_fusion", "qk_pos_emb_head_dim",
+        "num_query_groups",
     ]  # fmt: skip
 
 
 def test_shared_fields_have_the_same_default_in_library_and_program():
-    program, different = fields_of(PretrainConfig), set()
+    program, different = fields_of(FlatConfig), set()
     for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         for name, field in fields_of(cls).items():
             if name in program and field.default != program[name].default:

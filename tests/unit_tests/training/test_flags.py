@@ -12,7 +12,7 @@ import pytest
 from megatron.core.config import absent
 from megatron.core.config.cli import flag_table, normalize
 from megatron.training.arguments import flag_specs
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = flag_table([*flag_specs(), *absent.specs()])
@@ -81,7 +81,7 @@ def test_every_flag_has_a_help_text():
 
 
 def test_defaults_of_flags_are_defaults_of_fields():
-    cfg = PretrainConfig()
+    cfg = FlatConfig()
     assert [spec.field for spec in flag_specs() if getattr(cfg, spec.field) != spec.default] == []
 
 

@@ -17,6 +17,8 @@ from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, M
 from megatron.training import run as program
 from megatron.training.arguments import exit_on_config_error, parse_args
 from megatron.training.checks.self_checks import BuildError, ReplicasDiffer
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.exits.endings import error_message, notify_launcher
 from megatron.training.observe.metrics import NonFiniteError
 from megatron.training.start.rendezvous import RendezvousError
@@ -127,7 +129,7 @@ def test_a_signal_in_the_last_iteration_leaves_the_final_evaluation_to_the_next_
         state=TrainState(iteration), checkpointer=SimpleNamespace(failed_saves=0), valid_sets=[], test_sets=[]
     )
     reason = SimpleNamespace(finished=False, exit_code=0)
-    cfg = SimpleNamespace(skip_train=False, train_iters=4)
+    cfg = compose(FlatConfig(train_iters=4))
     trainer = SimpleNamespace(cfg=cfg, parts=parts, exits=None, train=lambda: reason)
     assert program._train_and_evaluate(trainer) == 0
     assert ("the final evaluation is not complete" in caplog.text) == is_said

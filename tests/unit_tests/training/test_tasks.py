@@ -37,7 +37,7 @@ def settings(kind, folder, flags="", ranks=1):
 
 def make_task(kind, folder, flags="", ranks=1):
     cfg = settings(kind, folder, flags, ranks)
-    return task_class(kind)(cfg, build_tokenizer(cfg))
+    return task_class(kind)(cfg, build_tokenizer(cfg.tokenizer))
 
 
 MASKS = {"bert": ("padding_mask", "loss_mask"), "t5": ("dec_mask", "dec_mask")}
@@ -143,11 +143,11 @@ def test_more_masked_tokens_than_are_predicted_are_refused_before_the_batch_is_u
     given = batches(task)
     most = max(int(batch["loss_mask"].sum(1).max()) for batch in given)
     assert most == 14  # of 29
-    task.cfg = dataclasses.replace(task.cfg, mask_prob=0.15)
+    task.cfg = task.cfg.with_settings(mask_prob=0.15)
     said = "--mask-prob 0.15: at most 5 tokens of a sample are predicted, but one has 14 masked; .* here 0.42188"
     with pytest.raises(UserError, match=said):
         list(task.micro_batches(iter(given), 8, 4)["data_iterator"])
-    task.cfg = dataclasses.replace(task.cfg, mask_prob=0.42188)
+    task.cfg = task.cfg.with_settings(mask_prob=0.42188)
     assert list(task.micro_batches(iter(given), 8, 4)["data_iterator"]) == given
 
 
@@ -182,7 +182,7 @@ def test_masked_tokens_and_pairs_are_counted(folder):
 ])  # fmt: skip
 def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, multiple, folder, monkeypatch):
     task = make_task("bert", folder, f"{PACKED} --pipeline-model-parallel-size 2 {flags}", ranks)
-    given, cp = batches(task), task.cfg.context_parallel_size
+    given, cp = batches(task), task.cfg.model.context_parallel_size
     on_ranks(monkeypatch, cp=Group("cp", tuple(range(cp)), 0))
     arguments = task.micro_batches(iter(given), 3, 4)
     used = [int(batch["padding_mask"].sum()) for batch in given[:3]]
@@ -200,7 +200,7 @@ def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
     task = make_task("bert", folder, flags, ranks)
     iterator = iter(batches(task))
     found = task.micro_batches(iterator, 2, 4)
-    assert (found.pop("data_iterator") is iterator) == task.cfg.sequence_parallel  # elsewhere masks are counted
+    assert (found.pop("data_iterator") is iterator) == task.cfg.model.sequence_parallel  # elsewhere masks are counted
     assert found == {"num_microbatches": 2, "micro_batch_size": 4, "seq_length": 32, "decoder_seq_length": None}
 
 
@@ -273,7 +273,7 @@ def test_t5_has_its_longest_texts_first_and_their_lengths_on_the_host(rank, fold
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_samples_are_their_own_in_every_split(kind, folder):
     task = make_task(kind, folder)
-    task.cfg = dataclasses.replace(task.cfg, mock_data=True)
+    task.cfg = task.cfg.with_settings(mock_data=True)
     splits = task.train_valid_test_datasets_provider((3, 2, None))
     assert [len(split) for split in splits] == [3, 2, language_model.MOCK_SAMPLES]
     texts = [sample["labels"].tolist() for split in splits for sample in (split[0], split[1])]

@@ -7,6 +7,8 @@ import pytest
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.schedules.batch_size import running_global_batch_size
 from megatron.training.checkpoint.checkpointer import SaveReport
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.data.loader import BatchReader, Shard, TrainSampler, sequential
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.tasks.base import Task
@@ -37,9 +39,9 @@ def samples_of(rank, ranks, cfg, iterations):
     trainer, taken, moments = Trainer.__new__(Trainer), {}, []
     trainer.cfg, trainer.state, trainer.flops_per_sample = cfg, TrainState(), None
     trainer.last_mark = 0.0
-    shard = Shard(cfg.micro_batch_size, rank, ranks)
+    shard = Shard(cfg.training.micro_batch_size, rank, ranks)
     sampler = TrainSampler(
-        shard, lambda consumed: running_global_batch_size(cfg, consumed, ranks), sequential, 0, 10**6
+        shard, lambda consumed: running_global_batch_size(cfg.flat, consumed, ranks), sequential, 0, 10**6
     )
     group = {"lr": 0.1, "is_decoupled_lr": False}
     trainer.parts = SimpleNamespace(
@@ -63,7 +65,7 @@ def samples_of(rank, ranks, cfg, iterations):
     )
     metrics = [trainer.train_step() for _ in range(iterations)]
     assert [each.skipped for each in metrics] == [
-        number in cfg.iterations_to_skip for number in range(1, iterations + 1)
+        number in cfg.training.iterations_to_skip for number in range(1, iterations + 1)
     ]
     return taken, trainer.state, moments
 
@@ -72,19 +74,19 @@ def samples_of(rank, ranks, cfg, iterations):
 @pytest.mark.parametrize("rampup", [None, [8, 8, 20]], ids=["constant", "ramp"])
 def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, rampup):
     """On any number of ranks, the other iterations have the batches of a run without skips."""
-    cfg = SimpleNamespace(
+    settings = FlatConfig(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=rampup, step_batch_size_schedule=None,
         decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=ranks, iterations_to_skip=[],
         train_iters=7, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
         weight_decay_incr_style="constant",
     )  # fmt: skip
-    all_of_them, whole, all_moments = samples_of(0, 1, cfg, 7)
-    cfg.iterations_to_skip = [1, 3, 4, 7]
+    all_of_them, whole, all_moments = samples_of(0, 1, compose(settings), 7)
+    cfg = compose(settings).with_settings(iterations_to_skip=[1, 3, 4, 7])
     results = [samples_of(rank, ranks, cfg, 7) for rank in range(ranks)]
     for number in (2, 5, 6):
         found = sorted(position for taken, *_ in results for position in taken[number])
         assert found == sorted(all_of_them[number]), f"samples of iteration {number}"
-    skipped = sum(len(all_of_them[number]) for number in cfg.iterations_to_skip)
+    skipped = sum(len(all_of_them[number]) for number in cfg.training.iterations_to_skip)
     for taken, state, moments in results:
         assert taken.keys() == {2, 5, 6} and moments == all_moments, "the schedule counts what was skipped too"
         assert state == TrainState(
@@ -94,20 +96,20 @@ def test_skipped_iterations_take_the_samples_of_their_own_batch_alone(ranks, ram
 
 def test_an_iteration_has_the_learning_rate_of_the_samples_before_it():
     """Under a ramp, too: sizes 8, 8, 16, 24, 24."""
-    cfg = SimpleNamespace(
+    settings = FlatConfig(
         micro_batch_size=2, global_batch_size=24, rampup_batch_size=[8, 8, 20], step_batch_size_schedule=None,
         decrease_batch_size_if_needed=False, seq_length=4, data_parallel_size=1, iterations_to_skip=[2],
         train_iters=5, timing_log_level=0, timing_log_option="max", barrier_with_L1_time=False,
         weight_decay_incr_style="constant",
     )  # fmt: skip
-    assert samples_of(0, 1, cfg, 5)[2] == [0, 8, 16, 32, 56]
+    assert samples_of(0, 1, compose(settings), 5)[2] == [0, 8, 16, 32, 56]
 
 
 def test_records_are_written_before_a_checkpoint_and_the_checkpoint_is_reported_after_it():
     """A process that dies during the save must find the records of all iterations that the checkpoint covers."""
     events = []
     trainer = Trainer.__new__(Trainer)
-    trainer.cfg, trainer.state = SimpleNamespace(save="folder", async_save=False), TrainState(iteration=3)
+    trainer.cfg, trainer.state = compose(FlatConfig(save="folder")), TrainState(iteration=3)
     trainer.finite, trainer.last_mark = SimpleNamespace(read=lambda: events.append("values are finite")), 0.0
     report = SaveReport(TrainState(iteration=3), "folder", True, False)
 

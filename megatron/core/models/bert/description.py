@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
+from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.common import description as common
 
 SETTINGS_OF_HEADS = ("bert_binary_head",)
@@ -17,26 +18,31 @@ SETTINGS_OF_HEADS = ("bert_binary_head",)
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
     """Return the description of the BERT that ``cfg`` defines. Its head is counted at the masked positions it computes,
     not at all tokens."""
+    binary = cfg.group(BertConfig).bert_binary_head
     described = describe_bert(
-        cfg, common.Vocabulary.of_settings(cfg, vocab_size), seq_length=cfg.seq_length,
-        max_sequence_length=cfg.max_position_embeddings, position_embedding_type=cfg.position_embedding_type,
-        num_tokentypes=2 if cfg.bert_binary_head else 0, add_binary_head=cfg.bert_binary_head,
-    )  # fmt: skip
+        cfg.model,
+        common.Vocabulary.of_settings(cfg, vocab_size),
+        seq_length=cfg.data.seq_length,
+        max_sequence_length=cfg.embeddings.max_position_embeddings,
+        position_embedding_type=cfg.embeddings.position_embedding_type,
+        num_tokentypes=2 if binary else 0,
+        add_binary_head=binary,
+    )
     predicted, needed = predicted_per_rank(cfg), most_masked(cfg)
-    computed = cfg.seq_length if predicted is None else predicted * cfg.context_parallel_size
-    return with_head_on(described, computed / cfg.seq_length, needed / cfg.seq_length)
+    computed = cfg.data.seq_length if predicted is None else predicted * cfg.model.context_parallel_size
+    return with_head_on(described, computed / cfg.data.seq_length, needed / cfg.data.seq_length)
 
 
 def most_masked(cfg: Settings) -> int:
     """Return the maximum number of masked tokens in a sample (as ``MaskingRule.budget`` of its data set)."""
-    return math.ceil(cfg.mask_prob * cfg.seq_length)
+    return math.ceil(cfg.masked_data.mask_prob * cfg.data.seq_length)
 
 
 def predicted_per_rank(cfg: Settings) -> int | None:
     """Return the number of positions per row at which the head predicts: the maximum number of masked tokens on each
     context-parallel rank, because one rank may hold them all. None: all positions."""
-    most = most_masked(cfg)
-    return None if cfg.sequence_parallel or most >= cfg.seq_length // cfg.context_parallel_size else most
+    most, local_length = most_masked(cfg), cfg.data.seq_length // cfg.model.context_parallel_size
+    return None if cfg.model.sequence_parallel or most >= local_length else most
 
 
 def describe_bert(

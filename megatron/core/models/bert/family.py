@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from megatron.core.config.cli import flag
-from megatron.core.config.optional import MaskedDataConfig, OptionalGroup
+from megatron.core.config.optional import MaskedDataConfig
 from megatron.core.config.problems import Settings, collect_rules
-from megatron.core.config.transformer_config import config_from_settings
 from megatron.core.models.bert import description, rules
+from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 
@@ -18,32 +16,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-@dataclass(kw_only=True)
-class BertConfig(OptionalGroup):
-    """Sentence pairs and packed samples (pretrain_bert.py)"""
-
-    HARMLESS: ClassVar[tuple[str, ...]] = ("bert_binary_head",)
-
-    bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
-    """Train on pairs of texts, with the binary head for their order and token types (pretrain_bert.py)."""
-
-    use_packed_sequence: bool = False
-    """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""
-
-
 def data_set(cfg: Settings, options: Options) -> DataSet:
     """Return (class, configuration) of the masked data set: full words, at most 3 together, and pairs of texts unless
     --bert-no-binary-head is set. ``options`` are the common options. Reads no data."""
     from megatron.core.datasets import bert_dataset  # imports numpy
 
-    masking = {**masking_options(cfg, longest_ngram=3), "classification_head": cfg.bert_binary_head}
+    masking = {**masking_options(cfg, longest_ngram=3), "classification_head": cfg.group(BertConfig).bert_binary_head}
     config = bert_dataset.BERTMaskedWordPieceDatasetConfig(**options, **masking)
     return bert_dataset.BERTMaskedWordPieceDataset, config
 
 
 def logits(model: nn.Module, cfg: Settings, tokens: Tensor) -> Tensor:
     """Return the logits [b, s, v] for ``tokens`` [b, s] of the first type."""
-    types = tokens.new_zeros(tokens.shape) if cfg.bert_binary_head else None
+    types = tokens.new_zeros(tokens.shape) if cfg.group(BertConfig).bert_binary_head else None
     return model(tokens, None, types)[0]
 
 
@@ -53,7 +38,7 @@ FAMILY = ModelFamily(
     task="megatron.training.tasks.bert:BertTask",
     data_set=data_set,
     describe=description.describe_settings,
-    transformers=lambda cfg: {"encoder": config_from_settings(cfg)},
+    transformers=lambda cfg: {"encoder": cfg.model},
     groups=(BertConfig, MaskedDataConfig),
     rules=(*collect_rules(rules), partial(maskable_tokens, special=3), sinks_exclude_cuda_graphs),  # cls, sep, sep
     tokenizer_type="BertWordPieceLowerCase",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.config.problems import Problems, Settings, problem
+from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.common.masked_data import reads_text
 
 WITHOUT_MASK = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
@@ -12,13 +13,13 @@ WITHOUT_MASK = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenize
 
 def packed_sequences(cfg: Settings) -> Problems:
     """Reject --use-packed-sequence with a nonzero --attention-dropout."""
-    if cfg.use_packed_sequence and cfg.attention_dropout:
+    if cfg.group(BertConfig).use_packed_sequence and cfg.model.attention_dropout:
         reason = "requires attention kernels for variable lengths, which have no dropout"
         yield problem(cfg, "use_packed_sequence", reason, "--attention-dropout 0")
 
 
 def tokenizer_has_mask(cfg: Settings) -> Problems:
     """Reject tokenizer types without the tokens cls, sep and mask, unless data is generated."""
-    if reads_text(cfg) and cfg.tokenizer_type in WITHOUT_MASK:
+    if reads_text(cfg) and cfg.tokenizer.tokenizer_type in WITHOUT_MASK:
         reason = "has no cls, sep and mask tokens, which BERT samples need"
         yield problem(cfg, "tokenizer_type", reason, "for example BertWordPieceLowerCase with --vocab-file")

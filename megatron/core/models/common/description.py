@@ -36,7 +36,9 @@ class Vocabulary:
     @classmethod
     def of_settings(cls, cfg: Settings, size: int) -> Vocabulary:
         """Return the vocabulary of a run; ``size`` 0 means unknown."""
-        return cls(size, not cfg.untie_embeddings_and_output_weights, cfg.make_vocab_size_divisible_by)
+        embeddings = cfg.embeddings
+        shared = not embeddings.untie_embeddings_and_output_weights
+        return cls(size, shared, embeddings.make_vocab_size_divisible_by)
 
 
 LayerDescription = Callable[[Config, LayerPlace], tuple[Piece, ...]]

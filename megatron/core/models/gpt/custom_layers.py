@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.problems import Settings
-from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, group_values
 from megatron.core.models.family import standard_branches
 from megatron.core.pipeline_parallel.stages import BranchNames
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
@@ -23,15 +22,15 @@ def spec_layers(cfg: Settings) -> Any:
     Raises:
         UserError: ``--spec`` names another kind of object.
     """
-    if cfg.spec in (None, ["local"]):
+    if cfg.custom_layers.spec in (None, ["local"]):
         return None
-    found = import_module(cfg.spec)
+    found = import_module(cfg.custom_layers.spec)
     if callable(found) and not isinstance(found, type):
         takes_config = "config" in signature(found).parameters
-        found = found(config=TransformerConfig(**group_values(ModelSettings, cfg))) if takes_config else found()
+        found = found(config=cfg.model) if takes_config else found()
     if not isinstance(found, ModuleSpec) and not isinstance(getattr(found, "layer_specs", None), Sequence):
         raise UserError(
-            f"--spec {' '.join(cfg.spec)}: {found!r:.60} specifies no layers; name a ModuleSpec, "
+            f"--spec {' '.join(cfg.custom_layers.spec)}: {found!r:.60} specifies no layers; name a ModuleSpec, "
             "TransformerBlockSubmodules or a function that returns one of them"
         )
     return found
@@ -47,7 +46,7 @@ def specs_of_layers(cfg: Settings) -> Sequence[ModuleSpec]:
         return []
     from megatron.core.transformer.transformer_block import layer_specs  # imports torch
 
-    return layer_specs(spec, cfg.num_layers)
+    return layer_specs(spec, cfg.model.num_layers)
 
 
 def branches(cfg: Settings) -> BranchNames | None:
@@ -57,4 +56,4 @@ def branches(cfg: Settings) -> BranchNames | None:
         return standard_branches(cfg)
     from megatron.core.transformer.transformer_block import branch_names  # imports torch
 
-    return branch_names(specs, cfg.use_parallel_residual)
+    return branch_names(specs, cfg.model.use_parallel_residual)

@@ -19,11 +19,15 @@ from megatron.core.transformer.moe.moe_description import describe_feed_forward
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
     """Return the description of the GPT that ``cfg`` defines, with the layers of --spec, which imports torch."""
     return describe_gpt(
-        cfg, vocab_size=vocab_size, seq_length=cfg.seq_length, max_sequence_length=cfg.max_position_embeddings,
-        position_embedding_type=cfg.position_embedding_type,
-        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
-        make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by, spec=spec_layers(cfg),
-    )  # fmt: skip
+        cfg.model,
+        vocab_size=vocab_size,
+        seq_length=cfg.data.seq_length,
+        max_sequence_length=cfg.embeddings.max_position_embeddings,
+        position_embedding_type=cfg.embeddings.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.embeddings.untie_embeddings_and_output_weights,
+        make_vocab_size_divisible_by=cfg.embeddings.make_vocab_size_divisible_by,
+        spec=spec_layers(cfg),
+    )
 
 
 def describe_gpt(

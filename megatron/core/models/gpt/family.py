@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.mla import LatentAttentionConfig
@@ -30,10 +31,11 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     Reads no data."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # imports numpy
 
-    bounds = {name: getattr(cfg, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
     tokenizer = options["tokenizer"]
-    config = GPTDatasetConfig(**options, **bounds, vocab_size=None if tokenizer is None else tokenizer.vocab_size)
-    return MockGPTDataset if cfg.mock_data else GPTDataset, config
+    config = GPTDatasetConfig(
+        **options, **asdict(cfg.documents), vocab_size=None if tokenizer is None else tokenizer.vocab_size
+    )
+    return MockGPTDataset if cfg.data.mock_data else GPTDataset, config
 
 
 def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
@@ -44,7 +46,7 @@ def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling)
     tokenizer = trained.tokenizer
     tokens = inference.generate(
         trained.model, tokenizer.tokenize(prompt) or [tokenizer.eod], max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.seq_length, stop_token=tokenizer.eod, sampling=sampling,
+        max_sequence_length=trained.cfg.data.seq_length, stop_token=tokenizer.eod, sampling=sampling,
     )  # fmt: skip
     return prompt + tokenizer.detokenize(list(tokens))
 

@@ -11,24 +11,29 @@ from megatron.core.transformer.spec_utils import import_module
 def spec_importable(cfg: Settings) -> Problems:
     """Import the object that --spec names, which runs its module's code; reject --spec if the import fails. ``--spec
     local`` and no --spec need no import. Does not check what the object is."""
-    if cfg.spec in (None, ["local"]):
+    if cfg.custom_layers.spec in (None, ["local"]):
         return
     try:
-        import_module(cfg.spec)
+        import_module(cfg.custom_layers.spec)
     except UserError as error:
         yield problem(cfg, "spec", str(error).partition(": ")[2])
 
 
 def mock_data_vocabulary(cfg: Settings) -> Problems:
     """Reject --vocab-size 1 with --mock-data and NullTokenizer: mock documents count upwards from id 1."""
-    if cfg.mock_data and cfg.needs_data and cfg.tokenizer_type == "NullTokenizer" and cfg.vocab_size == 1:
+    if (
+        cfg.data.mock_data
+        and cfg.needs_data
+        and cfg.tokenizer.tokenizer_type == "NullTokenizer"
+        and cfg.tokenizer.vocab_size == 1
+    ):
         yield problem(cfg, "vocab_size", "is too small for --mock-data, whose token ids start at 1", "use at least 2")
 
 
 def context_parallel_layers(cfg: Settings) -> Problems:
     """Reject context parallelism with --spec layers whose classes do not declare support for it, one problem per class.
     Checks nothing without --spec or with ``--spec local``. Unreadable --spec values are left to another rule."""
-    if cfg.context_parallel_size == 1 or cfg.spec in (None, ["local"]) or not cfg.num_layers:
+    if cfg.model.context_parallel_size == 1 or cfg.custom_layers.spec in (None, ["local"]) or not cfg.model.num_layers:
         return
     from megatron.core.transformer.context_parallel_support import FIX, layout_problems
 

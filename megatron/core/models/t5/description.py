@@ -14,6 +14,7 @@ from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece
 from megatron.core.description.parts import norm, residual_branch
 from megatron.core.models.common import description as common
+from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.pipeline_parallel.stages import BranchNames
 
 OWN_SETTINGS = (
@@ -42,17 +43,26 @@ class EncoderDecoder:
 def describe_settings(cfg: Settings, vocab_size: int) -> ModelDescription:
     """Return the description of the T5 that ``cfg`` defines. The decoder's depth and length default to the
     encoder's."""
-    depth, length = cfg.decoder_num_layers or cfg.num_layers, cfg.decoder_seq_length or cfg.seq_length
+    decoder, length = cfg.group(EncoderDecoderConfig), cfg.data.seq_length
+    sizes = EncoderDecoder(
+        length,
+        decoder.decoder_seq_length or length,
+        decoder.decoder_num_layers or cfg.model.num_layers,
+        decoder.relative_attention_num_buckets,
+    )
     return describe_t5(
-        cfg, common.Vocabulary.of_settings(cfg, vocab_size),
-        EncoderDecoder(cfg.seq_length, length, depth, cfg.relative_attention_num_buckets),
-        max_sequence_length=cfg.max_position_embeddings, position_embedding_type=cfg.position_embedding_type,
-    )  # fmt: skip
+        cfg.model,
+        common.Vocabulary.of_settings(cfg, vocab_size),
+        sizes,
+        max_sequence_length=cfg.embeddings.max_position_embeddings,
+        position_embedding_type=cfg.embeddings.position_embedding_type,
+    )
 
 
 def branches(cfg: Settings) -> BranchNames:
     """Return the branch names of each layer, the encoder's first."""
-    return [ENCODER_LAYER] * cfg.num_layers + [DECODER_LAYER] * (cfg.decoder_num_layers or cfg.num_layers)
+    depth = cfg.group(EncoderDecoderConfig).decoder_num_layers or cfg.model.num_layers
+    return [*[ENCODER_LAYER] * cfg.model.num_layers, *[DECODER_LAYER] * depth]
 
 
 def describe_t5(

@@ -3,62 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.cli import flag
 from megatron.core.config.network import ScaledOutputConfig
-from megatron.core.config.optional import MaskedDataConfig, OptionalGroup
+from megatron.core.config.optional import MaskedDataConfig
 from megatron.core.config.problems import Settings, collect_rules
-from megatron.core.config.ranges import Dim, Layers, Range
-from megatron.core.config.transformer_config import TransformerConfig, config_from_settings
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program
 from megatron.core.models.t5 import description, rules
+from megatron.core.models.t5.config import EncoderDecoderConfig
 
 if TYPE_CHECKING:
     from megatron.core.inference.sampling import Sampling
 
 
-@dataclass(kw_only=True)
-class EncoderDecoderConfig(OptionalGroup):
-    """Encoder and decoder (pretrain_t5.py)"""
-
-    CHOICES: ClassVar[Mapping[str, tuple[object, str]]] = {
-        "position_embedding_type": ("relative", "--position-embedding-type rope")
-    }
-
-    decoder_num_layers: Layers = flag()
-    """Decoder layers; default: the number of encoder layers."""
-
-    decoder_seq_length: Dim = flag()
-    """Decoder tokens per sample. Required by pretrain_t5.py."""
-
-    relative_attention_num_buckets: Annotated[int, Range(4, 65536)] = 32
-    """Number of distance buckets of --position-embedding-type relative; even."""
-
-    relative_attention_max_distance: Dim = 128
-    """Distance from which all larger ones use the same bucket; more than half of the buckets."""
-
-
 def transformers(cfg: Settings) -> dict[str, TransformerConfig]:
     """Return the configurations of both stacks. They are equal: initial weights of the decoder are scaled by the
     encoder's depth, as Megatron-LM does; the decoder's depth is --decoder-num-layers."""
-    config = config_from_settings(cfg)
-    return {"encoder": config, "decoder": config}
+    return {"encoder": cfg.model, "decoder": cfg.model}
 
 
-def derive(cfg: Settings) -> Options:
+def derive(flat: Any) -> Options:
     """Return the decoder's depth, the encoder's by default."""
-    return {"decoder_num_layers": cfg.num_layers} if cfg.decoder_num_layers is None else {}
+    return {"decoder_num_layers": flat.num_layers} if flat.decoder_num_layers is None else {}
 
 
 def shrink(cfg: Settings, small: Options) -> Options:
     """Return the decoder's layers, in the same ratio to the ``small`` encoder, and its shorter sequence length."""
-    ranks = 2 * cfg.context_parallel_size * cfg.tensor_model_parallel_size
-    layers = round(cfg.decoder_num_layers / cfg.num_layers * small["num_layers"])
+    ranks = 2 * cfg.model.context_parallel_size * cfg.model.tensor_model_parallel_size
+    layers = round(cfg.group(EncoderDecoderConfig).decoder_num_layers / cfg.model.num_layers * small["num_layers"])
     return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
 
 
@@ -68,9 +43,11 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     from megatron.core.datasets import t5_dataset  # imports numpy
 
     config = t5_dataset.T5MaskedWordPieceDatasetConfig(
-        **options, **masking_options(cfg, rules.LONGEST_NGRAM), sequence_length_decoder=cfg.decoder_seq_length,
+        **options,
+        **masking_options(cfg, rules.LONGEST_NGRAM),
+        sequence_length_decoder=cfg.group(EncoderDecoderConfig).decoder_seq_length,
         masking_use_geometric_distribution=True,
-    )  # fmt: skip
+    )
     return t5_dataset.T5MaskedWordPieceDataset, config
 
 
@@ -84,7 +61,7 @@ def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling)
     start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
     tokens = generate_seq2seq(
         trained.model, tokenizer.tokenize(prompt), start=start, max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.max_position_embeddings, stop_token=tokenizer.eos, sampling=sampling,
+        max_sequence_length=trained.cfg.embeddings.max_position_embeddings, stop_token=tokenizer.eos, sampling=sampling,
     )  # fmt: skip
     return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
 

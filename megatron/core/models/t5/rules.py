@@ -6,6 +6,7 @@ from megatron.core.config.errors import counted
 from megatron.core.config.problems import Problems, Settings, flag_names, missing, problem
 from megatron.core.config.tokenizer import WITHOUT_SENTINELS
 from megatron.core.models.common.masked_data import reads_text
+from megatron.core.models.t5.config import EncoderDecoderConfig
 
 REFUSED = {
     "use_parallel_residual": "remove it",
@@ -26,13 +27,13 @@ LONGEST_NGRAM = 10
 
 def decoder_length(cfg: Settings) -> Problems:
     """Require --decoder-seq-length, except for runs that neither train nor read data."""
-    if cfg.decoder_seq_length is None and (cfg.needs_data or not cfg.skip_train):
+    if cfg.group(EncoderDecoderConfig).decoder_seq_length is None and (cfg.needs_data or not cfg.validation.skip_train):
         yield missing(cfg, "decoder_seq_length")
 
 
 def scaled_output(cfg: Settings) -> Problems:
     """Reject --scale-decoder-outputs with --untie-embeddings-and-output-weights."""
-    if cfg.scale_decoder_outputs and cfg.untie_embeddings_and_output_weights:
+    if cfg.model.scale_decoder_outputs and cfg.embeddings.untie_embeddings_and_output_weights:
         reason = "contradicts --untie-embeddings-and-output-weights: T5 1.0 scales only a shared output layer"
         yield problem(cfg, "scale_decoder_outputs", reason, "remove one")
 
@@ -41,11 +42,11 @@ def unsupported_settings(cfg: Settings) -> Problems:
     """Reject the flags in ``REFUSED``, ``--softmax-type learnable``, and --num-query-groups that is no multiple of the
     tensor-parallel size."""
     for field, fix in REFUSED.items():
-        if getattr(cfg, field):
+        if getattr(cfg.flat, field):
             yield problem(cfg, field, "is not supported by pretrain_t5.py", fix)
-    if cfg.softmax_type == "learnable":
+    if cfg.model.softmax_type == "learnable":
         yield problem(cfg, "softmax_type", "is not supported by pretrain_t5.py", "choose vanilla or off-by-one")
-    groups, tp = cfg.num_query_groups, cfg.tensor_model_parallel_size
+    groups, tp = cfg.model.num_query_groups, cfg.model.tensor_model_parallel_size
     if groups and tp >= 1 and groups % tp:
         reason = f"is not a multiple of --tensor-model-parallel-size {tp}, which cross-attention requires"
         yield problem(cfg, "num_query_groups", reason)
@@ -54,9 +55,12 @@ def unsupported_settings(cfg: Settings) -> Problems:
 def relative_position_buckets(cfg: Settings) -> Problems:
     """With --position-embedding-type relative, require an even --relative-attention-num-buckets and a
     --relative-attention-max-distance of more than half of it. Checks nothing otherwise."""
-    if cfg.position_embedding_type != "relative":
+    if cfg.embeddings.position_embedding_type != "relative":
         return
-    buckets, distance = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    buckets, distance = (
+        cfg.group(EncoderDecoderConfig).relative_attention_num_buckets,
+        cfg.group(EncoderDecoderConfig).relative_attention_max_distance,
+    )
     if buckets % 2:
         yield problem(cfg, "relative_attention_num_buckets", "is odd: half of the buckets are for keys after the query")
     if distance <= buckets // 2:
@@ -68,15 +72,20 @@ def tokenizer_has_sentinels(cfg: Settings) -> Problems:
     """Without --mock-data, reject tokenizer types that accept no sentinel tokens. For types not in ``WITH_SENTINELS``,
     require --vocab-extra-ids or --tokenizer-special-tokens; BertWordPieceCase may also leave --vocab-extra-ids
     unset."""
-    if not reads_text(cfg) or cfg.tokenizer_type is None:
+    if not reads_text(cfg) or cfg.tokenizer.tokenizer_type is None:
         return
-    if cfg.tokenizer_type in WITHOUT_SENTINELS:
+    if cfg.tokenizer.tokenizer_type in WITHOUT_SENTINELS:
         reason = "does not support sentinels, which replace masked spans"
         yield problem(cfg, "tokenizer_type", reason, "for example BertWordPieceCase with --vocab-file")
         return
-    has_some = cfg.tokenizer_type == "BertWordPieceCase" and cfg.vocab_extra_ids is None
-    if not (has_some or cfg.vocab_extra_ids or cfg.tokenizer_special_tokens or cfg.tokenizer_type in WITH_SENTINELS):
-        reason = f"--tokenizer-type {cfg.tokenizer_type} has no sentinels, which replace masked spans"
+    has_some = cfg.tokenizer.tokenizer_type == "BertWordPieceCase" and cfg.tokenizer.vocab_extra_ids is None
+    if not (
+        has_some
+        or cfg.tokenizer.vocab_extra_ids
+        or cfg.tokenizer.tokenizer_special_tokens
+        or cfg.tokenizer.tokenizer_type in WITH_SENTINELS
+    ):
+        reason = f"--tokenizer-type {cfg.tokenizer.tokenizer_type} has no sentinels, which replace masked spans"
         yield problem(cfg, "vocab_extra_ids", reason, "--vocab-extra-ids 100")
 
 
@@ -84,17 +93,21 @@ def decoder_holds_spans(cfg: Settings) -> Problems:
     """Without --mock-data, require --decoder-seq-length to hold the expected masked tokens, one sentinel per span and a
     start token. For WordPiece tokenizers without --tokenizer-special-tokens, require --vocab-extra-ids, if
     set, to be at least the expected number of spans."""
-    if not reads_text(cfg) or (cfg.seq_length or 0) < 4:
+    if not reads_text(cfg) or (cfg.data.seq_length or 0) < 4:
         return
     from megatron.data.word_masking import expected_masks  # here: --help does without numpy
 
-    masked, spans = expected_masks(cfg.seq_length or 0, cfg.mask_prob, LONGEST_NGRAM)
-    given, extra, need = cfg.decoder_seq_length, cfg.vocab_extra_ids, masked + spans + 1
+    masked, spans = expected_masks(cfg.data.seq_length or 0, cfg.masked_data.mask_prob, LONGEST_NGRAM)
+    given, extra, need = (
+        cfg.group(EncoderDecoderConfig).decoder_seq_length,
+        cfg.tokenizer.vocab_extra_ids,
+        masked + spans + 1,
+    )
     if given is not None and given < need:
         tokens, sentinels = counted(masked, "masked token"), counted(spans, "sentinel")
         reason = f"is less than about {tokens} of a sample, {sentinels} and a start token"
         yield problem(cfg, "decoder_seq_length", reason, f"at least {need}; or a smaller --mask-prob")
-    fixed = cfg.tokenizer_type in WITH_WORD_PIECES and not cfg.tokenizer_special_tokens
+    fixed = cfg.tokenizer.tokenizer_type in WITH_WORD_PIECES and not cfg.tokenizer.tokenizer_special_tokens
     if fixed and extra and extra < spans:
         reason = f"is less than about {counted(spans, 'span')} of a sample"
         yield problem(cfg, "vocab_extra_ids", reason, str(max(100, spans)))

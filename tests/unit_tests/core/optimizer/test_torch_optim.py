@@ -8,7 +8,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.run import optimizer_config
 
 STEPS = 10
 SIZES = (
@@ -63,7 +62,7 @@ def torch_optimizer(cfg, model):
         ends = name in ("word_embeddings.weight", "output_layer.weight")
         rate = cfg.decoupled_lr if ends and cfg.decoupled_lr is not None else cfg.lr
         groups.append({"params": [parameter], "lr": rate, "weight_decay": cfg.weight_decay * (parameter.dim() > 1)})
-    if cfg.optimizer == "sgd":
+    if cfg.optimizer.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.sgd_momentum)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps)
 
@@ -74,7 +73,7 @@ def test_ten_steps_equal_those_of_torch(run, dtype, tolerance):
     cfg = validate_args(parse_args([*SIZES.split(), *RUNS[run].split()], needs_data=False), 1)
     ours, theirs = LanguageModel(dtype), LanguageModel(dtype)
     ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), ours)
-    optimizer, plain = get_megatron_optimizer(optimizer_config(cfg), [ddp]), torch_optimizer(cfg, theirs)
+    optimizer, plain = get_megatron_optimizer(cfg.optimizer, [ddp]), torch_optimizer(cfg, theirs)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
     for step in range(STEPS):
         scheduler.set_samples(step)
@@ -84,7 +83,7 @@ def test_ten_steps_equal_those_of_torch(run, dtype, tolerance):
         norm = optimizer.step()[1]
         plain.zero_grad()
         loss_of(theirs, step).backward()
-        expected_norm = nn.utils.clip_grad_norm_(theirs.parameters(), cfg.clip_grad or torch.inf)
+        expected_norm = nn.utils.clip_grad_norm_(theirs.parameters(), cfg.optimizer.clip_grad or torch.inf)
         plain.step()
         assert float(norm) == pytest.approx(expected_norm.item(), rel=tolerance)
         for (name, mine), yours in zip(ours.named_parameters(), theirs.parameters()):
@@ -102,7 +101,7 @@ def test_every_run_is_another_optimizer():
         for step in range(STEPS):
             plain.zero_grad()
             loss_of(model, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_grad or torch.inf)
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.clip_grad or torch.inf)
             plain.step()
         weights.add(sum(parameter.double().pow(3).sum().item() for parameter in model.parameters()))
     same = {"adam-below-the-norm", "adam-without-clipping"}  # neither clips

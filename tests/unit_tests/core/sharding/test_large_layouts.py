@@ -87,9 +87,10 @@ def build(cfg, groups, monkeypatch):
 def all_ranks(cfg, world_size, monkeypatch):
     """(groups, model) of every rank. Ranks at the same place of the model axes share one built model."""
     grid = RankGrid.from_world(
-        world_size, tp=cfg.tensor_model_parallel_size, pp=cfg.pipeline_model_parallel_size,
-        cp=cfg.context_parallel_size, ep=cfg.expert_model_parallel_size, etp=cfg.expert_tensor_parallel_size,
-        order=rank_order(cfg),
+        world_size, tp=cfg.model.tensor_model_parallel_size, pp=cfg.model.pipeline_model_parallel_size,
+        cp=cfg.model.context_parallel_size, ep=cfg.model.expert_model_parallel_size,
+        etp=cfg.model.expert_tensor_parallel_size,
+        order=rank_order(cfg.flat),
     )  # fmt: skip
     built = {}
     for rank in range(world_size):

@@ -83,7 +83,7 @@ def test_complete_arguments_of_a_run_convert_and_can_be_trained_from(
     line += f" --eval-iters 0 --seq-length 24 --save {tmp_path / 'run'}"
     line += " --decoder-seq-length 12" if kind == "t5" else ""
     cfg = apply_checkpoint_args(parse_args(line.split(), needs_data=False, model_family=PROGRAM_FAMILY[kind]))
-    assert validate_args(cfg, 1).hidden_size == args.hidden_size
+    assert validate_args(cfg, 1).model.hidden_size == args.hidden_size
 
 
 @dataclasses.dataclass

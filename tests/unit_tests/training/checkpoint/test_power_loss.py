@@ -92,7 +92,7 @@ def test_a_checkpoint_of_the_fast_folder_is_found_by_its_run(tmp_path, watch):
         complete(folder / "slow")
         complete(folder / "fast")
         here = settings(folder / "slow", non_persistent_global_ckpt_dir=str(folder / "fast"))
-        found = find_resumable(here, repair=True)
+        found = find_resumable(here.checkpoint, repair=True)
         assert promise is None or found.iteration >= promise
 
     with watch(check) as power:

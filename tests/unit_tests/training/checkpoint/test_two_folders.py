@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -59,9 +58,9 @@ def test_the_fast_folder_keeps_one_and_the_newest_of_both_is_loaded(run, tmp_pat
 
 def test_the_fast_folder_is_below_save_else_below_load():
     cfg = settings()
-    assert fast_folder(cfg) is None
-    assert fast_folder(replace(cfg, save="a")) == "a/non_persistent" == fast_folder(replace(cfg, save="a", load="b"))
-    assert fast_folder(replace(cfg, load="b")) == "b/non_persistent"
+    assert fast_folder(cfg.checkpoint) is None
+    for given, base in (({"save": "a"}, "a"), ({"save": "a", "load": "b"}, "a"), ({"load": "b"}, "b")):
+        assert fast_folder(cfg.with_settings(**given).checkpoint) == f"{base}/non_persistent"
 
 
 def test_a_load_restores_a_checkpoint_whose_replacement_was_interrupted(run, tmp_path):
@@ -69,8 +68,8 @@ def test_a_load_restores_a_checkpoint_whose_replacement_was_interrupted(run, tmp
     newest.rename(tmp_path / f"slow/.{newest.name}{writer.REPLACED}")
     cfg = both(tmp_path, ckpt_step=3)
     with pytest.raises(CheckpointError, match="--ckpt-step 3"):
-        find_resumable(cfg)
-    assert find_resumable(cfg, repair=True).iteration == 3 and newest.is_dir()
+        find_resumable(cfg.checkpoint)
+    assert find_resumable(cfg.checkpoint, repair=True).iteration == 3 and newest.is_dir()
 
 
 def test_it_is_loaded_without_the_interval_too_and_under_save_by_default(tmp_path):
@@ -78,7 +77,7 @@ def test_it_is_loaded_without_the_interval_too_and_under_save_by_default(tmp_pat
     save_fast(run.train(3))
     assert saved_iterations(tmp_path / "non_persistent") == [3]
     assert start(settings(tmp_path, save=None)).state.iteration == 3
-    given = apply_checkpoint_args(settings(tmp_path, use_checkpoint_args=True, hidden_size=None))
+    given = apply_checkpoint_args(settings(tmp_path, use_checkpoint_args=True, hidden_size=None).flat)
     assert given.hidden_size == 8
     with pytest.raises(CheckpointError, match="holds checkpoints up to iteration 3"):
         check_save_folder(settings(tmp_path, load=None))

@@ -248,7 +248,7 @@ def train_with_a_norm_of_ones_own(rank, world_size, argv, declared):
     class Task(GPTTask):
         def model_provider(self, *args, **kwargs):
             model = super().model_provider(*args, **kwargs)
-            model.decoder.final_layernorm = PlainNorm(self.cfg.hidden_size, declared)
+            model.decoder.final_layernorm = PlainNorm(self.cfg.model.hidden_size, declared)
             return model
 
         def num_parameters(self):

@@ -51,38 +51,38 @@ def resolved(text="", world_size=1, **options):
 )
 def test_setting_follows(text, values):
     cfg = resolved(text)
-    assert {name: getattr(cfg, name) for name in values} == values
+    assert {name: getattr(cfg.flat, name) for name in values} == values
 
 
 @pytest.mark.parametrize(("gpus", "text", "backend"), [
     (True, "", "nccl"), (False, "", "gloo"), (False, "--distributed-backend nccl", "nccl"),
 ])  # fmt: skip
 def test_backend_follows_the_machine_unless_given(gpus, text, backend):
-    assert resolved(text, gpus=gpus).distributed_backend == backend
+    assert resolved(text, gpus=gpus).distributed.distributed_backend == backend
 
 
 def test_data_parallel_size_is_what_the_model_leaves():
     cfg = resolved("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 16)
-    assert cfg.data_parallel_size == 4 and cfg.global_batch_size == 8 and cfg.world_size == 16
+    assert cfg.data_parallel_size == 4 and cfg.training.global_batch_size == 8 and cfg.world_size == 16
 
 
 def test_data_prefix_gets_the_default_split():
     cfg = dataclasses.replace(parse_args(TINY.split()), mock_data=False, data_path=["x"])
-    assert resolve(cfg, 1).split == "969,30,1"
+    assert resolve(cfg, 1).data.split == "969,30,1"
 
 
 def test_resolving_changes_nothing_that_was_given_and_is_idempotent():
     text = "--global-batch-size 8 --ffn-hidden-size 100 --train-iters 7 --lr-decay-iters 5 --dataloader-type cyclic"
     parsed = parse_args((TINY + " " + text).split())
     once = resolve(parsed, 2)
-    assert all(getattr(once, name) == getattr(parsed, name) for name in parsed.explicit)
-    assert resolve(once, 2) == once and not parsed.resolved
+    assert all(getattr(once.flat, name) == getattr(parsed, name) for name in parsed.explicit)
+    assert resolve(once.flat, 2) == once and not parsed.resolved
 
 
 def test_schedules_by_samples_and_by_iterations_agree():
     by_iterations = resolved("--train-iters 10 --lr-warmup-iters 2")
     by_samples = resolved("--train-samples 20 --lr-warmup-samples 4")
-    assert schedules.schedule_plan(by_iterations) == schedules.schedule_plan(by_samples)
+    assert schedules.schedule_plan(by_iterations.flat) == schedules.schedule_plan(by_samples.flat)
 
 
 def test_half_read_settings_resolve():

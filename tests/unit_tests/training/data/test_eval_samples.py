@@ -46,7 +46,7 @@ def test_samples_per_split_derive_iterations_from_samples():
 
 def test_validation_set_is_shuffled_for_all_evaluations(tmp_path):
     cfg = settings("--eval-interval 5", write_dataset(tmp_path / "data"))
-    task = task_class("gpt")(cfg, build_tokenizer(cfg))
+    task = task_class("gpt")(cfg, build_tokenizer(cfg.tokenizer))
     _, valid, _ = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     expected = GPTDataset(valid.dataset, valid.dataset_path, valid.indices, 6 * 3 * 4, valid.index_split, valid.config)
     assert len(expected) >= 6 * 3 * 4

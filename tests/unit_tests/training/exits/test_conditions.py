@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.exits.conditions import (
     EXIT_SIGNALS,
     ExitConditions,
@@ -44,7 +45,7 @@ def flags(**changed):
         "start_eval_at_iter": None,
         "save_interval": None,
     }
-    return SimpleNamespace(**(values | changed))
+    return compose(FlatConfig(**(values | changed)))
 
 
 def run(cfg, start=0, batch=4):
@@ -55,12 +56,12 @@ def run(cfg, start=0, batch=4):
     while reason is None:
         state.iteration += 1
         state.consumed_train_samples += batch
-        if is_log_iteration(cfg.log_interval, state.iteration, start + 1):
+        if is_log_iteration(cfg.logging.log_interval, state.iteration, start + 1):
             logged.append(state.iteration)
-        if is_eval_iteration(cfg.eval_interval, state.iteration, cfg.start_eval_at_iter):
+        if is_eval_iteration(cfg.validation.eval_interval, state.iteration, cfg.validation.start_eval_at_iter):
             evaluated.append(state.iteration)
         reason = decide(cfg, state, 0.0, None, start + 1)
-        if is_save_iteration(cfg.save_interval, state.iteration, reason):
+        if is_save_iteration(cfg.checkpoint.save_interval, state.iteration, reason):
             saved.append(state.iteration)
     return logged, evaluated, saved, state.iteration, reason.kind
 
@@ -109,7 +110,7 @@ def test_a_chain_of_jobs_evaluates_and_saves_as_one_job(interval):
     for due in (1, 3, 4, 5):
         cfg = flags(train_iters=20, eval_interval=due, save_interval=due)
         _, evaluated, saved, _, _ = run(cfg)
-        cfg.exit_interval = interval
+        cfg = cfg.with_settings(exit_interval=interval)
         chain_evaluated, chain_saved, start, why = [], [], 0, ""
         while why != "train_iters":
             _, more_evaluated, more_saved, start, why = run(cfg, start)
@@ -322,11 +323,12 @@ def test_ranks_agree_on_the_longest_time(gloo_pool):
 
 LEAVES_A_LOADER_BEHIND = """
 import signal
-from types import SimpleNamespace
 from torch.utils.data import DataLoader
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.exits.conditions import ExitConditions, IgnoreExitSignals
 
-flags = SimpleNamespace(save="x", save_on_signal=True, exit_signal_handler=False, exit_signal="SIGTERM")
+flags = compose(FlatConfig(save="x"))
 with ExitConditions(flags):
     kept = iter(DataLoader(range(100), num_workers=1, worker_init_fn=IgnoreExitSignals()))
     assert next(kept) == 0

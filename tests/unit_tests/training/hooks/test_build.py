@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from megatron.core.timers import Timers
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.hooks import build_hooks
 from megatron.training.hooks.build import wandb_options
 from megatron.training.hooks.profiler import ProfilerHook
@@ -15,12 +16,12 @@ from megatron.training.observe.metrics import read_metrics
 
 
 def names_of(cfg, run):
-    hooks = build_hooks(cfg, run, Timers(cfg.timing_log_level))
+    hooks = build_hooks(cfg, run, Timers(cfg.logging.timing_log_level))
     return [type(hook).__name__ for hook in hooks]
 
 
 def config(**changed):
-    return PretrainConfig(**({"log_interval": 5, "seq_length": 64} | changed))
+    return compose(FlatConfig(**({"log_interval": 5, "seq_length": 64} | changed)))
 
 
 def test_by_default_the_last_rank_prints(simulated_run):

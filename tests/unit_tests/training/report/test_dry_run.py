@@ -13,7 +13,7 @@ from megatron.core.config.cli import ConfigError
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.data.indexed_dataset import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
-from megatron.training.arguments import core_transformer_config_from_args, flag_specs, parse_args, validate_args
+from megatron.training.arguments import flag_specs, parse_args, validate_args
 from megatron.training.report.dry_run import dry_run_report, known_vocab_size, preflight
 from megatron.training.report.pipeline import (
     bubble_fraction,
@@ -80,7 +80,7 @@ def test_report_of_experts_tells_their_ranks_and_what_a_token_meets():
     )
     cfg = settings(text, 8)
     report, model = dry_run_report(cfg), cfg.describe(100)
-    idle = cfg.num_layers * (8 - 2) * 3 * 64 * 40
+    idle = cfg.model.num_layers * (8 - 2) * 3 * 64 * 40
     assert model.num_active_parameters == model.num_parameters - idle
     for part in (
         "8 = tensor 2 x pipeline 1 x context 1 x data 4",
@@ -108,8 +108,7 @@ def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
     cfg = settings("--skip-train --dry-run")
     assert "nothing is trained" in dry_run_report(cfg)
     model = tmp_path / "tokenizer.model"
-    cfg = dataclasses.replace(cfg, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
-                              tokenizer_model=str(model))  # fmt: skip
+    cfg = cfg.with_settings(vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model))
     report = dry_run_report(cfg)
     assert "without the embedding" in report and "computation" not in report
 
@@ -158,16 +157,16 @@ def test_counted_parameters_are_those_of_the_model(text):
     from tests.test_utils.specs import unique_parameter_count
 
     cfg = settings(text)
-    config = core_transformer_config_from_args(cfg)
+    config = cfg.model
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_decoder_block_spec(config),
-        vocab_size=cfg.vocab_size,
-        max_sequence_length=cfg.max_position_embeddings,
-        position_embedding_type=cfg.position_embedding_type,
-        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+        vocab_size=cfg.tokenizer.vocab_size,
+        max_sequence_length=cfg.embeddings.max_position_embeddings,
+        position_embedding_type=cfg.embeddings.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.embeddings.untie_embeddings_and_output_weights,
     )
-    described = cfg.describe(cfg.vocab_size)
+    described = cfg.describe(cfg.tokenizer.vocab_size)
     stored = described.num_parameters + described.padding
     assert sum(parameter.numel() for parameter in model.parameters()) == stored
     assert unique_parameter_count(model) == described.num_parameters
@@ -189,7 +188,7 @@ def test_buffers_are_estimated_without_a_vocabulary(tmp_path):
         "--dry-run --use-distributed-optimizer --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
         "--num-layers 4 --num-layers-per-virtual-pipeline-stage 2"
     )
-    cfg = dataclasses.replace(settings(text), vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+    cfg = settings(text).with_settings(vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
                               tokenizer_model=str(tmp_path / "tokenizer.model"))  # fmt: skip
     assert "GiB per rank" in dry_run_report(cfg)
 

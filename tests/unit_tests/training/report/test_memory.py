@@ -62,7 +62,7 @@ def built(rank, world_size, text):
     state = parts.optimizer.state_dict()
     kinds = set(state) - {"step", "grad_scaler"}
     sizes = {kind: sum(tensor.numel() for tensor in state[kind].values()) for kind in kinds}
-    masters = sizes.pop("main_param") * (0 if cfg.use_torch_fsdp2 else memory_estimate.master_bytes(cfg))
+    masters = sizes.pop("main_param") * (0 if cfg.distributed.use_torch_fsdp2 else memory_estimate.master_bytes(cfg))
     optimizer = sum(sizes.values()) * 4 + masters
     return groups.pp.rank, memory_of(parameters), memory_of(gradients), optimizer
 
@@ -159,13 +159,13 @@ ENCODERS = {
 def losses(cfg, model, tokens):
     """Return the losses of a forward pass."""
     if cfg.model_family == "gpt":
-        return model(tokens, tokens % cfg.seq_length, labels=tokens)
+        return model(tokens, tokens % cfg.data.seq_length, labels=tokens)
     if cfg.model_family == "t5":
-        decoded = tokens[:, : cfg.decoder_seq_length]
+        decoded = tokens[:, : cfg.flat.decoder_seq_length]
         return model(tokens, decoded, lm_labels=decoded)
     places = torch.arange(predicted_per_rank(cfg)).expand(len(tokens), -1)
     labels = LabelsAt(tokens.gather(1, places), places)
-    found, order = model(tokens, None, tokens % 2 if cfg.bert_binary_head else None, labels)
+    found, order = model(tokens, None, tokens % 2 if cfg.flat.bert_binary_head else None, labels)
     return found if order is None else torch.cat((found.flatten(), order.flatten()))
 
 
@@ -193,7 +193,7 @@ def kept(rank, world_size, text, family="gpt"):
         """Hooks inside of hooks replace them: what recomputation keeps instead of a tensor counts."""
         return hooks(lambda tensor: pack(inner_pack(tensor)), unpack)
 
-    tokens = torch.arange(2 * cfg.seq_length // groups.cp.size).view(2, -1)
+    tokens = torch.arange(2 * cfg.data.seq_length // groups.cp.size).view(2, -1)
     with mock.patch.object(recompute, "saved_tensors_hooks", counting_hooks), hooks(pack, lambda tensor: tensor):
         loss = losses(cfg, model, tokens).sum()
     del loss

@@ -1,7 +1,5 @@
 """Options that a backend does not support are rejected with the reason; missing packages are named."""
 
-import dataclasses
-
 import pytest
 
 from megatron.core.config.cli import ConfigError
@@ -54,8 +52,8 @@ def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
     assert problems(f"{ENGINE} {text}", world_size) == []
     given = parse_args((TINY + ENGINE + text).split())
     resolved = validate_args(given, world_size)
-    assert resolved.transformer_impl == "local"
-    flag = next(word for word in text.split() if word in " ".join(needs_built_in_layers(resolved)))
+    assert resolved.model.transformer_impl == "local"
+    flag = next(word for word in text.split() if word in " ".join(needs_built_in_layers(resolved.flat)))
     (sentence,) = [each for each in notices(given, resolved) if "are used instead" in each]
     assert sentence.startswith("--transformer-impl transformer_engine: built-in layers") and flag in sentence
 
@@ -63,7 +61,7 @@ def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
 def test_attention_with_dropout_is_built_in(everything_installed):
     given = parse_args((TINY + ENGINE).split())
     resolved = validate_args(given, 1)
-    assert resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout == 0.1
+    assert resolved.model.transformer_impl == "transformer_engine" and resolved.model.attention_dropout == 0.1
     assert [each for each in notices(given, resolved) if each.startswith("--attention-dropout 0.1: built-in attention")]
 
 
@@ -198,7 +196,7 @@ def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
     assert problems("--apex-parts wgrad --optimizer sgd") == []
     found = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
     assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
-    settings = dataclasses.replace(parse_args((TINY + "--apex-parts adam").split()), fp64=True)
+    settings = resolve(parse_args((TINY + "--apex-parts adam").split()), 1).with_settings(fp64=True)
     (found,) = rules_backends.apex_parts(settings)
     assert "does not support float64" in str(found)
 

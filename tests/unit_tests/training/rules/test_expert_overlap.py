@@ -42,5 +42,5 @@ def test_experts_are_needed():
 def test_what_needs_whole_micro_batches_turns_the_overlap_off(text, reason):
     given = parse_args(f"{TINY} {text}".split())
     resolved = resolve(given, 1)
-    assert not resolved.overlap_moe_expert_parallel_comm and not check(resolved)
+    assert not resolved.model.overlap_moe_expert_parallel_comm and not check(resolved)
     assert [each for each in notices(given, resolved) if each.startswith(f"{HALVES}: off, as ") and reason in each]

@@ -117,8 +117,8 @@ def test_all_problems_of_experts_are_told_at_once():
     text = "--num-experts 6 --moe-router-topk 7 --tensor-model-parallel-size 2 --expert-model-parallel-size 4"
     text += " --moe-router-num-groups 4 --moe-shared-expert-overlap --moe-pad-expert-input-to-capacity"
     assert [each.split()[0].rstrip(":") for each in problems(text, 4)] == [
-        "--num-experts", "--expert-model-parallel-size", "--num-experts", "--moe-router-topk",
-        "--moe-router-num-groups", "--moe-pad-expert-input-to-capacity", "--moe-shared-expert-overlap",
+        "--num-experts", "--moe-router-topk", "--moe-router-num-groups", "--moe-pad-expert-input-to-capacity",
+        "--moe-shared-expert-overlap", "--expert-model-parallel-size", "--num-experts",
     ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.resolve import resolve
 from megatron.training.rules.inputs import check_inputs
 from tests.test_utils.tiny_tokenizers import bert_vocab, byte_level_bpe
 
@@ -166,6 +167,6 @@ def test_a_tokenizer_folder_whose_files_link_out_is_refused_where_checkpoints_ho
     (tmp_path / "folder" / "vocab.txt").symlink_to(tmp_path / "nomask.txt")
     line = f"{TINY} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path / 'folder'}"
     argv = line.replace("--data-path documents ", "").split()
-    assert check_inputs(parse_args(argv), (0, 0, 0)).vocab_size
+    assert check_inputs(resolve(parse_args(argv), 1), (0, 0, 0)).vocab_size
     with pytest.raises(UserError, match="vocab.txt: is a link out of its folder, to .*nomask.txt; replace it"):
-        check_inputs(parse_args([*argv, "--save", "out"]), (0, 0, 0))
+        check_inputs(resolve(parse_args([*argv, "--save", "out"]), 1), (0, 0, 0))

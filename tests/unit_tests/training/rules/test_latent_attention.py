@@ -32,11 +32,11 @@ def test_everything_that_latent_attention_excludes_is_named_at_once():
     )
     flags = [each.split(":")[0].split()[0] for each in found]
     assert flags == [
-        "--kv-lora-rank", "--mla-down-proj-fusion", "--group-query-attention", "--qk-l2-norm", "--add-qkv-bias",
-        "--rotary-interleaved", "--use-rope-scaling", "--rotary-seq-len-interpolation-factor",
+        "--qk-l2-norm", "--add-qkv-bias", "--rotary-interleaved", "--mla-down-proj-fusion", "--kv-lora-rank",
+        "--group-query-attention", "--use-rope-scaling", "--rotary-seq-len-interpolation-factor",
         "--position-embedding-type",
     ]  # fmt: skip
-    assert "for example --kv-lora-rank 512" in found[0] and "--rope-type yarn" in found[-1]
+    assert "for example --kv-lora-rank 512" in found[4] and "--rope-type yarn" in found[-1]
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,4 @@ def test_sizes_without_latent_attention_have_no_effect_and_say_so():
 
 def test_layers_are_built_in_ones():
     given = parse_args(f"{TINY} {LATENT} --transformer-impl transformer_engine".split())
-    assert resolve(given, 1).transformer_impl == "local"
+    assert resolve(given, 1).model.transformer_impl == "local"

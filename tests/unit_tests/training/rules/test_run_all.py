@@ -1,6 +1,5 @@
 """Every contradiction is named with its flag, its value, the reason and a way out; consistent settings pass."""
 
-import dataclasses
 
 import pytest
 
@@ -8,7 +7,8 @@ from megatron.core.config.cli import ConfigError, flags_of
 from megatron.core.config.problems import collect_rules
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.data import parse_split
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import compose
 from megatron.training.config.resolve import resolve
 from megatron.training.notices import notices
 from megatron.training.rules import checkpoints as rules_checkpoints
@@ -287,19 +287,19 @@ def test_rules_have_names_and_run_once():
 
 def test_an_empty_path_is_refused():
     """`--save "$OUT"` with OUT unset is an empty path."""
-    paths = {spec.field: spec for spec in flags_of(PretrainConfig) if spec.field in rules_checkpoints.PATHS}
+    paths = {spec.field: spec for spec in flags_of(FlatConfig) if spec.field in rules_checkpoints.PATHS}
     assert paths.keys() == set(rules_checkpoints.PATHS)
     for field, spec in paths.items():
         for value in ("", "  "):
             given = ["a", value] if spec.nargs else value
-            cfg = dataclasses.replace(PretrainConfig(), **{field: given})
+            cfg = compose(FlatConfig(**{field: given}))
             [found] = rules_checkpoints.paths_not_empty(cfg)
             assert found.flag == spec.names[0] and "check whether a shell variable is unset" in str(found)
 
 
 def test_every_flag_that_names_a_place_is_checked_for_emptiness():
     suffixes = ("_path", "_dir", "_file", "_cfg", "_checkpoint", "_config_path")
-    text = {spec.field for spec in flags_of(PretrainConfig) if spec.type_name == "str" and not spec.choices}
+    text = {spec.field for spec in flags_of(FlatConfig) if spec.type_name == "str" and not spec.choices}
     assert {name for name in text if name.endswith(suffixes)} <= set(rules_checkpoints.PATHS)
 
 
@@ -316,7 +316,8 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
 def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
     given = parse_args(f"{TINY} {text}".split())
     resolved = validate_args(given, 1)
-    assert resolved.save_interval is resolved.recompute_num_layers is resolved.recompute_method is None
+    assert resolved.checkpoint.save_interval is None
+    assert resolved.model.recompute_num_layers is resolved.model.recompute_method is None
     assert len([each for each in notices(given, resolved) if each.startswith(notice)]) == 1
 
 

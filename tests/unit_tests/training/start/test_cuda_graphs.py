@@ -195,7 +195,7 @@ def record_tape(run, stream):
 
 def samples(task, step):
     """Return micro-batches with padding; some have no valid token."""
-    data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.micro_batch_size
+    data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.training.micro_batch_size
     starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
     made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
     return BatchReader(made, task.loss_counts, reads_ahead=True).take(MICRO_BATCHES)[0]

@@ -1,0 +1,31 @@
+"""Groups of flags: dataclasses whose fields are flags of the command line. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+Group = TypeVar("Group", bound="FlagGroup")
+
+
+class FlagGroup:
+    """Base class of groups. Objects that belong to the configuration of a run are frozen."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "frozen" in self.__dict__:
+            raise AttributeError(f"the configuration is frozen: {name} cannot be set to {value!r} any more")
+        super().__setattr__(name, value)
+
+
+def frozen_group(kind: type[Group], values: Mapping[str, Any]) -> Group:
+    """Return a frozen object of ``kind`` with its fields taken from ``values``, else at their defaults. Bypasses the
+    constructor, because values that contradict each other are reported by rules, all at once."""
+    made = kind.__new__(kind)
+    for field in fields(kind):  # type: ignore[arg-type]  # subclasses are dataclasses
+        if field.name in values:
+            vars(made)[field.name] = values[field.name]
+        elif field.default_factory is not MISSING:
+            vars(made)[field.name] = field.default_factory()
+    vars(made)["frozen"] = True
+    return made

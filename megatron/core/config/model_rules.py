@@ -1,0 +1,338 @@
+"""Rules of a model's settings alone: the library applies them in ``TransformerConfig``, the command line with its own.
+
+A rule is a public generator. Messages are in terms of flags; :func:`library_problems` names fields instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import replace
+
+from megatron.core.config.cli import FlagSpec, Problem, flags_of
+from megatron.core.config.errors import counted
+from megatron.core.config.model_settings import ModelSettings
+from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
+
+NO_LOSS = ("sinkhorn", "quantile_balancing", "none")
+"""Kinds of balance that are no loss."""
+
+
+@functools.cache
+def _flags() -> dict[str, FlagSpec]:
+    return {spec.field: spec for spec in flags_of(ModelSettings)}
+
+
+def problem(cfg: ModelSettings, field: str, reason: str, fix: str = "") -> Problem:
+    """Return a problem of a field, with its flag and value."""
+    return _flags()[field].problem(getattr(cfg, field), reason, fix)
+
+
+def _heads_divide_hidden_size(cfg: ModelSettings, explicit: Collection[str]) -> Problems:
+    """Reject a --hidden-size that is no multiple of --num-attention-heads if the head size derives from it. Checks
+    nothing with an explicit --kv-channels, another derived head size, or multi-latent attention."""
+    hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+    if not hidden or not heads or heads < 1 or "kv_channels" in explicit or cfg.multi_latent_attention:
+        return
+    if hidden % heads and cfg.kv_channels == max(hidden // heads, 1):
+        fix = f"nearest width: {max(hidden // heads, 1) * heads}; or give --kv-channels"
+        yield problem(cfg, "hidden_size", f"is not a multiple of --num-attention-heads {heads}", fix)
+
+
+def query_groups_divide_heads(cfg: ModelSettings) -> Problems:
+    heads, groups = cfg.num_attention_heads, cfg.num_query_groups
+    if heads and groups and groups > 0 and heads % groups:
+        yield problem(cfg, "num_query_groups", f"does not divide --num-attention-heads {heads}")
+
+
+def latent_attention_exclusions(cfg: ModelSettings) -> Problems:
+    """With --multi-latent-attention, reject settings of ordinary attention, one problem each: --qk-l2-norm,
+    --qk-layernorm-across-heads, --rotary-base-local, --no-rope-freq, --softmax-scale, --add-qkv-bias and
+    --rotary-interleaved. Require --q-lora-rank with --mla-down-proj-fusion, and an even --qk-pos-emb-head-dim."""
+    if not cfg.multi_latent_attention:
+        return
+    reasons = {
+        "qk_l2_norm": "contradicts --multi-latent-attention, whose norms are --qk-layernorm",
+        "qk_layernorm_across_heads": "contradicts --multi-latent-attention, whose norms are --qk-layernorm",
+        "rotary_base_local": "contradicts --multi-latent-attention, which has one rotary base",
+        "no_rope_freq": "contradicts --multi-latent-attention, which uses rotary positions in every layer",
+        "softmax_scale": "contradicts --multi-latent-attention, which computes its softmax scale",
+        "add_qkv_bias": "contradicts --multi-latent-attention, which has no fused query/key/value projection",
+        "rotary_interleaved": "has no effect with --multi-latent-attention, which always interleaves",
+    }
+    for field, reason in reasons.items():
+        if getattr(cfg, field):
+            yield problem(cfg, field, reason, "remove it")
+    if cfg.mla_down_proj_fusion and cfg.q_lora_rank is None:
+        reason = "fuses the projections of the query and key/value latents, but there is no query latent"
+        yield problem(cfg, "mla_down_proj_fusion", reason, "add --q-lora-rank")
+    if (turned := cfg.qk_pos_emb_head_dim) % 2:
+        reason = f"rotates {turned} of {turned} channels; the number must be even and not 0"
+        yield problem(cfg, "qk_pos_emb_head_dim", reason)
+
+
+def repeated_mtp_layer_needs_mtp(cfg: ModelSettings) -> Problems:
+    if cfg.mtp_use_repeated_layer and cfg.mtp_num_layers is None:
+        yield problem(cfg, "mtp_use_repeated_layer", "requires --mtp-num-layers", "add --mtp-num-layers N")
+
+
+def tensor_parallel_heads(cfg: ModelSettings) -> Problems:
+    """Require --num-attention-heads and --ffn-hidden-size to be multiples of the tensor-parallel size, one problem
+    each. Query groups are checked by another rule."""
+    tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
+    sizes = [size for size in (heads, width) if size and size > 0]
+    if tp > 1 and any(size % tp for size in sizes):
+        fitting = common_divisors(*sizes)
+        if heads and heads % tp:
+            fix = f"{nearest_multiples(heads, tp)}; or a --tensor-model-parallel-size of {fitting}"
+            yield problem(cfg, "num_attention_heads", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
+        if width and width % tp:
+            fix = f"{nearest_multiples(width, tp)}; or a --tensor-model-parallel-size of {fitting}"
+            yield problem(cfg, "ffn_hidden_size", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
+
+
+def tensor_parallel_key_value_heads(cfg: ModelSettings) -> Problems:
+    """The number of key-value groups must divide the tensor-parallel size or be a multiple of it."""
+    tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if tp > 1 and groups and groups > 0 and groups % tp and tp % groups:
+        fix = f"{nearest_multiples(groups, tp)}, or a divisor of {tp}"
+        reason = f"neither divides nor is divided by --tensor-model-parallel-size {tp}"
+        yield problem(cfg, "num_query_groups", reason, fix)
+
+
+def qk_norm_across_heads(cfg: ModelSettings) -> Problems:
+    """For --qk-layernorm-across-heads without latent attention, require --qk-layernorm, RMSNorm, and query groups that
+    are a multiple of the tensor-parallel size."""
+    if not cfg.qk_layernorm_across_heads or cfg.multi_latent_attention:
+        return
+    field, tp, groups = "qk_layernorm_across_heads", cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if not cfg.qk_layernorm:
+        yield problem(cfg, field, "requires --qk-layernorm", "add that flag")
+    if cfg.normalization != "RMSNorm":
+        reason = f"is not supported with --normalization {cfg.normalization}"
+        yield problem(cfg, field, reason, "--normalization RMSNorm")
+    if groups and groups % tp:
+        reason = f"requires that --tensor-model-parallel-size {tp} divides the {groups} key/value heads"
+        yield problem(cfg, field, reason, "use fewer tensor-parallel ranks")
+
+
+def window_settings(cfg: ModelSettings) -> Problems:
+    pattern = cfg.window_attn_skip_freq
+    if pattern is not None and cfg.window_size is None:
+        yield problem(cfg, "window_attn_skip_freq", "requires --window-size", "add --window-size LEFT,0")
+    if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
+        yield problem(cfg, "window_attn_skip_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
+
+
+def activation_settings(cfg: ModelSettings) -> Problems:
+    """Reject more than one of --swiglu, --squared-relu, --relu, --quick-geglu and --geglu; the exact-GELU flag with an
+    activation other than GELU or --geglu; and the clamp value and linear offset of gated units without a gated
+    activation."""
+    chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]
+    if len(chosen) > 1:
+        yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "give one activation")
+    if cfg.exact_gelu and chosen not in ([], ["geglu"]):
+        yield problem(cfg, "exact_gelu", f"contradicts --{chosen[0].replace('_', '-')}", "use it with GELU or --geglu")
+    for field in ("activation_func_clamp_value", "glu_linear_offset"):
+        if getattr(cfg, field) and not cfg.gated_linear_unit:
+            yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")
+
+
+def residual_settings(cfg: ModelSettings) -> Problems:
+    others = {"use_parallel_residual": cfg.use_parallel_residual, "norm_placement": cfg.norm_placement == "post"}
+    for field, is_given in others.items():
+        if is_given and cfg.apply_residual_connection_post_layernorm:
+            yield problem(cfg, field, "contradicts --apply-residual-connection-post-layernorm", "choose one of the two")
+
+
+def embedding_norm_settings(cfg: ModelSettings) -> Problems:
+    """Reject --embed-layernorm together with --norm-placement post, --use-parallel-residual or
+    --apply-residual-connection-post-layernorm, one problem each."""
+    if not cfg.embed_layernorm:
+        return
+    fix = "choose one of the two"
+    if cfg.norm_placement == "post":
+        reason = "contradicts --norm-placement post, which has no norm before the first layer"
+        yield problem(cfg, "embed_layernorm", reason, fix)
+    for field in ("use_parallel_residual", "apply_residual_connection_post_layernorm"):
+        if getattr(cfg, field):
+            yield problem(cfg, field, "contradicts --embed-layernorm", fix)
+
+
+def one_precision(cfg: ModelSettings) -> Problems:
+    if cfg.fp16 and cfg.bf16:
+        yield problem(cfg, "fp16", "contradicts --bf16", "choose one of the two")
+
+
+def expert_parallelism_needs_experts(cfg: ModelSettings) -> Problems:
+    """Check nothing else of dense models: programs pass other expert settings to them too, which have no effect."""
+    if cfg.num_moe_experts is None and cfg.expert_model_parallel_size > 1:
+        yield problem(cfg, "expert_model_parallel_size", "needs experts", "--num-experts N")
+
+
+def moe_layer_pattern(cfg: ModelSettings) -> Problems:
+    pattern = cfg.moe_layer_freq if cfg.num_moe_experts else 1
+    if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
+        yield problem(cfg, "moe_layer_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
+
+
+def experts_divide_evenly(cfg: ModelSettings) -> Problems:
+    """Require --num-experts to be a multiple of the expert-parallel size, --moe-ffn-hidden-size of the
+    expert-tensor-parallel size, and --moe-shared-expert-intermediate-size of the tensor-parallel size. Checks nothing
+    without experts."""
+    experts, ep = cfg.num_moe_experts, cfg.expert_model_parallel_size
+    if experts is None:
+        return
+    if experts % ep:
+        fix = f"{nearest_multiples(experts, ep)}; or an --expert-model-parallel-size of {common_divisors(experts)}"
+        yield problem(cfg, "num_moe_experts", f"is not a multiple of --expert-model-parallel-size {ep}", fix)
+    etp, width = expert_tensor_ranks(cfg), cfg.moe_ffn_hidden_size
+    if width and width % etp:
+        reason = f"is not a multiple of the {etp} expert-tensor-parallel ranks"
+        yield problem(cfg, "moe_ffn_hidden_size", reason, nearest_multiples(width, etp))
+    shared, tp = cfg.moe_shared_expert_intermediate_size, cfg.tensor_model_parallel_size
+    if shared and shared % tp:
+        reason = f"is not a multiple of --tensor-model-parallel-size {tp}"
+        yield problem(cfg, "moe_shared_expert_intermediate_size", reason, nearest_multiples(shared, tp))
+
+
+def router_settings(cfg: ModelSettings) -> Problems:
+    """Reject router settings that cannot work: top-k above --num-experts; top-1 softmax after selection (without
+    --moe-router-pre-softmax or sinkhorn), whose weight is always 1; expert bias with softmax scores; sinkhorn with
+    expert bias, groups or non-softmax scores. Checks nothing without experts."""
+    experts, top, scores = cfg.num_moe_experts, cfg.moe_router_topk, cfg.moe_router_score_function
+    if experts is None:
+        return
+    if top > experts:
+        yield problem(cfg, "moe_router_topk", f"is more than --num-experts {experts}")
+    if (
+        top == 1
+        and scores == "softmax"
+        and not cfg.moe_router_pre_softmax
+        and "sinkhorn" not in cfg.moe_router_load_balancing_type
+    ):
+        reason = "gives the router no gradient: the softmax over one selected expert is always 1"
+        yield problem(cfg, "moe_router_topk", reason, "add --moe-router-pre-softmax")
+    if cfg.moe_router_enable_expert_bias and scores == "softmax":
+        reason = "requires scores that are independent per expert"
+        yield problem(cfg, "moe_router_enable_expert_bias", reason, "--moe-router-score-function sigmoid")
+    other_choice = cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or scores != "softmax"
+    if "sinkhorn" in cfg.moe_router_load_balancing_type and other_choice:
+        reason = "sinkhorn does not support expert groups, an expert bias or other score functions"
+        yield problem(cfg, "moe_router_load_balancing_type", reason)
+
+
+def expert_groups(cfg: ModelSettings) -> Problems:
+    """Require --moe-router-num-groups and --moe-router-group-topk together; groups must divide --num-experts, group
+    top-k must not exceed the groups, and the selected groups must hold top-k experts (a multiple of them unless
+    --moe-router-group-score-topk is set). Checks nothing without experts."""
+    experts, groups, chosen = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_topk
+    if experts is None or (groups is None and chosen is None):
+        return
+    if groups is None or chosen is None:
+        field, other = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if chosen is None else -1]
+        yield problem(cfg, field, f"needs --{other.replace('_', '-')}", "give both or none")
+        return
+    if experts % groups:
+        reason = f"does not divide --num-experts {experts}"
+        yield problem(cfg, "moe_router_num_groups", reason, f"divisors: {common_divisors(experts)}")
+    size, by_default = experts // groups, cfg.moe_router_group_score_topk is None
+    if chosen > groups:
+        yield problem(cfg, "moe_router_group_topk", f"is more than --moe-router-num-groups {groups}")
+    elif (by_default and cfg.moe_router_topk % chosen) or cfg.moe_router_topk > chosen * size:
+        reason = f"does not divide --moe-router-topk {cfg.moe_router_topk} evenly among groups of {size} experts"
+        yield problem(cfg, "moe_router_group_topk", reason)
+
+
+def expert_group_scores(cfg: ModelSettings) -> Problems:
+    """Reject --moe-router-group-score-topk without --moe-router-num-groups, or if it is larger than the number of
+    experts per group. Checks nothing without experts."""
+    experts, groups, scored = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_score_topk
+    if experts is None or scored is None:
+        return
+    if groups is None:
+        yield problem(cfg, "moe_router_group_score_topk", "requires --moe-router-num-groups", "remove it")
+    elif scored > experts // groups:
+        reason = f"must be at most {experts // groups}, the number of experts per group"
+        yield problem(cfg, "moe_router_group_score_topk", reason)
+
+
+def auxiliary_loss_coefficients(cfg: ModelSettings) -> Problems:
+    """Require one --moe-aux-loss-coeff per --moe-router-load-balancing-type, zero for types that are no loss (sinkhorn,
+    quantile_balancing, none). Several types must be distinct and all be losses. Checks nothing without experts."""
+    kinds, coefficients = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
+    if cfg.num_moe_experts is None:
+        return
+    if len(kinds) != len(coefficients):
+        types = counted(len(kinds), "balancing type")
+        reason = f"has {len(coefficients)} values for {types} (--moe-router-load-balancing-type)"
+        yield problem(cfg, "moe_aux_loss_coeff", reason, "give one value per type")
+    elif any(kind in NO_LOSS and value for kind, value in zip(kinds, coefficients)):
+        yield problem(cfg, "moe_aux_loss_coeff", "applies only to auxiliary losses", f"0 for {', '.join(NO_LOSS)}")
+    if len(kinds) > 1 and (set(NO_LOSS) & set(kinds) or len(set(kinds)) < len(kinds)):
+        reason = f"may list several auxiliary losses, each once, but not together with {', '.join(NO_LOSS)}"
+        yield problem(cfg, "moe_router_load_balancing_type", reason)
+
+
+def expert_capacity_settings(cfg: ModelSettings) -> Problems:
+    """Reject --moe-pad-expert-input-to-capacity without --moe-expert-capacity-factor, and a capacity factor together
+    with sinkhorn. Checks nothing without experts."""
+    if cfg.num_moe_experts is None:
+        return
+    if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
+        reason = "needs --moe-expert-capacity-factor: without it no token is dropped or padded"
+        yield problem(cfg, "moe_pad_expert_input_to_capacity", reason, "give it, for example 1.0")
+    if cfg.moe_expert_capacity_factor is not None and "sinkhorn" in cfg.moe_router_load_balancing_type:
+        yield problem(cfg, "moe_expert_capacity_factor", "contradicts sinkhorn, which has no capacity")
+
+
+def static_rows_need_allgather(cfg: ModelSettings) -> Problems:
+    if cfg.moe_static_rows and cfg.moe_token_dispatcher_type != "allgather":
+        reason = "requires the allgather dispatcher: others need token counts on the host"
+        yield problem(cfg, "moe_static_rows", reason, "--moe-token-dispatcher-type allgather")
+
+
+def shared_expert_settings(cfg: ModelSettings) -> Problems:
+    """Reject --moe-shared-expert-overlap and --moe-shared-expert-gate in a model with experts if
+    --moe-shared-expert-intermediate-size is not set."""
+    if cfg.moe_shared_expert_intermediate_size is not None:
+        return
+    for field in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):
+        if getattr(cfg, field) and cfg.num_moe_experts is not None:
+            reason = "needs a shared expert"
+            yield problem(cfg, field, reason, "--moe-shared-expert-intermediate-size N, or remove it")
+
+
+_RULES = collect_rules(sys.modules[__name__])
+
+
+def model_problems(cfg: ModelSettings, explicit: Collection[str]) -> Problems:
+    """Yield the problems of a model whose derived sizes are filled in. ``explicit``: fields that the user set."""
+    yield from _heads_divide_hidden_size(cfg, explicit)
+    for rule in _RULES:
+        yield from rule(cfg)
+
+
+def library_problems(cfg: ModelSettings, explicit: Collection[str]) -> list[Problem]:
+    """Return the same problems in terms of fields, and those that other checks of the command line cover: query groups
+    of latent attention, sequence parallelism without tensor parallelism, dropout outside [0, 1), dispatchers."""
+    fields = {name: spec.field for spec in _flags().values() for name in spec.names}
+
+    def named(text: str) -> str:
+        return re.sub(r"--[a-z0-9-]+", lambda found: fields.get(found[0], found[0][2:].replace("-", "_")), text)
+
+    found = [
+        replace(each, flag=fields[each.flag], reason=named(each.reason), fix=named(each.fix))
+        for each in model_problems(cfg, explicit)
+    ]
+    if cfg.multi_latent_attention and cfg.num_query_groups != cfg.num_attention_heads:
+        found.append(Problem("num_query_groups", "excludes multi_latent_attention", cfg.num_query_groups, "remove it"))
+    if cfg.sequence_parallel and cfg.tensor_model_parallel_size == 1:
+        found.append(Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True))
+    checked = ["num_query_groups", "hidden_dropout", "attention_dropout"]
+    checked += [] if cfg.num_moe_experts is None else ["moe_token_dispatcher_type"]
+    reasons = {name: _flags()[name].refusal(getattr(cfg, name)) for name in checked}
+    return found + [Problem(name, reason, getattr(cfg, name)) for name, reason in reasons.items() if reason]

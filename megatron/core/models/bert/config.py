@@ -1,0 +1,22 @@
+"""Flags of BERT. Only fields, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config.cli import flag
+from megatron.core.config.optional import OptionalGroup
+
+
+@dataclass(kw_only=True)
+class BertConfig(OptionalGroup):
+    """Sentence pairs and packed samples (pretrain_bert.py)"""
+
+    HARMLESS: ClassVar[tuple[str, ...]] = ("bert_binary_head",)
+
+    bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
+    """Train on pairs of texts, with the binary head for their order and token types (pretrain_bert.py)."""
+
+    use_packed_sequence: bool = False
+    """Pack the samples of a micro-batch in one row, without padding; attention separates them (pretrain_bert.py)."""
