@@ -169,7 +169,7 @@ def test_weight_names_are_the_known_ones():
         ({}, {"qk_l2_norm": True, "qk_layernorm": True}, "L2Norm"),
         ({"qk_layernorm": True}, {}, "RMSNorm"),
         ({"qk_l2_norm": True}, {}, "L2Norm"),
-        ({"qk_layernorm": True}, {"qk_layernorm_across_heads": True}, "NormAcrossHeads"),
+        ({"qk_layernorm": True}, {"qk_layernorm": True, "qk_layernorm_across_heads": True}, "NormAcrossHeads"),
     ],
 )
 def test_configuration_chooses_qk_norms_and_specs_override(asked, configured, expected):
