@@ -74,9 +74,7 @@ def fail(name: str) -> NoReturn:
     raise UserError(f"{name}: not available here; sharded states hold ShardedTensor and JSON values")
 
 
-def replace_prefix_for_sharding(
-    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
-) -> None:  # fmt: skip
+def replace_prefix_for_sharding(sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
     """Replace the prefix of keys, in place, and of their tensors' names if these begin with it (in copies of the
     tensors' descriptions). Raises ValueError at the first key without the prefix, after changing the keys before it."""
     from dataclasses import replace

@@ -299,9 +299,10 @@ def _checked_forward_step(forward_step: Callable) -> Callable:
     """Return ``forward_step`` itself, which is called with (iterator, model): further parameters must have defaults.
     Raises ValueError if more than two are required."""
     required = [
-        each for each in signature(forward_step).parameters.values()
+        each
+        for each in signature(forward_step).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
+    ]
     if len(required) > 2:
         raise ValueError(f"forward_step takes {[each.name for each in required]}; expected (data_iterator, model)")
     return forward_step

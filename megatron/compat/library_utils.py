@@ -94,9 +94,7 @@ def init_method_normal(sigma: float) -> Callable[[Tensor], Tensor]:
     return partial(nn.init.normal_, mean=0.0, std=sigma)
 
 
-def scaled_init_method_normal(
-    sigma: float, num_layers: int, multiplier: float = 2.0
-) -> Callable[[Tensor], Tensor]:  # fmt: skip
+def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], Tensor]:
     """Return a function that fills a tensor with N(0, sigma^2 / (multiplier * num_layers))."""
     return partial(nn.init.normal_, mean=0.0, std=sigma / math.sqrt(multiplier * num_layers))
 

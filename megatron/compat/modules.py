@@ -36,9 +36,7 @@ class BaseInferenceContext:
     """Base of contexts of inference, for annotations and instance checks."""
 
 
-def fused_vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None
-) -> Tensor:  # fmt: skip
+def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
     """``vocab_parallel_cross_entropy`` without smoothing; fused where the device has such a kernel."""
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
 

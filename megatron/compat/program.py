@@ -131,7 +131,7 @@ def parse_script_args(
     family = next((name for name, each in families().items() if optional <= {*each.groups}), None)
     return parse_args(
         args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False, model_family=family
-    )  # fmt: skip
+    )
 
 
 def parse_and_validate_args(

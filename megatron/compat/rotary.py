@@ -57,7 +57,7 @@ class RotaryEmbedding(nn.Module):
 
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return ``t`` [s, b, heads, channels] rotated, or ``t`` [tokens, heads, channels] of documents with bounds
     ``cu_seqlens``, whose positions each begin at 0 (ValueError under context parallelism). Channels beyond the angles
     stay. ``mscale`` multiplies the rotated ones."""

@@ -84,10 +84,11 @@ class StatisticsSum:
             return {}
         own = {each.statistics.label: each.statistics for each in self.own}
         parts = [
-            own[label].take(device) if label in own
+            own[label].take(device)
+            if label in own
             else torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
             for label, sizes in self.sizes.items()
-        ]  # fmt: skip
+        ]
         flat = torch.cat(parts)
         if self.group.size > 1:
             dist.all_reduce(flat, group=self.group.handle)

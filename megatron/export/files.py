@@ -116,9 +116,7 @@ def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES)
     return [dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)) for group in groups if group]
 
 
-def read_shards(
-    index: Path, read: Callable[[Path], dict[str, LazyTensor]] = read_safetensors
-) -> dict[str, LazyTensor]:  # fmt: skip
+def read_shards(index: Path, read: Callable[[Path], dict[str, LazyTensor]] = read_safetensors) -> dict[str, LazyTensor]:
     """Return the lazy tensors of all files in ``index``, each opened by ``read``; other files of the folder are
     ignored. Raises FileNotFoundError without the index; CheckpointDamagedError for a malformed index, a file name with
     a folder, a missing file, or a file that does not hold exactly the tensors that the index assigns to it."""

@@ -64,6 +64,7 @@ def differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[
     found = [(name, list(tensor.shape)) for name, tensor in tensors.items() if not name.endswith(COUNTER)]
     others = [
         f"{name} has shape {shape}, expected {list(expected[name])}"
-        for name, shape in found if name in expected and shape != list(expected[name])
-    ]  # fmt: skip
+        for name, shape in found
+        if name in expected and shape != list(expected[name])
+    ]
     return missing + others + [f"{name} {shape} is not expected" for name, shape in found if name not in expected]

@@ -28,8 +28,9 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
-    parser.add_argument("--prompt", action="append", default=[],
-                        help="text to continue (GPT; default: a new document), or to fill (T5)")  # fmt: skip
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="text to continue (GPT; default: a new document), or to fill (T5)"
+    )
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with more prompts, one per line")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")

@@ -122,10 +122,11 @@ def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
     experts = min(model.num_moe_experts, math.ceil(least / together) * together)
     shared = model.moe_shared_expert_intermediate_size and 8 * model.tensor_model_parallel_size
     return {
-        "num_moe_experts": experts, "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg.model),
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg.model),
         "moe_shared_expert_intermediate_size": shared,
         "moe_expert_capacity_factor": model.moe_expert_capacity_factor and experts / chosen,
-    }  # fmt: skip
+    }
 
 
 def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:

@@ -180,7 +180,7 @@ def without_version_4(request: Request) -> Request:
 
 def build_kernel(
     request: Request, config: TransformerConfig, layer_number: int, scale: float
-) -> tuple[KernelChoice, Kernel]:  # fmt: skip
+) -> tuple[KernelChoice, Kernel]:
     """Select and build the kernel of layer ``layer_number`` (from 1) with softmax scale ``scale``; return both.
 
     For a ring with a sliding window, first runs the GPU kernel on the ring's band tiles (once per process, head dim and
@@ -199,17 +199,18 @@ def build_kernel(
 
 def _build(
     choice: KernelChoice, request: Request, scale: float, config: TransformerConfig, layer_number: int
-) -> Kernel:  # fmt: skip
+) -> Kernel:
     """Build the chosen kernel with softmax scale ``scale``; layer number and ``config`` set the options of the unfused
     kernel. If ``auto`` chose flash-attn 4, returns ``WhereFaster`` with a second kernel for the tiles where that one
     was measured to be faster. Imports flash-attn 2 or 3 if chosen; UserError if this fails."""
     name, deterministic = choice.kernel, request.deterministic
     if name == "unfused":
         return UnfusedAttention(
-            scale, layer_scale=float(layer_number) if config.apply_query_key_layer_scaling else 1.0,
+            scale,
+            layer_scale=float(layer_number) if config.apply_query_key_layer_scaling else 1.0,
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
             soft_cap=config.attn_logit_softcapping,
-        )  # fmt: skip
+        )
     if name == "triton":
         return relative.RelativeAttention(scale)
     if name == "flash-attn 4":

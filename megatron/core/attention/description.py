@@ -94,9 +94,7 @@ def is_unfused(config: Config) -> bool:
     return bool(config.attention_dropout or config.attn_logit_softcapping) or is_asked_for
 
 
-def attention_core(
-    config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0
-) -> Op:  # fmt: skip
+def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0) -> Op:
     """Describe core attention (between the projections): forward FLOPs of one sequence over all ranks, gradient bytes,
     and activation bytes per token saved in addition to its inputs: the log-sum-exp, and with context parallelism or
     sinks the output; otherwise, if unfused, scores and copies instead. ``query``, ``key`` and ``output`` are elements

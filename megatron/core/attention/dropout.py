@@ -45,9 +45,7 @@ class WeightDropout:
         positions = torch.arange(tile.query_position, tile.query_position + tile.num_queries, device=device)
         heads = torch.arange(self.first_head, self.first_head + num_heads, device=device)[:, None, None]
         keys = range(tile.key_position, tile.key_position + tile.num_keys)
-        mask = torch.empty(
-            len(samples), num_heads, tile.num_queries, tile.num_keys, dtype=torch.bool, device=device
-        )  # fmt: skip
+        mask = torch.empty(len(samples), num_heads, tile.num_queries, tile.num_keys, dtype=torch.bool, device=device)
         step = max(1, COUNTERS_PER_PASS * 8 // max(1, tile.num_queries * tile.num_keys))
         for row, sample in zip(mask, samples, strict=True):
             for first in range(0, num_heads, step):

@@ -155,8 +155,9 @@ def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.S
             kept.append(segment)
         elif row.status == "means":
             notices.append(f"{' '.join(segment.tokens) if of_value else segment.typed} {row.meaning}")
-            front.append([each for token in row.answer.split()
-                          for each in (segment.operands if token == OPERANDS else [token])])  # fmt: skip
+            front.append(
+                [each for token in row.answer.split() for each in (segment.operands if token == OPERANDS else [token])]
+            )
         elif row.status not in ("not yet", "no effect"):
             problems.append(row.refusal(segment.typed))
         elif of_value is None:

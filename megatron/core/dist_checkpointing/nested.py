@@ -121,10 +121,11 @@ def _is_json(value: Any) -> bool:
 def _with_tensors(tree: Mapping[str, Any], filled: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a copy of ``tree`` with shards replaced by the tensors ``filled``, by path."""
     return {
-        name: _with_tensors(value, filled, f"{path}{name}/") if isinstance(value, Mapping)
+        name: _with_tensors(value, filled, f"{path}{name}/")
+        if isinstance(value, Mapping)
         else filled.get(f"{path}{name}", value)
         for name, value in tree.items()
-    }  # fmt: skip
+    }
 
 
 def _merged(tree: Any, stored: Any) -> Any:

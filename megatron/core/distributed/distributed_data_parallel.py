@@ -75,7 +75,7 @@ class DistributedDataParallel(DataParallel):
 
     def _layout(
         self, ranks: DataParallelGroups, parameters: list[nn.Parameter], disable_bucketing: bool
-    ) -> BufferLayout:  # fmt: skip
+    ) -> BufferLayout:
         """Return the buffer layout of the ``parameters`` with groups ``ranks`` (dense or expert): bucket size and
         padding. With a distributed optimizer also shard group, replicas, and the in-place reduce-scatter (with fp32
         accumulation if set and ``grad_reduce_in_fp32`` is not); else all-reduce over ``ranks.reduce``. Starts

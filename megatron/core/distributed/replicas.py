@@ -60,7 +60,7 @@ def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[Shar
 
 def check_replicas(
     modules: Sequence[nn.Module], groups: ProcessGroups, further: Iterable[ShardedTensor] = ()
-) -> list[ReplicaDifference]:  # fmt: skip
+) -> list[ReplicaDifference]:
     """Return the replicas that are not bit-identical to the replica of the first rank in their group; empty if equal.
     Collective over all ranks; waits for the device. Each rank returns the differences within its groups, so every rank
     of a group returns the same entries for that group.

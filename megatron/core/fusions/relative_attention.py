@@ -23,9 +23,7 @@ from megatron.core.fusions.installed_triton import tl, triton
 
 Tiling = tuple[int, int, int, int]
 """(queries, keys) of a tile, warps, pipeline stages."""
-TILINGS: Mapping[str, Tiling] = {
-    "forward": (128, 64, 8, 3), "query": (128, 64, 8, 2), "keys": (64, 128, 8, 2)
-}  # fmt: skip
+TILINGS: Mapping[str, Tiling] = {"forward": (128, 64, 8, 3), "query": (128, 64, 8, 2), "keys": (64, 128, 8, 2)}
 """Tilings of the forward kernel, the query-gradient kernel and the key/value-gradient kernel."""
 _LARGEST = 2**28
 """Maximum elements of dS in memory at once (at least one batch row)."""
@@ -67,9 +65,7 @@ if triton is not None:
         tl.store(at, x.to(base.dtype.element_ty), mask=(i < num_queries)[:, None] & (j < num_keys)[None, :])
 
     @triton.jit
-    def _visible(
-        place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr
-    ):  # fmt: skip
+    def _visible(place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr):
         """Return (first, last, low, high): start and end of the document of each position in ``place`` (0 without
         DOCUMENTS), and the range of the ``others`` positions of the other side that any of them sees, from ``back``
         before to ``ahead`` after; low is a multiple of STEP. ``own`` is the number of positions of this side."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 @torch.no_grad()
 def fill_mask(
     model: nn.Module, text: Sequence[int], mask: int, types: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Return the probabilities fp32 [m, v], on the CPU, of the tokens at the m positions where ``text`` holds the id
     ``mask`` (m may be 0), and [2] that the two parts of ``text`` are in order and swapped; None if the model has no
     binary head.

@@ -95,7 +95,7 @@ def parameter_groups(
 
 def _empty_group(
     config: OptimizerConfig, wd_mult: float, lr_mult: float, decoupled: bool, expert: bool, kind: object
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return a parameter group with these settings and empty ``params`` and ``names``. ``max_lr`` and ``min_lr`` are
     None, or with ``decoupled`` the decoupled rates (minimum: ``config.min_lr`` if unset). It has no ``lr``."""
     max_lr = min_lr = None  # from the schedule

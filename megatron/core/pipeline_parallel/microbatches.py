@@ -122,7 +122,7 @@ def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
 
 def message_shape(
     model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
-) -> MessageShape:  # fmt: skip
+) -> MessageShape:
     """Return the message shape between stages in ``config.pipeline_dtype`` (see ``message_shapes``). The device is the
     current GPU with NCCL, else the CPU."""
     shapes = message_shapes(model, groups, lengths, micro_batch_size)

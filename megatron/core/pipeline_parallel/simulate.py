@@ -114,8 +114,9 @@ def _check_end(schedule: Schedule, position: list[int]) -> None:
     actions; the message names the action at which each unfinished rank waits."""
     waiting = [
         f"rank {rank} waits for the input of {'{}{}.{}'.format(*actions[at])}"
-        for rank, (actions, at) in enumerate(zip(schedule.actions, position)) if at < len(actions)
-    ]  # fmt: skip
+        for rank, (actions, at) in enumerate(zip(schedule.actions, position))
+        if at < len(actions)
+    ]
     if waiting:
         raise DeadlockError(f"schedule {schedule.name!r} does not end: {'; '.join(waiting)}")
 

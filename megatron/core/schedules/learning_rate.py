@@ -315,7 +315,8 @@ def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> st
 def get_optimizer_param_scheduler(config: Any, optimizer: Any) -> OptimizerParamScheduler:
     """Build the scheduler from the flags in ``config``. Raises UserError for an invalid schedule."""
     return OptimizerParamScheduler(
-        optimizer, schedule_plan(config),
+        optimizer,
+        schedule_plan(config),
         use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=config.override_opt_param_scheduler,
-    )  # fmt: skip
+    )

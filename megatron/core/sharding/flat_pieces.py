@@ -42,9 +42,7 @@ def flat_pieces(
         cursor += size
 
 
-def _split_flat_range(
-    lengths: list[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:  # fmt: skip
+def _split_flat_range(lengths: list[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield (offsets, lengths) of rectangles that cover elements ``start`` to ``stop`` of a contiguous tensor with dims
     ``lengths``, in memory order; nothing for an empty range. A matrix gives at most three rectangles, more dims
     more."""

@@ -83,7 +83,7 @@ def stored_tensors(
 
 def flat_range_tensors(
     name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
-) -> dict[str, ShardedTensor]:  # fmt: skip
+) -> dict[str, ShardedTensor]:
     """Convert a flat range of a parameter's local memory to sharded tensors by key; they are views of a contiguous
     ``flat``. Keys are ``prefix`` + global name (for a part of a global tensor: the local name), with ``@index``
     appended if the range is not the full local parameter.

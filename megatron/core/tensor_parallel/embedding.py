@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import linear
 
 def look_up(
     weight: Tensor, ids: Tensor, absent: Tensor | None, traits: linear.LinearTraits, add_rows: AddRows
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the vectors [..., h] of int64 ``ids`` [...], rows of this rank's ``weight`` [v, h]; zeros, without
     gradient, where bool ``absent`` [...] is set (None: nowhere). Backward adds the gradient to ``main_grad`` in place
     with ``add_rows`` if the table has it, else returns a dense gradient. No collective and no range check."""

@@ -77,7 +77,7 @@ def linear_cross_entropy(
     seen, ready = (linear.FusedGradParam(weight), None) if deferred else linear.autograd_proxy(weight, x, traits)
     losses = _LinearCrossEntropy.apply(
         x, seen, labels, traits, chunk, store if deferred else None, ready, steps.soft_cap, steps.bias
-    )  # fmt: skip
+    )
     return losses.view(target.shape)
 
 
@@ -162,7 +162,7 @@ def _gathered_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
 
 def _logits(
     x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps, gemms: Gemms
-) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield (token range, its logits [c, v] with bias and soft cap applied) per chunk of ``x_th`` [t, h]. All chunks
     reuse the same memory, so a chunk is valid only until the next one; callers may overwrite it. Without autograd."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
@@ -188,7 +188,7 @@ def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
 @torch.no_grad()
 def _hand_over(
     total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Return dW in the weight's dtype for autograd, None if it is in ``main_grad``. With ``store``: put a closure that
     delivers it into the store and return None. The closure keeps ``total`` alive."""
     if store is not None:

@@ -176,9 +176,7 @@ class _AllToAll(torch.autograd.Function):
     """All-to-all of rows; backward is the inverse all-to-all."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, receive: list[int] | None, send: list[int] | None
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, group: Group, receive: list[int] | None, send: list[int] | None) -> Tensor:
         ctx.group, ctx.receive, ctx.send = group, receive, send
         return _exchange(x, group, receive, send)
 

@@ -48,9 +48,10 @@ class StreamNorm(MovableParameters):
         self.bias: nn.Parameter | None = None
         self._traits = NormTraits(eps, self.centred, offset)
         self.normalize: Normalize = (
-            ApexNormalize() if "norm" in config.apex_parts
+            ApexNormalize()
+            if "norm" in config.apex_parts
             else choose_normalize(config.params_dtype, hidden_size, not config.no_persist_layer_norm)
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor, *branch: Tensor | None) -> Any:
         """Return the normalized ``x``; with a ``branch`` (or None) the pair (stream, normalized stream) of the class

@@ -12,9 +12,10 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """Fixed Llama 3 parameters of --use-rope-scaling, next to its factor."""
 
 UNUSUAL_YARN = {
-    "beta_fast": ("yarn_beta_fast", 32.0), "beta_slow": ("yarn_beta_slow", 1.0),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
     "truncate": ("yarn_correction_range_round_to_int", True),
-}  # fmt: skip
+}
 """YaRN parameters that config.json contains only if they differ from these defaults: HF key -> (setting, default)."""
 
 
@@ -208,11 +209,12 @@ def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
         raise refuse("rope_scaling attention_factor of yarn", given, reason)
     return {
         "rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings":
-            stretch.pop("original_max_position_embeddings", None) or config["max_position_embeddings"],
+        "yarn_original_max_position_embeddings": stretch.pop("original_max_position_embeddings", None)
+        or config["max_position_embeddings"],
         **{ours: stretch.pop(theirs, usual) for theirs, (ours, usual) in UNUSUAL_YARN.items()},
-        "mscale": weights[0] or 1.0, "mscale_all_dim": weights[1],
-    }  # fmt: skip
+        "mscale": weights[0] or 1.0,
+        "mscale_all_dim": weights[1],
+    }
 
 
 def _save_yarn(settings: Table) -> dict[str, Any] | None:
@@ -222,9 +224,10 @@ def _save_yarn(settings: Table) -> dict[str, Any] | None:
         return None
     original = settings["yarn_original_max_position_embeddings"]
     stretch = {
-        "rope_type": "yarn", "factor": settings["rotary_scaling_factor"],
+        "rope_type": "yarn",
+        "factor": settings["rotary_scaling_factor"],
         "original_max_position_embeddings": 4096 if original is None else original,
-    }  # fmt: skip
+    }
     for theirs, (ours, usual) in UNUSUAL_YARN.items():
         if settings[ours] != usual:
             stretch[theirs] = settings[ours]

@@ -52,9 +52,7 @@ def _open_weights(folder: Path) -> dict[str, LazyTensor]:
     """Return the lazy tensors of the folder's weights: of ``model.safetensors`` before ``pytorch_model.bin``; an index
     of either wins over its single file, and exactly its tensors must exist. Raises UserError without weights,
     CheckpointDamagedError for a damaged file."""
-    for stem, ending, opener in (
-        ("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)
-    ):  # fmt: skip
+    for stem, ending, opener in (("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)):
         single, index = folder / f"{stem}.{ending}", folder / f"{stem}.{ending}.index.json"
         if single.is_file() and not index.is_file():
             return opener(single)

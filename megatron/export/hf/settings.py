@@ -106,9 +106,10 @@ class Choice(Rule):
         """Return the value of the key whose option equals the settings; with several, the default if it is one of them,
         else the first. Raises UserError if no option fits."""
         fitting = [
-            value for value, option in self.options.items()
+            value
+            for value, option in self.options.items()
             if all(settings[name] == wanted for name, wanted in option.items())
-        ]  # fmt: skip
+        ]
         if fitting:
             return {self.theirs[0]: self.default if self.default in fitting else fitting[0]}
         found = ", ".join(f"{name} {settings[name]!r:.60}" for name in self.ours)

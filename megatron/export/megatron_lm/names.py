@@ -81,8 +81,9 @@ VOCABULARY = (
 )  # fmt: skip
 REGISTERED_TWICE = {
     "embedding.position_embeddings.weight": "position_embeddings.weight",
-    "lm_head.output_layer.weight": "output_layer.weight", "lm_head.output_layer.bias": "output_layer.bias",
-}  # fmt: skip
+    "lm_head.output_layer.weight": "output_layer.weight",
+    "lm_head.output_layer.bias": "output_layer.bias",
+}
 """T5 tensors that checkpoints also store under a second name; optimizer state uses only the second name."""
 _FIRST_NAMES = {second: first for first, second in REGISTERED_TWICE.items()}
 
@@ -231,9 +232,10 @@ def is_gated(settings: Mapping[str, Any]) -> bool:
 # ---- settings
 
 _RENAMED = {
-    "num_experts": "num_moe_experts", "layernorm_epsilon": "norm_epsilon",
+    "num_experts": "num_moe_experts",
+    "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-}  # fmt: skip
+}
 _NOT_TAKEN = {
     "load", "save", "world_size", "rank", "local_rank", "data_parallel_size", "params_dtype", "iteration",
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "ckpt_step", "pretrained_checkpoint",

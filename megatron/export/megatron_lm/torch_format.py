@@ -200,9 +200,10 @@ def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: P
     for index, group in enumerate(groups):
         decays, experts = group.get("wd_mult", 1.0) != 0, bool(group.get("is_expert_parallel"))
         names = [
-            name for name, each in parameters.items()
+            name
+            for name, each in parameters.items()
             if (len(each.shape) > 1 and not name.endswith(".bias")) == decays and (".experts." in name) == experts
-        ]  # fmt: skip
+        ]
         numbers = group["params"]
         if len(numbers) != len(names):
             raise CheckpointError(

@@ -87,8 +87,9 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
                 "common_backend_version": 1}  # fmt: skip
     for path, data in (
-        (target / "common.pt", common.getvalue()), (target / "metadata.json", json.dumps(backends).encode()),
-    ):  # fmt: skip
+        (target / "common.pt", common.getvalue()),
+        (target / "metadata.json", json.dumps(backends).encode()),
+    ):
         path.unlink(missing_ok=True)
         write_file(path, data)
         fsync_path(target)

@@ -69,9 +69,10 @@ def _few_experts(settings: Mapping[str, Any], ffn: int) -> dict[str, Any]:
     shared = settings["moe_shared_expert_intermediate_size"]
     narrow = ffn if width == settings["ffn_hidden_size"] else 24
     return {
-        "num_moe_experts": min(settings["num_moe_experts"], groups * in_group), "moe_ffn_hidden_size": narrow,
+        "num_moe_experts": min(settings["num_moe_experts"], groups * in_group),
+        "moe_ffn_hidden_size": narrow,
         "moe_shared_expert_intermediate_size": shared and (24 * min(shared // width, 2) if shared % width == 0 else 40),
-    }  # fmt: skip
+    }
 
 
 def tokens_needed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -57,7 +57,7 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
         for find, finetune in (
             (lambda: find_resumable(cfg.checkpoint, repair=True), checkpoint.finetune),
             (lambda: find_checkpoint(checkpoint.pretrained_checkpoint, repair=True), True),
-        ):  # fmt: skip
+        ):
             found = find()
             if found is not None:
                 weights_only = finetune or _is_upcycled(cfg, found)

@@ -59,8 +59,9 @@ COMPUTATION = {
 }  # fmt: skip
 OF_FAMILIES = {name for family in families().values() for name in family.weight_settings}
 MODEL = {"seq_length", *OF_FAMILIES, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
-    *LAYOUT, *COMPUTATION,
-}  # fmt: skip
+    *LAYOUT,
+    *COMPUTATION,
+}
 """Settings of a model, excluding its parallel layout and kernels."""
 FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "decoder_seq_length", "max_position_embeddings"}
 """Settings in which the command line must not contradict the weights."""
@@ -116,9 +117,10 @@ def check_tensors(
     state = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}
     problems = differences(tensors, {**expected, **state})
     problems += [
-        f"{name} holds {tensor.dtype}, expected floating point" for name, tensor in tensors.items()
+        f"{name} holds {tensor.dtype}, expected floating point"
+        for name, tensor in tensors.items()
         if not tensor.dtype.is_floating_point and not name.endswith(COUNTER)
-    ]  # fmt: skip
+    ]
     if problems:
         first = listed(problems, "; ")
         raise CheckpointError(

@@ -106,9 +106,10 @@ def _members() -> dict[str, type[FlagGroup]]:
     hints = get_type_hints(PretrainConfig)
     kinds = {field.name: hints[field.name] for field in fields(PretrainConfig)}
     return {
-        name: kind for name, kind in kinds.items()
+        name: kind
+        for name, kind in kinds.items()
         if isinstance(kind, type) and issubclass(kind, FlagGroup) and kind is not FlatConfig
-    }  # fmt: skip
+    }
 
 
 def compose(flat: FlatConfig) -> PretrainConfig:

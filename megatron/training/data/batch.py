@@ -68,9 +68,7 @@ def sort_by_length(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str,
     return {name: value[order] for name, value in batch.items()}, lengths[order]
 
 
-def pack_rows(
-    batch: dict[str, Tensor], lengths: Tensor, multiple: int
-) -> tuple[dict[str, Tensor], PackedSeqParams]:  # fmt: skip
+def pack_rows(batch: dict[str, Tensor], lengths: Tensor, multiple: int) -> tuple[dict[str, Tensor], PackedSeqParams]:
     """Pack the first ``lengths[i]`` (int [b], at least 1) tokens of each row [b, s] into one row [1, n]; tensors [b]
     stay, with a value per document. Return the batch with the document bounds. Adds per-token ``document`` and
     ``position_ids`` (position within the document) [1, n]. n is a multiple of ``multiple``: padding forms one more

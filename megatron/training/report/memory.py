@@ -57,7 +57,7 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
 
 def _rank_memory(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], kept: int
-) -> RankMemory:  # fmt: skip
+) -> RankMemory:
     """Return the memory of a pipeline rank that holds ``chunks``. ``kept``: its peak of saved activations in bytes,
     which is divided among kinds in proportion to one micro-batch of each chunk. Working memory is summed over chunks,
     plus the largest backward pass."""

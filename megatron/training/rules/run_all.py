@@ -21,7 +21,7 @@ from megatron.training.rules import (
     model,
     pipeline,
     training,
-)  # fmt: skip
+)
 
 RULES = collect_rules(
     model, families, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints

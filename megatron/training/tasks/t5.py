@@ -27,10 +27,11 @@ class T5Task(LanguageModelTask):
         cfg, own = self.cfg, self.cfg.group(EncoderDecoderConfig)
         configs = cfg.family.transformers(cfg)
         encoder, decoder = get_t5_block_specs(
-            configs["encoder"], own.decoder_num_layers,
+            configs["encoder"],
+            own.decoder_num_layers,
             relative_positions=cfg.embeddings.position_embedding_type == "relative",
             use_transformer_engine=cfg.model.transformer_impl == "transformer_engine",
-        )  # fmt: skip
+        )
         return T5Model(
             config=configs["decoder"],
             encoder_config=configs["encoder"],
@@ -69,8 +70,7 @@ class T5Task(LanguageModelTask):
         """Return a random sample with the keys of the data set as numpy arrays: text_enc, enc_mask [e] and text_dec,
         labels (-1 in padding), loss_mask, dec_mask [s]. Both texts may have padding, of independent lengths."""
         encoder, decoder = self.cfg.data.seq_length, self.cfg.group(EncoderDecoderConfig).decoder_seq_length
-        used, written = (np.arange(length) < self.random_length(generator, length)
-                         for length in (encoder, decoder))  # fmt: skip
+        used, written = (np.arange(length) < self.random_length(generator, length) for length in (encoder, decoder))
         text, labels = generator.integers(0, self.vocab_size, (2, decoder))
         return {
             "text_enc": generator.integers(0, self.vocab_size, encoder),

@@ -35,9 +35,10 @@ def bands_are_right(kernel: Kernel, scale: float, channels: int, dtype: torch.dt
             *zip(found, expected, strict=True),
             *zip(
                 kernel.backward(grad, query, key, value, out, expected[1], tile),
-                reference.backward(grad, query, key, value, out, expected[1], tile), strict=True,
+                reference.backward(grad, query, key, value, out, expected[1], tile),
+                strict=True,
             ),
-        ]  # fmt: skip
+        ]
         if not all((x.float() - y.float()).norm() < 2e-2 * y.float().norm() for x, y in pairs):
             return False
     return True

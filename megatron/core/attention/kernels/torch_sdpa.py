@@ -152,8 +152,9 @@ class TorchAttention(FlashKernel):
         flat = (x.transpose(0, 1).flatten(0, 1).split(own) for x, own in zip((query, key, value), lengths))
         parts = [
             self._rows(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), alone).squeeze(1)
-            for q, k, v in zip(*flat) if len(q)
-        ]  # fmt: skip
+            for q, k, v in zip(*flat)
+            if len(q)
+        ]
         return torch.cat(parts).unflatten(0, (batch, length)).transpose(0, 1)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:

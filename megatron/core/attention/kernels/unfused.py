@@ -33,7 +33,7 @@ class UnfusedAttention:
 
     def __init__(
         self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False, soft_cap: float | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.scale, self.layer_scale, self.soft_cap = scale, layer_scale, soft_cap
         self.dropout: WeightDropout | None = None
         """Dropout of key blocks; see :meth:`with_mask`. On full sequences the mask carries it."""

@@ -107,8 +107,9 @@ def _below(path: str) -> list[str]:
     file."""
     if not os.path.isdir(path):
         return [path]
-    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-                   if not name.startswith("."))  # fmt: skip
+    files = sorted(
+        os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names if not name.startswith(".")
+    )
     suffixes: tuple[str, ...] = SUFFIXES
     if not any(file.endswith(SUFFIXES) for file in files):  # else .txt files are notes and licenses
         suffixes = (TEXT_SUFFIX,)

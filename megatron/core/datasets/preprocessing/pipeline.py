@@ -36,7 +36,7 @@ from megatron.core.datasets.preprocessing.worker import (
     run_part,
     shard_prefix,
     start_process,
-)  # fmt: skip
+)
 from megatron.core.safe_files import create_file, make_folder, open_to_append, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
@@ -248,7 +248,7 @@ class _Run:
 
     def _with_pool(
         self, workers: int, context: Any, initargs: tuple[Any, ...], progress: PreprocessingProgress
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Process the parts in a pool of ``workers`` processes, with a bounded number in flight. Raises UserError if a
         worker dies; on any exit cancels queued parts and waits for running ones."""
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_process, initargs=initargs)

@@ -13,7 +13,7 @@ from megatron.core.extensions.transformer_engine.modules import (
     load_transformer_engine,
     missing_package,
     transformer_engine_is_installed,
-)  # fmt: skip
+)
 
 __all__ = [
     "INSTALL", "NAME", "TEColumnParallelLinear", "TEDotProductAttention", "TENorm", "TERowParallelLinear",

@@ -117,7 +117,7 @@ class LanguageModule(MegatronModule):
     @contextmanager
     def construction(
         self, *, embedding: bool | None = None, num_tokentypes: int = 0, tie_embedding: bool = False
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """Context in which a subclass builds its layers, on the model's device. Builds the embedding first
         (``embedding``; None: if :attr:`pre_process`). On exit, marks weights that two stages hold
         (:meth:`tie_over_stages`) and initializes all parameters unless ``config.perform_initialization`` is off.

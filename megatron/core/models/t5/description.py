@@ -93,9 +93,7 @@ def describe_t5(
     return ModelDescription(embedding, layers, _head(config, output, sizes, vocabulary.shared))
 
 
-def _layers(
-    config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]
-) -> Iterator[tuple[Piece, ...]]:  # fmt: skip
+def _layers(config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]) -> Iterator[tuple[Piece, ...]]:
     """Yield the branches of each encoder layer, then of each decoder layer. The last encoder layer includes the
     encoder's final norm. Layer numbers continue from encoder to decoder; parameter names count from 0 in each stack.
     Costs are per encoder token.

@@ -23,7 +23,7 @@ def token_mask(mask: Tensor) -> Tensor:
 
 def check_masks(
     decoder_attn_mask: Tensor | None, encoder_decoder_attn_mask: Any, encoder_tokens: Tensor | None
-) -> None:  # fmt: skip
+) -> None:
     """Raise ValueError unless the decoder's mask is causal (with one query row: any) with padding at the end, and the
     cross mask, or the last of a pair, shows exactly ``encoder_tokens``, bool [b, k] (None: all). Rows of padding may
     hide anything. Masks that are None pass. On GPUs it is a device assertion, which does not synchronize."""

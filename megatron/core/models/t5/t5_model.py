@@ -217,7 +217,7 @@ class T5Model(LanguageModule):
 
     def _with_bias(
         self, context: ForwardContext, table: Tensor | None, stack: TransformerBlock, length: int
-    ) -> ForwardContext:  # fmt: skip
+    ) -> ForwardContext:
         """Return ``context`` with the relative-position bias of ``stack`` over full sequences (``length`` local
         tokens), bidirectional for the encoder; ``context`` itself without a ``table`` or if the stack has no layers on
         this stage."""
@@ -234,7 +234,7 @@ def _depth(spec: LayerSpec, config: TransformerConfig) -> int:
 
 def _documents(
     lengths: Tensor, length: int, target_length: int, device: torch.device
-) -> tuple[PackedSeqParams | None, PackedSeqParams | None]:  # fmt: skip
+) -> tuple[PackedSeqParams | None, PackedSeqParams | None]:
     """Return the encoder's self-attention mask and the decoder's cross-attention mask as packed documents on
     ``device``; both None without padding, which only lengths on the CPU can show.
     """

@@ -107,7 +107,7 @@ class LocalDispatcher(Dispatcher):
         gives the result at once. Choices beyond the capacity are dropped, and rows padded to it if configured."""
         permutation = self._sorted(
             routing.experts, self.num_experts, self.capacity(len(tokens)), is_complete=not routing.drops
-        )  # fmt: skip
+        )
         rows = permute.gather_rows(tokens, permutation, self.moves)
         weights = permute.gather_choices(routing.weights, permutation)
         return lambda: Dispatched(rows, weights, permutation.ends, permutation)
@@ -154,7 +154,7 @@ class AllGatherDispatcher(Dispatcher):
         key = shifted.clamp_(max=self.num_local)
         permutation = self._sorted(
             key, self.num_local, capacity and capacity * self.group.size, is_complete=is_complete
-        )  # fmt: skip
+        )
         count = None
         if self.ep.size > 1 and capacity is None:  # drop the rows of other ranks' experts
             if self.static_rows:

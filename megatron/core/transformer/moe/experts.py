@@ -46,7 +46,7 @@ class SequentialExperts(nn.Module):
         self.linear_fc1 = GroupedLinear(hidden, fc1_width, init_method=weight_init(config), **shared)
         self.linear_fc2 = GroupedLinear(
             width, hidden, init_method=output_weight_init(config), splits_input=True, **shared
-        )  # fmt: skip
+        )
         self.activation = select_weighted_activation(config)
         self._keeping = activation_output(config, "moe")
 

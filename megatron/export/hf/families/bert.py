@@ -76,9 +76,10 @@ POST_NORMS: Weights = {
     "encoder.final_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
 }
 OLD_NAMES = {
-    "LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias",
+    "LayerNorm.gamma": "LayerNorm.weight",
+    "LayerNorm.beta": "LayerNorm.bias",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
-}  # fmt: skip
+}
 
 BERT = Family(
     "bert", "BertForPreTraining", models="BERT; `BertForMaskedLM` is read too",

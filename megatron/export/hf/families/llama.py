@@ -36,23 +36,25 @@ def common(epsilon: float = 1e-6) -> tuple[Rule, ...]:
 
 ATTENTION: Weights = {
     "decoder.layers.*.input_layernorm": "model.layers.*.input_layernorm",
-    "decoder.layers.*.self_attention.linear_qkv":
-        QueryKeyValue(*(f"model.layers.*.self_attn.{each}_proj" for each in "qkv")),
+    "decoder.layers.*.self_attention.linear_qkv": QueryKeyValue(
+        *(f"model.layers.*.self_attn.{each}_proj" for each in "qkv")
+    ),
     "decoder.layers.*.self_attention.linear_proj": "model.layers.*.self_attn.o_proj",
     "decoder.layers.*.self_attention.q_layernorm": "model.layers.*.self_attn.q_norm",
     "decoder.layers.*.self_attention.k_layernorm": "model.layers.*.self_attn.k_norm",
     "decoder.layers.*.pre_mlp_layernorm": "model.layers.*.post_attention_layernorm",
-}  # fmt: skip
+}
 FEED_FORWARD: Weights = {
     "decoder.layers.*.mlp.linear_fc1": Halves("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
     "decoder.layers.*.mlp.linear_fc2": "model.layers.*.mlp.down_proj",
 }
 EXPERTS: Weights = {
     "decoder.layers.*.mlp.router": "model.layers.*.mlp.gate",
-    "decoder.layers.*.mlp.experts.linear_fc1":
-        Halves("model.layers.*.mlp.experts.*.gate_proj", "model.layers.*.mlp.experts.*.up_proj"),
+    "decoder.layers.*.mlp.experts.linear_fc1": Halves(
+        "model.layers.*.mlp.experts.*.gate_proj", "model.layers.*.mlp.experts.*.up_proj"
+    ),
     "decoder.layers.*.mlp.experts.linear_fc2": "model.layers.*.mlp.experts.*.down_proj",
-}  # fmt: skip
+}
 AROUND: Weights = {
     "embedding.word_embeddings": "model.embed_tokens",
     "decoder.final_layernorm": "model.norm",

@@ -210,10 +210,11 @@ SIGMOID_ROUTER: tuple[Rule, ...] = (
 )  # fmt: skip
 """DeepSeek-V3: normalized sigmoid scores, a bias per expert for the choice, groups of experts."""
 PREDICTION = Computed(
-    ("num_nextn_predict_layers",), ("mtp_num_layers",),
+    ("num_nextn_predict_layers",),
+    ("mtp_num_layers",),
     lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
     lambda ours: {"num_nextn_predict_layers": ours["mtp_num_layers"] or 0},
-)  # fmt: skip
+)
 """DeepSeek-V3: layers of multi-token prediction."""
 PREDICTION_WEIGHTS: Weights = {
     **{f"mtp.layers.*.{each}": f"model.layers.*.{each}" for each in ("enorm", "hnorm", "eh_proj")},

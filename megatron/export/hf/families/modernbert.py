@@ -42,7 +42,7 @@ def _save_layers(settings: Table) -> dict[str, Any]:
         "layer_types": [SLIDING if each else FULL for each in has],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         **{key: bases[kind] for kind, (key, _) in BASES.items()},
-    }  # fmt: skip
+    }
 
 
 LAYERS = Computed(

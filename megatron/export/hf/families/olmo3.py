@@ -41,8 +41,9 @@ class FullRope(Rope):
             if strange := tables.keys() - {FULL, SLIDING}:
                 raise refuse("rope_parameters", sorted(strange), f"next to {FULL} and {SLIDING}")
             local = unstretched_base(SLIDING, tables, self.base_key, BASE)
-            settings = super().load({"max_position_embeddings": config.get("max_position_embeddings"),
-                                     "rope_parameters": tables[FULL]})  # fmt: skip
+            settings = super().load(
+                {"max_position_embeddings": config.get("max_position_embeddings"), "rope_parameters": tables[FULL]}
+            )
         has_windows = WINDOW.load(config)["window_size"] is not None
         return {**settings, "rotary_base_local": local if has_windows else None}
 
