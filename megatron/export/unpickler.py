@@ -275,8 +275,9 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self.stack.append(self._call(kind, args))
 
     def load_build(self) -> None:
-        """Pop the state of an object and store it as attributes of its Record: entries with text keys, the second of a
-        pair of tables, or else the attribute ``state``. Ignored for dictionaries and tensors."""
+        """Pop the state of an object and store it in the attributes of its Record: entries with text keys of a
+        table; of a pair whose second item is a table, only the second's; another state as the attribute ``state``.
+        Ignored for all other objects."""
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Record):
             return  # ignore attributes of dictionaries and tensors: they are never read

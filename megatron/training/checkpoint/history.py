@@ -110,13 +110,8 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     fast = fast_folder(cfg.checkpoint)
     if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, checkpoint.save):
         raise CheckpointError(
-<<<<<<< HEAD
-            f"{fast}: holds checkpoints that do not belong to --save {checkpoint.save}: choose another folder, or "
-            f"delete them, or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
-=======
             f"{fast}: holds checkpoints that do not belong to --save {checkpoint.save}: choose another folder, or"
             f" delete them, or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
->>>>>>> config
         )
     folders = [checkpoint.save, fast] if fast else [checkpoint.save]
     iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)

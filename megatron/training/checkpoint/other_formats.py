@@ -150,9 +150,10 @@ def embedding_rows(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) 
 
 
 def apply_hf_settings(cfg: FlatConfig) -> FlatConfig:
-    """Return ``cfg`` (not yet resolved) with the settings of --load-hf that no explicit flag sets, and its tokenizer if
-    no flag names one; unchanged without --load-hf. Raises UserError if the folder is not readable or flags contradict
-    it (see `with_settings`)."""
+    """Return ``cfg`` (not yet resolved) with --load-hf's settings where no flag is explicit, and, without tokenizer
+    flags, its tokenizer (tokenizer.json, else BERT's vocab.txt); unchanged without --load-hf. Raises UserError for
+    an unreadable folder, another family, and flags that contradict the weights (``FIXED``); other explicit flags
+    win."""
     folder = cfg.load_hf
     if folder is None:
         return cfg
@@ -180,8 +181,10 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 def load_hf_weights(
     folder: str, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, groups: ProcessGroups
 ) -> None:
-    """Fill this rank's shards from a Hugging Face folder, one tensor at a time; reset the optimizer's main parameters.
-    Collective. Raises ``CheckpointError`` on all ranks if names or shapes differ."""
+    """Fill this rank's shards from a Hugging Face folder, one tensor at a time; reset the optimizer's main
+    parameters. Collective: CheckpointError on all ranks if names or shapes differ from the model; before that
+    UserError on each rank that cannot read the folder. Warns of tensors left out and of optional modules that begin
+    random."""
     interchange: Interchange = load_hf(folder)
     logger.info(" loading weights from the Hugging Face folder %s", folder)
     wanted: dict[str, ShardedTensor] = {}

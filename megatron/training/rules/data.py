@@ -87,8 +87,9 @@ def validation_data_path(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_files_given(cfg: PretrainConfig) -> Problems:
-    """Require --tokenizer-type and then each flag that this type needs (``TOKENIZER_FILES``), such as --vocab-file and
-    --merge-file; --tokenizer-model for types without an entry. Does not look at the files."""
+    """Require --tokenizer-type, also with --mock-data, and then each flag that this type needs
+    (``TOKENIZER_FILES``), such as --vocab-file and --merge-file; --tokenizer-model for types without an entry. Does
+    not look at the files."""
     if cfg.tokenizer.tokenizer_type is None:
         yield missing(cfg, "tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return

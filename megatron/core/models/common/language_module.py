@@ -169,10 +169,9 @@ class LanguageModule(MegatronModule):
         return self.output_layer.weight if self.post_process else None
 
     def tie_over_stages(self, *, whole_embedding: bool) -> None:
-        """Mark weights that both the first and the last stage hold, so that their gradients are all-reduced as partial
-        sums: the shared output weight or, with ``whole_embedding``, all embedding weights. No effect if one stage has
-        both ends.
-        """
+        """Mark weights that the first and the last stage both hold, the shared output weight or, with
+        ``whole_embedding``, all embedding weights: gradients are all-reduced as partial sums, and the last stage's
+        copy is ``tied_to`` the first's name (saved under it, not counted). No effect if a stage has neither or both."""
         if self.pre_process == self.post_process:
             return
         weights: dict[str, Any] = {}

@@ -69,9 +69,9 @@ def relative_position_buckets(cfg: Settings) -> Problems:
 
 
 def tokenizer_has_sentinels(cfg: Settings) -> Problems:
-    """Without --mock-data, reject tokenizer types that accept no sentinel tokens. For types not in ``WITH_SENTINELS``,
-    require --vocab-extra-ids or --tokenizer-special-tokens; BertWordPieceCase may also leave --vocab-extra-ids
-    unset."""
+    """For runs that read text (data, no --mock-data) and name a tokenizer type: reject types in
+    ``WITHOUT_SENTINELS``; for others not in ``WITH_SENTINELS`` require a nonzero --vocab-extra-ids or
+    --tokenizer-special-tokens. BertWordPieceCase may also leave --vocab-extra-ids unset."""
     if not reads_text(cfg) or cfg.tokenizer.tokenizer_type is None:
         return
     if cfg.tokenizer.tokenizer_type in WITHOUT_SENTINELS:

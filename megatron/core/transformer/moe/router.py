@@ -198,9 +198,10 @@ class TopKRouter(nn.Module):
         return forced or (self.expert_bias is None and self.rule.num_groups is None and not self.rule.sinkhorn)
 
     def _choose(self, logits: Tensor, layout: TokenLayout) -> Tensor:
-        """Return top-k experts int64 [s, b, k], by score plus ``expert_bias``. Forced balancing instead takes them
-        round-robin by position in the full sequence, equal for all sequences and layouts. Sinkhorn in training, which
-        has no bias, all-reduces over the layout's ``sharers``."""
+        """Return top-k experts int64 [s, b, k] by score plus ``expert_bias``; by logit plus bias for quantile
+        balancing, softmax after top-k and Sinkhorn in evaluation. Forced balancing: round-robin by position in the
+        full sequence, equal for all sequences and layouts. Sinkhorn in training, without bias, all-reduces over
+        ``sharers``."""
         length, batch = logits.shape[:2]
         if self.config.moe_router_force_load_balancing:
             return routing.round_robin(layout.stream_positions(length, logits.device), batch, self.num_experts, self.k)
