@@ -67,7 +67,7 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def kind_of(spec: FlagSpec) -> str:
+def flag_type(spec: FlagSpec) -> str:
     """Type, choices and number of values."""
     if spec.is_bool:
         return "switch"
@@ -77,7 +77,7 @@ def kind_of(spec: FlagSpec) -> str:
     return kind + (f", {spec.nargs} values" if isinstance(spec.nargs, int) else count[spec.nargs])
 
 
-def default_of(spec: FlagSpec) -> str:
+def flag_default(spec: FlagSpec) -> str:
     """The default as a user would type it."""
     if spec.is_bool:
         return "off"
@@ -96,7 +96,7 @@ def flags_page() -> str:
             title = (group.__doc__ or "").strip().splitlines()[0].rstrip(".")
             lines += [f"\n## {title}\n", "| flag | values | default | meaning |", "|---|---|---|---|"]
         names = ", ".join(f"`{name}`" for name in spec.names)
-        row = (names, kind_of(spec), default_of(spec), spec.help)
+        row = (names, flag_type(spec), flag_default(spec), spec.help)
         lines.append("| " + " | ".join(map(cell, row)) + " |")
     for title, about, statuses in ABSENT:
         lines += [f"\n## {title}\n", f"{about}\n", "| spelling | here |", "|---|---|"]
@@ -115,13 +115,13 @@ def families_page() -> str:
     lines = [FAMILIES, f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, family in sorted(known_families().items()):
         program = f"`pretrain_{family.model_family}.py`"
-        row = (f"`{name}`", f"`{family.architecture}`", family.models, program, "; ".join(limits_of(family)))
+        row = (f"`{name}`", f"`{family.architecture}`", family.models, program, "; ".join(flag_limits(family)))
         lines.append("| " + " | ".join(map(cell, row)) + " |")
     lines += [PASSIVE_KEYS, " ".join(f"`{key}`" for key in sorted(PASSIVE))]
     return "\n".join(lines) + "\n"
 
 
-def limits_of(family: Family) -> list[str]:
+def flag_limits(family: Family) -> list[str]:
     """Return what is converted of a family, without repetitions."""
     every = [*(f"not: {each}" for each in family.limits), *(each for rule in family.config for each in rule.limits)]
     return list(dict.fromkeys(every))

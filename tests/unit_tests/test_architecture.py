@@ -10,7 +10,7 @@ from tests.sizes import Size, ceilings, sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Rooms: a package with everything below it, or a loose module. room -> other rooms that it may import.
+# Packages with everything below them, or loose modules. package -> other packages that it may import.
 # A graph without cycles (tested); by it the subject of a file decides where it lives, not what it imports.
 CORE = {
     "config": "",
@@ -76,9 +76,9 @@ TRAINING = {
 }
 
 
-def _rooms():
-    """room -> allowed rooms, by full names. ``core`` in a row of TRAINING: every room of the library."""
-    library = [f"megatron.core.{room}" for room in CORE] + ["megatron.export"]
+def _packages():
+    """package -> allowed packages, by full names. ``core`` in a row of TRAINING: every package of the library."""
+    library = [f"megatron.core.{package}" for package in CORE] + ["megatron.export"]
     table = {
         "megatron.data": {"megatron.core.config", "megatron.core.safe_files"},
         "megatron.export": {f"megatron.core.{name}" for name in EXPORT.split()},
@@ -88,19 +88,19 @@ def _rooms():
         "megatron.__main__": {"megatron.console"},
         "megatron.version": set(),
     }
-    for room, allowed in CORE.items():
-        table[f"megatron.core.{room}"] = {
+    for package, allowed in CORE.items():
+        table[f"megatron.core.{package}"] = {
             f"megatron.{name}" if name == "data" else f"megatron.core.{name}" for name in allowed.split()
         }
-    for room, allowed in TRAINING.items():
+    for package, allowed in TRAINING.items():
         names = allowed.split()
-        table[f"megatron.training.{room}"] = {f"megatron.training.{name}" for name in names if name in TRAINING}
+        table[f"megatron.training.{package}"] = {f"megatron.training.{name}" for name in names if name in TRAINING}
         if "core" in names:
-            table[f"megatron.training.{room}"] |= {*library, "megatron.data"}
+            table[f"megatron.training.{package}"] |= {*library, "megatron.data"}
     return table
 
 
-ROOMS = _rooms()
+PACKAGES = _packages()
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
@@ -138,12 +138,12 @@ def module_name(path):
 MODULES = {module_name(path) for path in FILES}
 
 
-def room_of(module):
-    """The longest room that holds ``module``."""
+def package_containing(module):
+    """The longest package that holds ``module``."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         candidate = ".".join(parts[:end])
-        if candidate in ROOMS:
+        if candidate in PACKAGES:
             return candidate
     return None
 
@@ -182,42 +182,42 @@ NAMESPACES = ("megatron", "megatron.core", "megatron.training", "megatron.legacy
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_a_room_imports_only_the_rooms_that_it_may(path):
+def test_packages_import_only_allowed_packages(path):
     module = module_name(path)
     if module in SHIMS or module in NAMESPACES or not path.is_relative_to(ROOT / "megatron"):
         return
-    home = room_of(module)
-    assert home is not None, f"{module} stands in no room: add it to one, or a room to the table above"
+    home = package_containing(module)
+    assert home is not None, f"{module} is in no listed package: move it, or add its package to the table above"
     for imported, line in imported_modules(path, tree_of(path)):
         assert imported not in SHIMS, f"{path}:{line}: {imported} is a name for existing programs"
         if imported in (*NAMESPACES, "megatron.version"):
             continue
-        target = room_of(imported)
-        assert target is not None, f"{path}:{line}: {imported} stands in no room"
+        target = package_containing(imported)
+        assert target is not None, f"{path}:{line}: {imported} is in no listed package"
         if target == home:
             package = module.rpartition(".")[0]
             assert path.name == "__init__.py" or imported != package or imported == home.rpartition(".")[0], (
                 f"{path}:{line} imports its own package's __init__"
             )
             continue
-        allowed = ROOMS[home]
+        allowed = PACKAGES[home]
         assert allowed == {"*"} or target in allowed, f"{path}:{line}: {home} must not import {target}"
 
 
-def test_the_rooms_have_no_cycle():
-    above = {room: allowed & set(ROOMS) for room, allowed in ROOMS.items()}
+def test_packages_have_no_import_cycle():
+    above = {package: allowed & set(PACKAGES) for package, allowed in PACKAGES.items()}
     TopologicalSorter(above).prepare()
-    unknown = {name for allowed in ROOMS.values() for name in allowed} - set(ROOMS) - {"*"}
-    assert not unknown, f"the table allows rooms that do not exist: {sorted(unknown)}"
+    unknown = {name for allowed in PACKAGES.values() for name in allowed} - set(PACKAGES) - {"*"}
+    assert not unknown, f"the table allows packages that do not exist: {sorted(unknown)}"
 
 
-def test_every_room_exists():
-    for room in ROOMS:
-        place = ROOT / room.replace(".", "/")
-        assert place.is_dir() or place.with_suffix(".py").is_file(), f"{room}: no such room"
+def test_every_listed_package_exists():
+    for package in PACKAGES:
+        place = ROOT / package.replace(".", "/")
+        assert place.is_dir() or place.with_suffix(".py").is_file(), f"{package}: no such package"
 
 
-def test_few_files_stand_outside_rooms():
+def test_few_modules_are_outside_packages():
     loose = [path for top in ("core", "training") for path in (ROOT / "megatron" / top).glob("*.py")
              if path.name != "__init__.py"]
     own = [path for path in loose if module_name(path) not in SHIMS]
