@@ -172,5 +172,5 @@ def test_sequence_parallelism_changes_no_bit_of_split_parameters(matrix, model, 
 def test_overlap_changes_no_bit(matrix):
     one = short("zero2-fp32")
     plain = [flag for flag in one.layout.split() if flag not in ("--overlap-grad-reduce", "--overlap-param-gather")]
-    assert configure(one.argv, 2, "fp32").overlap_param_gather
+    assert configure(one.argv, 2, "fp32").flat.overlap_param_gather
     assert digests(matrix, one) == digests(matrix, dataclasses.replace(one, layout=" ".join(plain)))

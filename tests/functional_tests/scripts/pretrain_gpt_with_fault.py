@@ -1,6 +1,5 @@
 """``pretrain_gpt.py`` with the fault FAULT on rank FAULT_RANK (tests/test_utils/failures.py)."""
 
-import dataclasses
 import os
 import signal
 import sys
@@ -141,7 +140,7 @@ def shorten_collectives(minutes):
     from megatron.training import run as program
 
     validate = program.validate_args
-    program.validate_args = lambda *args: dataclasses.replace(validate(*args), distributed_timeout_minutes=minutes)
+    program.validate_args = lambda *args: validate(*args).with_settings(distributed_timeout_minutes=minutes)
 
 
 def plant(fault):

@@ -55,16 +55,18 @@ def loss_of(model, step):
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def torch_optimizer(cfg, model):
+def torch_optimizer(settings, model):
     """Return the ``torch.optim`` equivalent of the flags: matrices decay, embedding and output have a separate rate."""
     groups = []
     for name, parameter in model.named_parameters():
         ends = name in ("word_embeddings.weight", "output_layer.weight")
-        rate = cfg.decoupled_lr if ends and cfg.decoupled_lr is not None else cfg.lr
-        groups.append({"params": [parameter], "lr": rate, "weight_decay": cfg.weight_decay * (parameter.dim() > 1)})
-    if cfg.optimizer.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.sgd_momentum)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps)
+        rate = settings.decoupled_lr if ends and settings.decoupled_lr is not None else settings.lr
+        decay = settings.weight_decay * (parameter.dim() > 1)
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
+    betas = settings.adam_beta1, settings.adam_beta2
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=["fp64", "fp32"])
@@ -73,8 +75,8 @@ def test_ten_steps_equal_those_of_torch(run, dtype, tolerance):
     cfg = validate_args(parse_args([*SIZES.split(), *RUNS[run].split()], needs_data=False), 1)
     ours, theirs = LanguageModel(dtype), LanguageModel(dtype)
     ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), ours)
-    optimizer, plain = get_megatron_optimizer(cfg.optimizer, [ddp]), torch_optimizer(cfg, theirs)
-    scheduler = get_optimizer_param_scheduler(cfg, optimizer)
+    optimizer, plain = get_megatron_optimizer(cfg.optimizer, [ddp]), torch_optimizer(cfg.flat, theirs)
+    scheduler = get_optimizer_param_scheduler(cfg.flat, optimizer)
     for step in range(STEPS):
         scheduler.set_samples(step)
         optimizer.zero_grad()
@@ -97,7 +99,7 @@ def test_every_run_is_another_optimizer():
     for flags in RUNS.values():
         cfg = validate_args(parse_args([*SIZES.split(), *flags.split()], needs_data=False), 1)
         model = LanguageModel(torch.float64)
-        plain = torch_optimizer(cfg, model)
+        plain = torch_optimizer(cfg.flat, model)
         for step in range(STEPS):
             plain.zero_grad()
             loss_of(model, step).backward()
