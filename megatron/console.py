@@ -53,7 +53,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand ``argv[0]`` (pretrain or a tool); return the exit code. ``argv`` None means this process's
-    command line. Help and --version are printed here. An unknown or missing subcommand gives EXIT_BAD_INPUT and a
+    command line, whose ``sys.argv[0]`` becomes ``megatron COMMAND``. Help and --version are printed here. An unknown or missing subcommand gives EXIT_BAD_INPUT and a
     message on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -63,13 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version_text())
         return 0
     name, *arguments = words
+    if argv is None:
+        program = f" {arguments[0]}" if name == "pretrain" and arguments else ""
+        sys.argv[0] = f"megatron {name}{program}"  # argparse prints it in usage lines
     if name == "pretrain":
         return pretrain(arguments)
     if name not in TOOLS:
         sys.stderr.write(f"error: megatron {name}: unknown command; see megatron --help\n")
         return EXIT_BAD_INPUT
-    if argv is None:
-        sys.argv[0] = f"megatron {name}"  # argparse prints it in usage lines
     return run_tool(name, arguments)
 
 
@@ -113,7 +114,6 @@ def pretrain(arguments: Sequence[str]) -> int:
         os.execv(sys.executable, [sys.executable, "-m", *launcher, "-m", "megatron", "pretrain", name, *flags])
     from megatron.training import entry
 
-    sys.argv[0] = f"megatron pretrain {name}"  # argparse prints it in the usage line
     return entry.pretrain(name, f"megatron pretrain {name}", flags)
 
 
