@@ -53,8 +53,8 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand ``argv[0]`` (pretrain or a tool); return the exit code. ``argv`` None means this process's
-    command line, whose ``sys.argv[0]`` becomes ``megatron COMMAND``. Help and --version are printed here. An unknown or missing subcommand gives EXIT_BAD_INPUT and a
-    message on stderr."""
+    command line, whose ``sys.argv[0]`` becomes ``megatron COMMAND``. Help and --version are printed here. An unknown
+    or missing subcommand gives EXIT_BAD_INPUT and a message on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         (sys.stdout if words else sys.stderr).write(usage())
