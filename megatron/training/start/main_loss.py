@@ -29,7 +29,7 @@ def supply_main_loss(chunks: Sequence[nn.Module], weight: Tensor) -> None:
     default = MainLoss(weight)
 
     def supply(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = signature(model.forward).bind_partial(*args, **kwargs).arguments
+        given = kwargs if kwargs.get("main_loss") else signature(model.forward).bind_partial(*args, **kwargs).arguments
         if given.get("main_loss") is not None:
             return args, kwargs
         if given.get("loss_mask") is None and model.training and torch.is_grad_enabled() and _has_aux_losses(model):
