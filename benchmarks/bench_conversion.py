@@ -3,8 +3,8 @@
     python benchmarks/bench_conversion.py --folder /tmp/conversion [--layers 32] [--json results.json]
 
 Makes a Hugging Face folder of LLaMA-2-7B's shape with random bf16 weights (13.5 GB; --layers 8: 3.8 GB), converts it to
-the native format and back, each in a separate process, and compares: the files hold the same bytes. The rate is for
-the complete program, fsync and checksums included, per byte of the model. Needs three times the model's size on disk.
+the native format and back, each in a separate process, and compares: the files hold the same bytes. The rate includes
+the complete program with fsync and checksums, per byte of the model. Needs three times the model's size on disk.
 """
 
 from __future__ import annotations
