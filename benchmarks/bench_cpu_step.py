@@ -48,7 +48,7 @@ def median_seconds(step: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def config_of(variant: str, dtype: torch.dtype) -> TransformerConfig:
+def build_config(variant: str, dtype: torch.dtype) -> TransformerConfig:
     """6 layers of width 384."""
     settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **VARIANTS[variant]}
     return TransformerConfig(num_layers=6, hidden_size=384, num_attention_heads=6, params_dtype=dtype, **settings)
@@ -78,7 +78,7 @@ def matmul_rate(config: TransformerConfig, dtype: torch.dtype, repeats: int) -> 
 
 def measure(variant: str, dtype: torch.dtype, repeats: int) -> dict[str, float | str]:
     """One row of the result."""
-    config = config_of(variant, dtype)
+    config = build_config(variant, dtype)
     positions = {"position_embedding_type": "rope"} if variant == "llama" else {}
     model = GPTModel(
         config, get_gpt_layer_local_spec(), VOCAB, LENGTH, share_embeddings_and_output_weights=True, **positions

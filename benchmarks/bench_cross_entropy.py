@@ -40,7 +40,7 @@ from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entr
 
 RESULTS = Path(__file__).parent / "results" / "cross_entropy.json"
 TRAITS = LinearTraits(SINGLE_PROCESS.tp)
-WHOLE = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
+CROSS_ENTROPY = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
 BLOCKS = ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 8), (16384, 16))
 """(elements, warps) of a program."""
 
@@ -57,8 +57,8 @@ def of_logits(losses: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Ten
 
 def library(passes: fusion.CrossEntropyPasses, logits: Tensor, labels: Tensor) -> Tensor:
     """Call ``vocab_parallel_cross_entropy`` with the implementation ``passes``."""
-    with mock.patch.object(WHOLE, "cross_entropy_passes", lambda *_: passes):
-        return WHOLE.vocab_parallel_cross_entropy(logits, labels, reuse_logits=True).flatten()
+    with mock.patch.object(CROSS_ENTROPY, "cross_entropy_passes", lambda *_: passes):
+        return CROSS_ENTROPY.vocab_parallel_cross_entropy(logits, labels, reuse_logits=True).flatten()
 
 
 def in_chunks(tokens: int, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def extra_gigabytes(work: Callable[[], object], device: torch.device) -> float |
     return round((torch.cuda.max_memory_allocated() - before) / 1e9, 3)
 
 
-def row_of(problem: Problem, losses: Losses, exact: tuple[Tensor, Tensor], limit_ms: float, repeats: int) -> dict:
+def measure_row(problem: Problem, losses: Losses, exact: tuple[Tensor, Tensor], limit_ms: float, repeats: int) -> dict:
     """The figures of one candidate."""
     found = problem.step(losses)
     count = len(exact[0])
@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {"gemms": gemms}
     for name, losses in candidates(options.smoke).items():
         try:
-            rows[name] = row_of(problem, losses, exact, limit, repeats)
+            rows[name] = measure_row(problem, losses, exact, limit, repeats)
         except torch.OutOfMemoryError:
             rows[name] = {"ms": None}
         problem.forget()

@@ -105,7 +105,7 @@ class State:
         return masters, [each.gradient for each in self.tensors], list(moments[0]), list(moments[1])
 
 
-def whole_step(parameters: int, device: torch.device, moments: str) -> tuple[MegatronOptimizer, int]:
+def full_step(parameters: int, device: torch.device, moments: str) -> tuple[MegatronOptimizer, int]:
     """An optimizer over a bf16 module with gradient buffers, as a run has it."""
     module = nn.ParameterList(torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes(parameters))
     ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
@@ -152,7 +152,7 @@ def measure(parameters: int, device: torch.device, repeats: int) -> dict[str, An
             del gradients
         del state, run
     for moments in ("fp32", "bf16"):
-        optimizer, elements = whole_step(parameters, device, moments)
+        optimizer, elements = full_step(parameters, device, moments)
         least = 4 + (28 if moments == "fp32" else 20)  # the norm reads the gradients too
         add(f"step, remainders, {moments} moments", milliseconds(optimizer.update, device, repeats), least, elements)
         del optimizer

@@ -57,7 +57,7 @@ class Settings:
     """A folder that gets the trace of each row."""
 
 
-def command_of(name: str, folder: Path, settings: Settings, *, traced: bool) -> list[str]:
+def job_command(name: str, folder: Path, settings: Settings, *, traced: bool) -> list[str]:
     """The job of a row; without a launcher where there is one rank."""
     row, _ = split_name(name)
     words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
@@ -139,7 +139,7 @@ def run_job(name: str, settings: Settings, *, traced: bool) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary, sampled_clocks() as clocks:
         folder = Path(temporary) / "run"
-        command = command_of(name, folder, settings, traced=traced)
+        command = job_command(name, folder, settings, traced=traced)
         small = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if settings.smoke else {}
         job = run_command(command, Path(temporary), settings.timeout, **small)
         result: dict[str, Any] = {"command": shown(command, folder)}
