@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from megatron.core.config.cli import FlagSpec, Problem, flags_of
 from megatron.core.config.errors import counted
+from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
@@ -72,6 +73,44 @@ def latent_attention_exclusions(cfg: ModelSettings) -> Problems:
     if (turned := cfg.qk_pos_emb_head_dim) % 2:
         reason = f"rotates {turned} of {turned} channels; the number must be even and not 0"
         yield problem(cfg, "qk_pos_emb_head_dim", reason)
+
+
+def fp8_sizes(cfg: ModelSettings) -> Problems:
+    """Require the widths of fp8 matrices on each rank to be multiples of 16, or 128 with --fp8-recipe blockwise."""
+    if cfg.fp8 is None or cfg.hidden_size is None or cfg.num_attention_heads is None:
+        return
+    unit, tp = BLOCK if cfg.fp8_recipe == "blockwise" else ALIGNED, cfg.tensor_model_parallel_size
+    widths = {"hidden_size": cfg.hidden_size, "ffn_hidden_size": cfg.ffn_hidden_size}
+    if not cfg.multi_latent_attention and cfg.kv_channels is not None:
+        widths["kv_channels"] = cfg.kv_channels * cfg.num_attention_heads
+    for field, width in widths.items():
+        per_rank = width if field == "hidden_size" or width is None else width // tp
+        if per_rank and per_rank % unit:
+            kind = "heads x head size is" if field == "kv_channels" else "is"
+            reason = f"{kind} {per_rank} per rank; --fp8-recipe {cfg.fp8_recipe} requires multiples of {unit}"
+            yield problem(cfg, field, reason, nearest_multiples(per_rank, unit))
+
+
+def fp8_first_last_layers(cfg: ModelSettings) -> Problems:
+    """Reject --first-last-layers-bf16 with delayed scaling, as Megatron-LM does, and more such layers than there are."""
+    if cfg.fp8 is None or not cfg.first_last_layers_bf16:
+        return
+    if cfg.fp8_recipe == "delayed":
+        fix = "--fp8-recipe tensorwise or blockwise"
+        yield problem(cfg, "first_last_layers_bf16", "is not supported with --fp8-recipe delayed", fix)
+    kept = cfg.num_layers_at_start_in_bf16 + cfg.num_layers_at_end_in_bf16
+    if cfg.num_layers is not None and kept > cfg.num_layers:
+        reason = f"with --num-layers-at-end-in-bf16 {cfg.num_layers_at_end_in_bf16} exceeds the {cfg.num_layers} layers"
+        yield problem(cfg, "num_layers_at_start_in_bf16", reason)
+
+
+def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
+    """Reject --recompute-modules whose outputs only fp8 layers read: these save an 8-bit copy of them instead."""
+    if cfg.fp8 is None or not cfg.fp8_wgrad or cfg.recompute_granularity != "selective":
+        return
+    if names := [name for name in cfg.recompute_modules or () if name in ("layernorm", "mlp_act")]:
+        reason = f"{', '.join(names)} would save no memory: with --fp8-format layers save an 8-bit copy of their input"
+        yield problem(cfg, "recompute_modules", reason, "remove it")
 
 
 def repeated_mtp_layer_needs_mtp(cfg: ModelSettings) -> Problems:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.fp8 import Fp8Config
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ParallelismConfig, PrecisionConfig
@@ -28,6 +29,7 @@ class ModelSettings(
     InitializationConfig,
     ParallelismConfig,
     PrecisionConfig,
+    Fp8Config,
     PipelineConfig,
     RecomputeConfig,
 ):

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.partial_gradients import sum_partial_gradients
+from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.statistics import StatisticsSum
 
@@ -43,6 +44,9 @@ def finalize_model_grads(
     sum_partial_gradients(model_chunks, groups)
     if sum_statistics and model_chunks:
         _sum_statistics(model_chunks, groups)
+    for chunk in model_chunks:
+        for stack in fp8_stacks(chunk).values():
+            stack.end_step(groups)
     if num_tokens is None:
         return None
     total = num_tokens.detach().to(torch.float64).clone()

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.fp8.recipe import fp8_gemms
 from megatron.core.fusions.storage import HALF
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import flat_range
@@ -69,6 +70,8 @@ class TorchFullyShardedDataParallel(DataParallel):
             for parameter in module.parameters():
                 if parameter.dtype in HALF:
                     parameter.data = parameter.data.float()
+        for gemms in fp8_gemms(module):
+            gemms.keeps_weights, gemms.weights = False, ()  # weights exist only while a unit is gathered
         device = next(module.parameters()).device
         mesh = _mesh(groups.dense, device)
         units = [(layer, mesh) for layer in layers]

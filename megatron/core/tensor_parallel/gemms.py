@@ -1,8 +1,12 @@
 """The GEMMs of linear layers as a slot: by default torch's, in the dtype of the weights.
 
-A recipe (such as an fp8 format) is a function from a :class:`GemmPlace` to the ``Gemms`` of that layer, or None to keep
-the default. :func:`install_gemms` calls it once per layer after the model is built, because only then does a layer have
-its global name and number. State of a recipe (scales, cached casts) lives in the ``Gemms`` object of its layer.
+A recipe (such as an fp8 format, ``core/fp8``) is a function from a :class:`GemmPlace` to the ``Gemms`` of that layer, or
+None to keep the default. :func:`install_gemms` calls it once per layer after the model is built, because only then does
+a layer have its global name and number. State of a recipe (scales, cached casts) lives in the ``Gemms`` object of its
+layer.
+
+A layer first converts X and dY to *operands*, once for the two GEMMs that read each, then gathers and saves operands. By
+default an operand is the tensor itself.
 
 Legend: t tokens, o output features, i input features.
 """
@@ -10,12 +14,17 @@ Legend: t tokens, o output features, i input features.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megatron.core.fusions.fp8_cast import Quantized
+from megatron.core.groups.async_handle import AsyncHandle
+from megatron.core.groups.process_groups import Group
+from megatron.core.tensor_parallel.collectives import begin_all_gather
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore
@@ -32,6 +41,29 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
+Operand = Tensor | Quantized
+"""Matrix as a GEMM reads it."""
+
+
+class Operands(NamedTuple):
+    """One matrix as the two GEMMs read it that use it."""
+
+    first: Operand
+    """X for Y = X W^T; dY for dX = dY W."""
+    second: Operand
+    """X or dY for dW = dY^T X."""
+
+
+def tensors_of(operand: Operand) -> tuple[Tensor, ...]:
+    """Return the tensors of an operand, to be saved for backward."""
+    return (operand,) if isinstance(operand, Tensor) else tuple(operand)
+
+
+def operand_of(tensors: Sequence[Tensor]) -> Operand:
+    """Return the operand with the tensors of :func:`tensors_of`."""
+    return tensors[0] if len(tensors) == 1 else Quantized(*tensors)
+
+
 class Gemms:
     """GEMMs of one linear layer with weight [o, i], by torch. With ``out`` the inputs are matrices, and the result is
     written there.
@@ -43,17 +75,38 @@ class Gemms:
     def __init__(self, accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product) -> None:
         self.accumulate = accumulate
 
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
+        """Return X [..., i] as operands; ``second`` is read only if ``for_backward``."""
+        return Operands(x, x)
+
+    def pack_gradient(self, grad: Tensor, *, for_input: bool, for_weight: bool) -> Operands:
+        """Return dY [..., o] as operands. The flags say which of the two are read."""
+        return Operands(grad, grad)
+
+    def begin_gather(self, x: Operand, group: Group, *, second: bool) -> AsyncHandle:
+        """Start the all-gather of X along its first dim over ``group``: the first operand of :meth:`pack_input`, or the
+        ``second``."""
+        return begin_all_gather(x, group)  # type: ignore[arg-type]
+
+    def output(self, x: Operand, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return ``x`` [..., i] times ``weight`` transposed, [..., o], plus ``bias`` [o] (not with ``out``)."""
+        assert isinstance(x, Tensor)
         return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def input_gradient(self, grad: Operand, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return ``grad`` [..., o] times ``weight``, [..., i]."""
+        assert isinstance(grad, Tensor)
         return grad.matmul(weight) if out is None else torch.mm(grad, weight, out=out)
 
-    def weight_gradient(self, grad_to: Tensor, x_ti: Tensor) -> Tensor:
-        """Return dW [o, i] in the dtype of ``grad_to``, for weights without ``main_grad``."""
-        return grad_to.t().matmul(x_ti)
+    def weight_gradient(self, grad: Operand, x: Operand) -> Tensor:
+        """Return dW [o, i] in the dtype of dY, for weights without ``main_grad``."""
+        assert isinstance(grad, Tensor) and isinstance(x, Tensor)
+        return grad.flatten(0, -2).t().matmul(x.flatten(0, -2))
+
+    def add_weight_gradient(self, total: Tensor, grad: Operand, x: Operand) -> None:
+        """Add dW [o, i] to ``total`` in place."""
+        assert isinstance(grad, Tensor) and isinstance(x, Tensor)
+        self.accumulate(total, grad.flatten(0, -2).t(), x.flatten(0, -2))
 
 
 class GemmLayer(nn.Module):

@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
 from megatron.core.groups.async_handle import AsyncHandle, Finished
 from megatron.core.groups.process_groups import Group
-from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
-from megatron.core.tensor_parallel.gemms import Gemms
+from megatron.core.tensor_parallel.collectives import begin_all_reduce, begin_reduce_scatter
+from megatron.core.tensor_parallel.gemms import Gemms, Operand, operand_of, tensors_of
 
 
 class WeightGradientStore:
@@ -92,10 +92,11 @@ def parallel_linear(
     all-gathers ``x`` along the first dim before, and again in backward. Backward reduces dX and adds dW and db to
     ``main_grad`` as in the module docstring; with ``store`` it defers the weight's gradient, but not the bias's."""
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
+    for_backward = torch.is_grad_enabled() and weight.requires_grad
     if is_deferred(x, weight, traits, store):
-        return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready)
+        return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready, for_backward)
     seen, ready = autograd_proxy(weight, x, traits)
-    return _ParallelLinear.apply(x, seen, seen_bias, traits, None, ready, bias_ready)
+    return _ParallelLinear.apply(x, seen, seen_bias, traits, None, ready, bias_ready, for_backward)
 
 
 def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
@@ -112,17 +113,20 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Any, bias: Any, traits: LinearTraits,
-        store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None,
+        store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None, for_backward: bool,
     ) -> Tensor:  # fmt: skip
-        """Return X W^T + b, after an all-gather of ``x`` with ``gather_input``. Saves the local ``x`` (not gathered)
-        and the weight; keeps the parameters on ``ctx`` for their ``main_grad``."""
+        """Return X W^T + b, after an all-gather of ``x`` with ``gather_input``. Saves the local ``x`` (not gathered) as
+        an operand and the weight; keeps the parameters on ``ctx`` for their ``main_grad``."""
         ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
         weight, bias = unwrap(weight), unwrap(bias)
-        ctx.save_for_backward(x, weight)
+        packed = traits.gemms.pack_input(x, for_backward=for_backward)
+        ctx.save_for_backward(weight, *tensors_of(packed.second))
         ctx.traits, ctx.store = traits, store
         # keep the parameters: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.bias = weight, bias
-        gathered = begin_all_gather(x, traits.group).wait() if traits.gather_input else x
+        gathered = packed.first
+        if traits.gather_input:
+            gathered = traits.gemms.begin_gather(gathered, traits.group, second=False).wait()
         return traits.gemms.output(gathered, weight, bias)
 
     @staticmethod
@@ -131,7 +135,8 @@ class _ParallelLinear(torch.autograd.Function):
         """Return dX, reduced over the group as ``traits`` say, dW and db. dW is None if it is added to ``main_grad`` or
         put into ``store`` as a closure, db if it is added to ``main_grad``. The last two results are placeholder
         gradients for the tokens. Waits for its collectives."""
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
+        x = operand_of(kept)
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
         grad_weight = None
@@ -140,21 +145,22 @@ class _ParallelLinear(torch.autograd.Function):
         # stream order: all-gather x overlaps the dX GEMM, reduction of dX overlaps the dW GEMM; dW before dX would
         # expose both collectives
         if traits.gather_input and needs_weight and store is None:
-            gathering = begin_all_gather(x, traits.group)
+            gathering = traits.gemms.begin_gather(x, traits.group, second=True)
+        packed = traits.gemms.pack_gradient(grad, for_input=needs[0], for_weight=needs_weight)
         # the all-reduce writes into this product; no other tensor may share its memory
         if needs[0]:
-            summing = start_input_gradient_reduction(traits.gemms.input_gradient(grad, weight), traits)
+            summing = start_input_gradient_reduction(traits.gemms.input_gradient(packed.first, weight), traits)
         if store is not None:
             # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
-            parameter = ctx.weight
-            store.put(lambda: _complete(parameter, grad, x, traits))
+            parameter, second = ctx.weight, packed.second
+            store.put(lambda: _complete(parameter, second, x, traits))
         elif needs_weight:
-            grad_weight = _weight_gradient(ctx.weight, grad, gathering.wait(), traits)
+            grad_weight = _weight_gradient(ctx.weight, packed.second, gathering.wait(), traits)
         grad_bias = _bias_gradient(ctx.bias, grad, traits) if needs_bias else None
         grad_x = summing.wait()
         # token gradients last: their hooks start the reduction of a bucket, which must contain dW and db by then
         ready_grads = (ready_gradient(grad) if needed else None for needed in needs[5:7])
-        return grad_x, grad_weight, grad_bias, None, None, *ready_grads
+        return grad_x, grad_weight, grad_bias, None, None, *ready_grads, None
 
 
 def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
@@ -168,14 +174,13 @@ def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> Asyn
     return begin_all_reduce(grad_x, traits.group)
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
-    """Return dW [o, i] in the dtype of ``grad``, or add it to ``main_grad`` in place and return None. ``grad`` [..., o]
-    and ``x`` [..., i] are flattened; ``x`` must be gathered already. Marks nothing as ready."""
-    grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+def _weight_gradient(weight: Tensor, grad: Operand, x: Operand, traits: LinearTraits) -> Tensor | None:
+    """Return dW [o, i], or add it to ``main_grad`` in place and return None. ``grad`` [..., o] and ``x`` [..., i] are the
+    operands for dW; ``x`` must be gathered already. Marks nothing as ready."""
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
-        return traits.gemms.weight_gradient(grad_to, x_ti)
-    traits.gemms.accumulate(main_grad, grad_to.t(), x_ti)
+        return traits.gemms.weight_gradient(grad, x)
+    traits.gemms.add_weight_gradient(main_grad, grad, x)
     return None
 
 
@@ -225,7 +230,7 @@ def complete_later(weight: Tensor, grad: Tensor | None) -> None:
 
 
 @torch.no_grad()
-def _complete(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> None:
+def _complete(weight: Tensor, grad: Operand, x: Operand, traits: LinearTraits) -> None:
     """Compute a deferred weight gradient; all-gathers ``x`` under sequence parallelism."""
-    whole_x = begin_all_gather(x, traits.group).wait() if traits.gather_input else x
+    whole_x = traits.gemms.begin_gather(x, traits.group, second=True).wait() if traits.gather_input else x
     complete_later(weight, _weight_gradient(weight, grad, whole_x, traits))

@@ -140,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if chunk.stop >= len(x_th):  # overlaps with the last GEMM of dW
                     summing = linear.start_input_gradient_reduction(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
-                traits.gemms.accumulate(total, logits.t(), x_th[chunk])
+                traits.gemms.add_weight_gradient(total, logits, x_th[chunk])
             if bias_sum is not None:
                 bias_sum += logits.sum(0, dtype=bias_sum.dtype)
             del logits  # free the chunks before allocating the weight gradient

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fp8.recipe import install_fp8
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import layer_branch_costs, layer_parts
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
@@ -111,6 +112,8 @@ class TransformerBlock(nn.Module):
             self.final_layernorm = build_module(
                 norm, config, config.hidden_size, config.norm_epsilon, groups=groups
             )
+        self.fp8 = install_fp8(self, config, len(specs), groups)
+        """Scales and recipe of fp8 layers; None without fp8."""
         self._overlaps = overlaps(config, groups) and all(getattr(layer, "overlaps", False) for layer in self.layers)
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.fp8.recipe import scale_tensors
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
@@ -33,16 +34,18 @@ class LiveState:
     """Fingerprint of the tokenizer."""
 
     def tensors(
-        self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
+        self, *, optimizer: dict[str, Any] | None, rng: bool, scales: bool = True, rounded: bool = False
     ) -> dict[str, ShardedTensor]:
         """Return all stored tensors by global name, as references to live memory. ``rounded``, for saves: weights that
         are kept in higher precision become copies in their stored dtype. ``optimizer``: state dict, or None. Weights
-        come first: main parameters may share their memory. Random states are copies."""
+        come first: main parameters may share their memory. ``scales``: delayed fp8 scales. Random states are copies."""
         tensors: dict[str, ShardedTensor] = {}
         for chunk in self.chunks:
             tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
         if optimizer is not None and self.optimizer is not None:
             tensors |= self.optimizer.sharded_tensors("optimizer.", optimizer)
+        if scales:
+            tensors |= scale_tensors(self.chunks)
         if rng:
             tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
         return tensors

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.exchange import all_gather_json, from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
+from megatron.core.fp8.recipe import PREFIX, scales_loaded
 from megatron.core.groups.process_groups import Group
 from megatron.training.checkpoint.files import Found, find_checkpoint
 from megatron.training.checkpoint.history import continues, fast_folder, find_resumable, same_folder
@@ -136,12 +137,13 @@ class Loading:
         changes = from_first_rank(self._check_objects, world)
         wants_rng = self.wants_rng and self._same_world()
         state = live.optimizer.state_dict() if live.optimizer is not None and self.wants_optimizer else None
-        tensors = live.tensors(optimizer=state, rng=wants_rng)
+        wants_scales = self._has_scales()
+        tensors = live.tensors(optimizer=state, rng=wants_rng, scales=wants_scales)
         source: Source = reader
         if cfg.upcycling.moe_use_upcycling and is_dense(reader.objects["args"]):
             source = dense = DenseCheckpoint(reader, live.chunks, cfg)
             tensors = dense.tensors_to_read(tensors)
-        wanted = (("optimizer.", self.wants_optimizer), ("rng.", wants_rng))
+        wanted = (("optimizer.", self.wants_optimizer), ("rng.", wants_rng), (PREFIX, wants_scales))
         ignored = tuple(prefix for prefix, is_wanted in wanted if not is_wanted)
         load_from(source, tensors, allow_unused=ignored, group=world)
         self.left_alone = [name for name in reader.names if name.startswith(ignored)]
@@ -158,6 +160,8 @@ class Loading:
                 live.scheduler.load_state_dict(reader.objects["scheduler"])
         elif live.optimizer is not None:
             live.optimizer.reload_model_params()
+        if wants_scales:
+            scales_loaded(live.chunks)
         if wants_rng:
             states = {name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")}
             together(lambda: set_rng_state(states), world)
@@ -194,6 +198,7 @@ class Loading:
             ):
                 fix = "give its --loss-scale, or add --no-load-optim"
                 problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
+        problems += self._other_history()
         if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):
             problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
@@ -205,6 +210,23 @@ class Loading:
         return check_args(
             objects, config_to_dict(cfg.flat), found.directory, architecture=architecture, weights_only=not self.goes_on
         )
+
+    def _has_scales(self) -> bool:
+        """Return whether the run continues with stored delayed scales; logs it if it needs some and none are stored."""
+        model = self.cfg.model
+        if not self.goes_on or model.fp8 is None or model.fp8_recipe != "delayed":
+            return False
+        found = any(name.startswith(PREFIX) for name in self.reader.names)
+        if not found:
+            logger.info("the checkpoint holds no fp8 scales: they start from the magnitudes of the first step")
+        return found
+
+    def _other_history(self) -> list[str]:
+        """Return a problem if stored histories of fp8 magnitudes have another length than this run's."""
+        stored, own = self.reader.objects["args"].get("fp8_amax_history_len"), self.cfg.model.fp8_amax_history_len
+        if not self._has_scales() or stored == own:
+            return []
+        return [f"{self.found.directory} was trained with --fp8-amax-history-len {stored}, not {own}: give its value"]
 
     def _other_precision(self) -> list[str]:
         """Return a problem if main parameters are stored but not used, or reverse: only half precision and some

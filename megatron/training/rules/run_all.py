@@ -17,6 +17,7 @@ from megatron.training.rules import (
     data_parallel,
     experts,
     families,
+    fp8,
     layout,
     model,
     pipeline,
@@ -24,7 +25,7 @@ from megatron.training.rules import (
 )
 
 RULES = collect_rules(
-    model, families, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints
+    model, families, backends, layout, fp8, experts, context, pipeline, data_parallel, training, checkpoints
 )
 
 

@@ -1,0 +1,50 @@
+"""Flags of fp8 training. Only fields, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megatron.core.config.cli import flag
+from megatron.core.config.groups import FlagGroup
+from megatron.core.config.ranges import PositiveInt, Range
+
+BLOCK = 128
+"""Side of a block of ``--fp8-recipe blockwise``; rows of every fp8 matrix are a multiple of it there."""
+ALIGNED = 16
+"""Divisor of the sizes of every other fp8 matrix."""
+
+
+@dataclass(kw_only=True)
+class Fp8Config(FlagGroup):
+    """fp8"""
+
+    fp8: Literal["e4m3", "hybrid"] | None = flag("--fp8-format", default=None)
+    """Compute the linear layers of transformer layers in fp8: ``e4m3`` for all matrices, or ``hybrid`` with e5m2 for
+    gradients. Embedding, output layer, routers, experts, norms and attention keep the model's dtype. On a CPU fp8 is
+    emulated."""
+
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
+    """Scales: of each matrix, from earlier steps (delayed) or from its values (tensorwise), or of 128-element blocks of
+    activations and 128 x 128 blocks of weights (blockwise)."""
+
+    fp8_margin: Annotated[int, Range(0, 64)] = 0
+    """--fp8-recipe delayed: divide scales by 2 to this power."""
+
+    fp8_amax_history_len: PositiveInt = 1
+    """--fp8-recipe delayed: steps whose largest magnitudes are kept."""
+
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """--fp8-recipe delayed: scale by the magnitude of the last step or by the maximum of the history."""
+
+    fp8_wgrad: bool = flag("--no-fp8-wgrad", "--disable-fp8-wgrad", default=True)
+    """Compute weight gradients in fp8 too."""
+
+    first_last_layers_bf16: bool = False
+    """Keep the first and last layers in the model's dtype."""
+
+    num_layers_at_start_in_bf16: Annotated[int, Range(0, 2**31 - 1)] = 1
+    """--first-last-layers-bf16: number of first layers."""
+
+    num_layers_at_end_in_bf16: Annotated[int, Range(0, 2**31 - 1)] = 1
+    """--first-last-layers-bf16: number of last layers."""

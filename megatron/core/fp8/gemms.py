@@ -1,0 +1,213 @@
+"""Linear layers in fp8: X, W and dY are cast once per use, and their three products run on fp8 tensor cores.
+
+    Y = X W^T        reads the rows of X and of W
+    dX = dY W        reads the rows of dY and the transposed copy of W
+    dW = dY^T X      reads the transposed copies of dY and of X, and adds to the fp32 gradient
+
+Forward saves only the transposed copy of X (one byte per element). Weights are cast once per step, from the values
+after the last update. X and W are cast to e4m3, dY to e4m3 or e5m2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.fp8.gather import begin_gather
+from megatron.core.fp8.products import add_product, multiply
+from megatron.core.fp8.scales import ScaleHistory, current_amax
+from megatron.core.fusions.fp8_cast import LARGEST, Copies, Quantized, Scale, cast_in_blocks, cast_tensor
+from megatron.core.groups.async_handle import AsyncHandle
+from megatron.core.groups.process_groups import Group
+from megatron.core.tensor_parallel.collectives import begin_all_gather
+from megatron.core.tensor_parallel.gemms import Gemms, Operand, Operands
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass
+class Clock:
+    """Counter of the steps of a model chunk: weights change between steps."""
+
+    step: int = 0
+
+
+class Fp8Gemms(Gemms):
+    """GEMMs of one layer in fp8; subclasses define the casts.
+
+    Args:
+        weights: weights of the layer; their copies are made together.
+        clock: steps of the model chunk.
+        gradient_format: dtype of dY.
+        accumulate: as of :class:`Gemms`, for weight gradients in higher precision.
+        weight_gradients: whether dW is computed in fp8.
+    """
+
+    fast_output = True
+    """Whether sums of Y may stay in the tensor cores' registers (14 bits)."""
+
+    def __init__(
+        self, weights: Sequence[Tensor], clock: Clock, gradient_format: torch.dtype,
+        accumulate: Callable[[Tensor, Tensor, Tensor], None], *, weight_gradients: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(accumulate)
+        self.weights, self.clock, self.gradient_format = weights, clock, gradient_format
+        self.dtype = weights[0].dtype
+        """Dtype of Y, dX and of weight gradients without ``main_grad``."""
+        self.weight_gradients = weight_gradients
+        self.keeps_weights = True
+        """Whether copies of weights live until the next step; False if the weights themselves do not (FSDP)."""
+        self._copies: dict[int, Copies] = {}
+        self._copied_at: tuple[int, ...] = ()
+
+    # ---- casts
+
+    def cast_input(self, x: Tensor, *, columns: bool, observes: bool) -> Copies:
+        """Return the copies of X [t, i]; ``columns``: also the transposed one. ``observes``: record its magnitude."""
+        raise NotImplementedError
+
+    def cast_gradient(self, grad: Tensor, *, rows: bool, columns: bool) -> Copies:
+        """Return the wanted copies of dY [t, o]."""
+        raise NotImplementedError
+
+    def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
+        """Return the copies of all weights [o, i] of the layer."""
+        raise NotImplementedError
+
+    def weight_copies(self, weight: Tensor, *, columns: bool) -> Quantized:
+        """Return the copy of ``weight``, or with ``columns`` its transposed copy."""
+        if not self.keeps_weights:
+            (copies,) = self.cast_weights([weight], rows=not columns, columns=columns)
+            return _present(copies.columns if columns else copies.rows)
+        now = (self.clock.step, *(part for each in self.weights for part in (each.data_ptr(), each._version)))
+        if now != self._copied_at or weight.data_ptr() not in self._copies:
+            made = self.cast_weights([each.detach() for each in self.weights], rows=True, columns=True)
+            self._copies = {each.data_ptr(): copies for each, copies in zip(self.weights, made)}
+            self._copied_at = now
+        copies = self._copies[weight.data_ptr()]
+        return _present(copies.columns if columns else copies.rows)
+
+    # ---- operands
+
+    def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
+        columns = for_backward and self.weight_gradients
+        copies = self.cast_input(x.reshape(-1, x.shape[-1]), columns=columns, observes=for_backward)
+        rows = _present(copies.rows)
+        first = rows._replace(data=rows.data.view(x.shape))
+        second: Operand = first if copies.columns is None else copies.columns
+        return Operands(first, second if self.weight_gradients or not for_backward else x)
+
+    def pack_gradient(self, grad: Tensor, *, for_input: bool, for_weight: bool) -> Operands:
+        columns = for_weight and self.weight_gradients
+        if not (for_input or columns):
+            return Operands(grad, grad)
+        copies = self.cast_gradient(grad.reshape(-1, grad.shape[-1]), rows=for_input, columns=columns)
+        first: Operand = grad
+        if copies.rows is not None:
+            first = copies.rows._replace(data=copies.rows.data.view(grad.shape))
+        return Operands(first, grad if copies.columns is None else copies.columns)
+
+    def begin_gather(self, x: Operand, group: Group, *, second: bool) -> AsyncHandle:
+        if isinstance(x, Tensor):
+            return begin_all_gather(x, group)
+        return begin_gather(x, group, transposed=second)
+
+    # ---- products
+
+    def output(self, x: Operand, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Quantized) and out is None, "the output layer is not in fp8"
+        copy = self.weight_copies(weight, columns=False)
+        product = multiply(_flat(x), copy, self.dtype, fast=self.fast_output, bias=bias)
+        return product.view(*x.data.shape[:-1], -1)
+
+    def input_gradient(self, grad: Operand, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+        assert isinstance(grad, Quantized) and out is None, "the output layer is not in fp8"
+        product = multiply(_flat(grad), self.weight_copies(weight, columns=True), self.dtype, fast=False)
+        return product.view(*grad.data.shape[:-1], -1)
+
+    def weight_gradient(self, grad: Operand, x: Operand) -> Tensor:
+        if isinstance(x, Tensor) or isinstance(grad, Tensor):
+            return super().weight_gradient(grad, x)
+        return multiply(grad, x, self.dtype, fast=False)
+
+    def add_weight_gradient(self, total: Tensor, grad: Operand, x: Operand) -> None:
+        if isinstance(x, Tensor) or isinstance(grad, Tensor):
+            super().add_weight_gradient(total, grad, x)
+        else:
+            add_product(total, grad, x)
+
+
+def _present(x: Quantized | None) -> Quantized:
+    assert x is not None, "a copy that was asked for"
+    return x
+
+
+def _flat(x: Quantized) -> Quantized:
+    return x._replace(data=x.data.view(-1, x.data.shape[-1]))
+
+
+class PerTensorGemms(Fp8Gemms):
+    """One scale per matrix, taken over the ranks of ``groups``, which hold its parts.
+
+    Args:
+        groups: tensor- and context-parallel ranks, together.
+        weight_groups: tensor-parallel ranks.
+        history: delayed scales; None: each matrix is scaled by its values.
+        name: name of the layer, for ``history``.
+    """
+
+    def __init__(
+        self, *arguments: object, groups: Sequence[Group], weight_groups: Sequence[Group],
+        history: ScaleHistory | None = None, name: str = "", **options: object,
+    ) -> None:  # fmt: skip
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self.groups, self.weight_groups, self.history = groups, weight_groups, history
+        if history is not None:
+            self._input = history.add(f"{name}.input", LARGEST[E4M3])
+            self._gradient = history.add(f"{name}.gradient", LARGEST[self.gradient_format])
+
+    def cast_input(self, x: Tensor, *, columns: bool, observes: bool) -> Copies:
+        row = None if self.history is None else self._input
+        return cast_tensor(x, E4M3, self._scale(x, row, observes=observes), columns=columns)
+
+    def cast_gradient(self, grad: Tensor, *, rows: bool, columns: bool) -> Copies:
+        row = None if self.history is None else self._gradient
+        return cast_tensor(grad, self.gradient_format, self._scale(grad, row, observes=True), rows=rows, columns=columns)
+
+    def _scale(self, x: Tensor, row: int | None, *, observes: bool) -> Tensor | Scale:
+        """Return the scale of a cast, or the amaxes that determine it. Collective over the groups without a history or
+        until it has a scale."""
+        if self.history is None or row is None:
+            return current_amax(x, self.groups)
+        scale = self.history.scale(row, x.device, observes=observes)
+        if scale is not None:
+            return scale
+        amax = current_amax(x, self.groups)
+        if observes:
+            self.history.observe(row, amax)
+        return amax
+
+    def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
+        amaxes = [current_amax(each, ()) for each in weights]
+        amax = amaxes[0]
+        if len(amaxes) > 1 or any(group.size > 1 for group in self.weight_groups):
+            amax = current_amax(torch.cat(amaxes), self.weight_groups)
+        return [cast_tensor(each, E4M3, amax, rows=rows, columns=columns) for each in weights]
+
+
+class BlockwiseGemms(Fp8Gemms):
+    """Scales of 1 x 128 blocks of X and dY and of 128 x 128 blocks of W, powers of two (DeepSeek-AI 2024)."""
+
+    fast_output = False
+
+    def cast_input(self, x: Tensor, *, columns: bool, observes: bool) -> Copies:
+        return cast_in_blocks(x, E4M3, columns=columns)
+
+    def cast_gradient(self, grad: Tensor, *, rows: bool, columns: bool) -> Copies:
+        return cast_in_blocks(grad, self.gradient_format, rows=rows, columns=columns)
+
+    def cast_weights(self, weights: Sequence[Tensor], *, rows: bool, columns: bool) -> list[Copies]:
+        return [cast_in_blocks(each, E4M3, rows=rows, columns=columns, square=True) for each in weights]

@@ -1,0 +1,84 @@
+"""Products of two fp8 matrices whose summed dim is contiguous in both, ``left [m, k] @ right [n, k]^T``.
+
+On GPUs torch's ``_scaled_mm`` (per-tensor scales) and ``scaled_mm`` (block scales) compute them, and cuBLASLt adds them
+to fp32 gradients. Elsewhere the matrices are widened.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.extensions import cublaslt
+from megatron.core.fusions.fp8_cast import BLOCK, Quantized
+
+
+def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``data * scale`` [m, k] in ``dtype``; each product is rounded to at least fp32."""
+    data, scale = x.data.to(torch.float32), x.scale
+    if scale.dim() == 2:
+        tall = scale.shape[0] != x.data.shape[0]  # 128 x 128 blocks
+        scale = scale.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]
+        scale = scale.repeat_interleave(BLOCK, 0)[: data.shape[0]] if tall else scale
+    return (data * scale).to(dtype)
+
+
+def has_blocks(x: Quantized) -> bool:
+    """Return whether ``x`` has a scale per block."""
+    return x.scale.dim() == 2
+
+
+def multiply(left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None) -> Tensor:
+    """Return ``left`` [m, k] times ``right`` [n, k] transposed, plus ``bias`` [n], in ``dtype``.
+
+    Args:
+        fast: whether GPUs may leave sums in the tensor cores' registers, which keep about 14 bits; never with blocks.
+    """
+    if not left.data.is_cuda or dtype == torch.float64:
+        wide = torch.promote_types(dtype, torch.float32)
+        product = (dequantize(left, wide) @ dequantize(right, wide).t()).to(dtype)
+        return product if bias is None else product + bias
+    fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
+    if has_blocks(left):
+        product = _multiply_blocks(left, right, dtype)
+        fused = None
+    else:
+        product = torch._scaled_mm(
+            left.data, right.data.t(), left.scale, right.scale, bias=fused, out_dtype=dtype, use_fast_accum=fast
+        )
+    return product if bias is None or fused is not None else product + bias
+
+
+def _multiply_blocks(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
+    kinds = [_block_kind(each) for each in (left, right)]
+    scales = [_stored_scale(each) for each in (left, right)]
+    return F.scaled_mm(
+        left.data, right.data.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype, use_fast_accum=False
+    )
+
+
+def _block_kind(x: Quantized) -> F.ScalingType:
+    return F.ScalingType.BlockWise1x128 if _is_split_by_row(x) else F.ScalingType.BlockWise128x128
+
+
+def _is_split_by_row(x: Quantized) -> bool:
+    return x.scale.shape[0] == x.data.shape[0]
+
+
+def _stored_scale(x: Quantized) -> Tensor:
+    """Return the scales in the layout of torch's kernel: of 128 x 128 blocks [k blocks padded to 4, m blocks], with the
+    first dim contiguous; those of rows as they are."""
+    if _is_split_by_row(x):
+        return x.scale
+    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t()
+
+
+def add_product(total: Tensor, left: Quantized, right: Quantized) -> None:
+    """Add ``left`` [m, k] times ``right`` [n, k] transposed to ``total`` [m, n] in place: accurate sums in fp32, rounded
+    once to the dtype of ``total`` where cuBLASLt serves, else twice."""
+    if not cublaslt.add_fp8_product(
+        total, left.data, right.data, left.scale, right.scale, blocks=has_blocks(left), fast=False
+    ):
+        wide = torch.promote_types(total.dtype, torch.float32)
+        total.add_(multiply(left, right, wide, fast=False))

@@ -1,0 +1,105 @@
+"""Which layers of a stack compute in fp8, and how: the recipe of ``install_gemms``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fp8.gemms import E4M3, E5M2, BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
+from megatron.core.fp8.scales import ScaleHistory
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.sharded_tensor import ShardedTensor
+from megatron.core.tensor_parallel.gemms import GemmPlace, Gemms, install_gemms
+
+PREFIX = "fp8."
+"""Prefix of the stored names of scales and histories."""
+
+
+class Fp8Stack:
+    """fp8 state of the layers of one stack on this rank, and the recipe that gives them their GEMMs.
+
+    Args:
+        config: configuration of the stack.
+        num_layers: layers of the full stack.
+        groups: this rank's process groups.
+    """
+
+    def __init__(self, config: TransformerConfig, num_layers: int, groups: ProcessGroups) -> None:
+        self.config, self.groups = config, groups
+        self.in_bf16: set[int] = set()
+        """Layers that keep the model's dtype, from 0."""
+        if config.first_last_layers_bf16:
+            last = num_layers - config.num_layers_at_end_in_bf16
+            self.in_bf16 = {*range(config.num_layers_at_start_in_bf16), *range(last, num_layers)}
+        self.clock, self.history = Clock(), None
+        if config.fp8_recipe == "delayed":
+            uses_maximum = config.fp8_amax_compute_algo == "max"
+            self.history = ScaleHistory(
+                config.fp8_amax_history_len, uses_maximum=uses_maximum, margin=config.fp8_margin
+            )
+
+    def recipe(self, place: GemmPlace) -> Gemms | None:
+        """Return the GEMMs of a layer; None for experts and for layers that keep the model's dtype."""
+        config, module = self.config, place.module
+        before = module.traits.gemms
+        if place.layer in self.in_bf16 or type(before) is not Gemms or ".experts." in place.name:
+            return None
+        weights = [each for name in ("weight", "shared_weight") if (each := getattr(module, name, None)) is not None]
+        gradient_format = E5M2 if config.fp8 == "hybrid" else E4M3
+        kind = weights, self.clock, gradient_format, before.accumulate
+        if config.fp8_recipe == "blockwise":
+            return BlockwiseGemms(*kind, weight_gradients=config.fp8_wgrad)
+        return PerTensorGemms(
+            *kind, weight_gradients=config.fp8_wgrad, groups=(self.groups.tp_cp,), weight_groups=(self.groups.tp,),
+            history=self.history, name=place.name,
+        )  # fmt: skip
+
+    def end_step(self, groups: ProcessGroups) -> None:
+        """End a step, after all backward passes and before the update: compute the next delayed scales, collectively
+        over the ranks of a pipeline stage, and let the next forward pass cast the weights again."""
+        self.clock.step += 1
+        if self.history is not None:
+            self.history.update((groups.tp, groups.dp_cp))
+
+
+def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, groups: ProcessGroups) -> Fp8Stack | None:
+    """Let the linear layers of ``stack`` compute in fp8 and return its state; None without ``config.fp8``."""
+    if config.fp8 is None:
+        return None
+    state = Fp8Stack(config, num_layers, groups)
+    install_gemms(stack, state.recipe)
+    return state
+
+
+def fp8_stacks(model: nn.Module) -> dict[str, Fp8Stack]:
+    """Return the fp8 states in ``model`` by the name of the stack; empty without fp8."""
+    found = ((name, getattr(module, "fp8", None)) for name, module in model.named_modules())
+    return {name: state for name, state in found if isinstance(state, Fp8Stack)}
+
+
+def fp8_gemms(model: nn.Module) -> list[Fp8Gemms]:
+    """Return the fp8 GEMMs of all layers of ``model``, in order."""
+    traits = (getattr(module, "traits", None) for module in model.modules())
+    return [gemms for each in traits if isinstance(gemms := getattr(each, "gemms", None), Fp8Gemms)]
+
+
+def scale_tensors(chunks: Iterable[nn.Module]) -> dict[str, ShardedTensor]:
+    """Return the delayed scales and histories of unwrapped model chunks for a checkpoint: live, replicated tensors."""
+    tensors = {}
+    for chunk in chunks:
+        device = next(chunk.parameters()).device
+        for stack, state in fp8_stacks(chunk).items():
+            for name, tensor in () if state.history is None else state.history.tensors(device):
+                full = f"{PREFIX}{stack}.{name}"
+                tensors[full] = ShardedTensor(full, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+    return tensors
+
+
+def scales_loaded(chunks: Iterable[nn.Module]) -> None:
+    """Complete the scales after a load into :func:`scale_tensors`. Waits for the device."""
+    for chunk in chunks:
+        for state in fp8_stacks(chunk).values():
+            if state.history is not None:
+                state.history.loaded()

@@ -1,0 +1,350 @@
+"""Casts to 8-bit floating point: the fp8 copy of a matrix and the fp8 copy of its transpose, in one pass.
+
+    per tensor   scale = largest / amax of the tensor, or a given scale               q = round(clip(x scale))
+    per block    the same for blocks of 1 x 128 (activations, gradients) or 128 x 128 (weights), with scales that are
+                 powers of two
+
+``largest`` is the largest finite fp8 value: 448 for e4m3, 57344 for e5m2. The stored ``scale`` of a :class:`Quantized`
+is the inverse, x = q * scale. Hopper's fp8 GEMMs read only matrices whose summed dim is contiguous, so that the weight
+gradient needs transposed copies. Products x * scale are rounded to fp32, then to fp8 (to nearest, ties to even). Finite
+values beyond the range are clipped; infinities and NaN become NaN, so that checks of losses and gradients find them.
+With amax 0, infinite or NaN the scale is 1.
+
+A maximum does not depend on the order of its arguments: scales, and therefore the bytes, are equal on every layout if
+the maximum is taken over all ranks that hold parts of the matrix.
+
+Legend: t rows (tokens, or output features of a weight), i columns (input features).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fusions.dispatch import num_sms
+from megatron.core.fusions.installed_triton import tl, triton
+
+BLOCK = 128
+"""Side of a block."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+_AMAX_BLOCK, _AMAX_PROGRAMS_PER_SM = 8192, 4
+_TILE_T, _TILE_I, _NUM_WARPS = 64, 128, 4
+"""Tile of a program of the per-tensor cast: 16 KiB of 16-bit values."""
+_BLOCK_WARPS = 8
+
+
+class Quantized(NamedTuple):
+    """Matrix in fp8; its values are ``data * scale``."""
+
+    data: Tensor
+    """fp8 [m, k], contiguous."""
+    scale: Tensor
+    """fp32: [1]; with blocks of 1 x 128 [m, ceil(k / 128)] with the first dim contiguous; with blocks of 128 x 128
+    [ceil(m / 128), ceil(k / 128)]."""
+
+
+class Copies(NamedTuple):
+    """Copies of a matrix [t, i]."""
+
+    rows: Quantized | None
+    """[t, i]."""
+    columns: Quantized | None
+    """The transpose, [i, t]."""
+
+
+class Scale(NamedTuple):
+    """Scale of a per-tensor cast that is known before (delayed scaling)."""
+
+    factor: Tensor
+    """fp32 [1]: multiplies the values."""
+    inverse: Tensor
+    """fp32 [1]: 1 / factor."""
+    observed: Tensor | None
+    """fp32 [1]: raised in place to the largest magnitude seen; None: not recorded."""
+
+
+def factor_of(amax: Tensor, largest: float) -> Tensor:
+    """Return the fp32 factor(s) largest / amax of the largest magnitudes ``amax`` fp32; 1 where it is 0, infinite or
+    NaN, and the largest fp32 number where the quotient overflows."""
+    usable = amax.isfinite() & (amax > 0)
+    # not largest / amax, for which torch multiplies by the rounded reciprocal
+    quotient = torch.full_like(amax, largest) / amax
+    return torch.where(usable, quotient.clamp(max=FLOAT_MAX), 1.0)
+
+
+def floor_to_power_of_two(factor: Tensor) -> Tensor:
+    """Return positive fp32 numbers with zeroed mantissas."""
+    return (factor.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+# ---- torch
+
+
+def to_fp8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values to fp8 ``dtype``: finite ones are clipped to its range, infinities and NaN become NaN."""
+    clipped = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return torch.where(scaled.isfinite(), clipped, torch.nan).to(dtype)
+
+
+def amax_plain(x: Tensor) -> Tensor:
+    """Return the largest magnitude of ``x``, fp32 [1]; NaN if ``x`` has NaN, 0 if it is empty."""
+    return x.detach().float().abs().amax().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
+
+
+def cast_tensor_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool) -> Copies:
+    """See :func:`cast_tensor`."""
+    if isinstance(scale, Scale):
+        factor, inverse = scale.factor, scale.inverse
+        if scale.observed is not None:
+            scale.observed.copy_(torch.maximum(scale.observed, amax_plain(x)))
+    else:
+        factor = factor_of(scale.amax().view(1), LARGEST[dtype])
+        inverse = 1.0 / factor
+    wide = x.float()
+    # an overflow of the product is no infinity of x: clip it
+    scaled = torch.where(wide.isfinite(), (wide * factor).clamp(-FLOAT_MAX, FLOAT_MAX), torch.nan)
+    data = to_fp8(scaled, dtype)
+    transposed = data.view(torch.uint8).t().contiguous().view(dtype) if columns else None
+    return Copies(
+        Quantized(data, inverse) if rows else None, None if transposed is None else Quantized(transposed, inverse)
+    )
+
+
+def cast_rows_in_blocks(x: Tensor, dtype: torch.dtype, *, power_of_two: bool = True) -> Quantized:
+    """Return ``x`` [t, i] in fp8 with a scale per 1 x 128 block of each row; the last block may be shorter."""
+    height, width = x.shape
+    blocks = F.pad(x.float(), (0, -width % BLOCK)).view(height, -1, BLOCK)
+    factor = factor_of(blocks.abs().amax(-1), LARGEST[dtype])
+    if power_of_two:
+        factor = floor_to_power_of_two(factor)
+    wide = torch.where(blocks.isfinite(), (blocks * factor.unsqueeze(-1)).clamp(-FLOAT_MAX, FLOAT_MAX), torch.nan)
+    data = to_fp8(wide, dtype).view(height, -1)[:, :width].contiguous()
+    return Quantized(data, (1.0 / factor).t().contiguous().t())
+
+
+def cast_square_blocks(weight: Tensor, dtype: torch.dtype, *, power_of_two: bool = True) -> Quantized:
+    """Return ``weight`` [o, i] in fp8 with a scale per 128 x 128 block; the last blocks may be smaller."""
+    height, width = weight.shape
+    padded = F.pad(weight.float(), (0, -width % BLOCK, 0, -height % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    factor = factor_of(blocks.abs().amax((1, 3)), LARGEST[dtype])
+    if power_of_two:
+        factor = floor_to_power_of_two(factor)
+    scaled = (blocks * factor[:, None, :, None]).clamp(-FLOAT_MAX, FLOAT_MAX)
+    wide = torch.where(blocks.isfinite(), scaled, torch.nan)
+    data = to_fp8(wide, dtype).view(padded.shape)[:height, :width].contiguous()
+    return Quantized(data, 1.0 / factor)
+
+
+# ---- Triton
+
+if triton is not None:
+
+    @triton.jit
+    def _magnitude_bits(value):
+        """Return the bits of |value|, int32: they order non-negative numbers, with NaN above infinity."""
+        return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+    @triton.jit
+    def _factor(bits, largest):
+        """Return the factor for the largest magnitude with these ``bits``."""
+        usable = (bits > 0) & (bits < 0x7F800000)
+        amax = tl.where(usable, bits, 0x3F800000).to(tl.float32, bitcast=True)
+        factor = tl.minimum(tl.div_rn(tl.zeros_like(amax) + largest, amax), 3.4028234663852886e38)
+        return tl.where(usable, factor, 1.0)
+
+    @triton.jit
+    def _floor_to_power_of_two(factor):
+        return (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def _to_fp8(value, factor, largest, dtype: tl.constexpr):
+        """Round ``value * factor`` to ``dtype``: clipped, NaN for non-finite ``value``."""
+        scaled = tl.minimum(tl.maximum(value * factor, -largest), largest)
+        return tl.where(_magnitude_bits(value) < 0x7F800000, scaled, float("nan")).to(dtype)
+
+    @triton.jit
+    def _amax(x, bits, size, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+        """Write the bits of the largest magnitude of STEPS blocks of ``x`` to this program's element of ``bits``."""
+        first = tl.program_id(0).to(tl.int64) * STEPS * BLOCK
+        most = tl.zeros((BLOCK,), dtype=tl.int32)
+        for step in range(STEPS):
+            at = first + step * BLOCK + tl.arange(0, BLOCK)
+            most = tl.maximum(most, _magnitude_bits(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)))
+        tl.store(bits + tl.program_id(0), tl.max(most, axis=0))
+
+    @triton.jit
+    def _cast_tensor(
+        x, amax_bits, factors, observed_bits, data, transposed, inverse, height, width, tiles_i, count, largest,
+        COUNT: tl.constexpr, GIVEN: tl.constexpr, OBSERVES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        TILE_T: tl.constexpr, TILE_I: tl.constexpr,
+    ):  # fmt: skip
+        """Cast one tile of ``x`` [height, width] to ``data`` (ROWS) and to ``transposed`` (COLUMNS). GIVEN reads the
+        factor, else it follows from the largest of ``count`` amaxes, and the first program writes its ``inverse``.
+        OBSERVES raises ``observed_bits`` to the tile's largest magnitude."""
+        program = tl.program_id(0)
+        row = (program // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
+        column = (program % tiles_i) * TILE_I + tl.arange(0, TILE_I)
+        inside = (row < height)[:, None] & (column < width)[None, :]
+        value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if GIVEN:
+            factor = tl.load(factors)
+        else:
+            part = tl.arange(0, COUNT)
+            factor = _factor(tl.max(tl.load(amax_bits + part, mask=part < count, other=0), axis=0), largest)
+            if program == 0:
+                tl.store(inverse, tl.div_rn(factor * 0.0 + 1.0, factor))
+        if OBSERVES:
+            tl.atomic_max(observed_bits, tl.max(tl.max(_magnitude_bits(value), axis=1), axis=0))
+        quantized = _to_fp8(value, factor, largest, data.dtype.element_ty)
+        if ROWS:
+            tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
+        if COLUMNS:
+            at = transposed + column.to(tl.int64)[:, None] * height + row[None, :]
+            tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < height)[None, :])
+
+    @triton.jit
+    def _cast_blocks(
+        x, data, scales, transposed, transposed_scales, height, width, tiles_t, tiles_i, largest,
+        SQUARE: tl.constexpr, FLOORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
+    ):  # fmt: skip
+        """Cast one SIDE x SIDE tile of ``x`` to ``data`` with a scale per row of the tile (ROWS) and to ``transposed``
+        with a scale per column (COLUMNS); SQUARE: one scale per tile. Scales of rows are stored [tiles_i, height],
+        those of columns [tiles_t, width], of tiles [tiles_t, tiles_i] and [tiles_i, tiles_t]. FLOORS: powers of two."""
+        tile_t, tile_i = tl.program_id(0) // tiles_i, tl.program_id(0) % tiles_i
+        row = tile_t.to(tl.int64) * SIDE + tl.arange(0, SIDE)
+        column = tile_i * SIDE + tl.arange(0, SIDE)
+        inside = (row < height)[:, None] & (column < width)[None, :]
+        value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        bits = _magnitude_bits(value)
+        if ROWS:
+            most = tl.max(bits, axis=1)
+            if SQUARE:
+                most = tl.zeros_like(most) + tl.max(most, axis=0)
+            factor = _factor(most, largest)
+            if FLOORS:
+                factor = _floor_to_power_of_two(factor)
+            quantized = _to_fp8(value, factor[:, None], largest, data.dtype.element_ty)
+            tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
+            inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
+            if SQUARE:
+                tl.store(scales + tile_t * tiles_i + tile_i, tl.max(inverse, axis=0))
+            else:
+                tl.store(scales + tile_i.to(tl.int64) * height + row, inverse, mask=row < height)
+        if COLUMNS:
+            most = tl.max(bits, axis=0)
+            if SQUARE:
+                most = tl.zeros_like(most) + tl.max(most, axis=0)
+            factor = _factor(most, largest)
+            if FLOORS:
+                factor = _floor_to_power_of_two(factor)
+            quantized = _to_fp8(value, factor[None, :], largest, transposed.dtype.element_ty)
+            at = transposed + column.to(tl.int64)[:, None] * height + row[None, :]
+            tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < height)[None, :])
+            inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
+            if SQUARE:
+                tl.store(transposed_scales + tile_i * tiles_t + tile_t, tl.max(inverse, axis=0))
+            else:
+                tl.store(transposed_scales + tile_t.to(tl.int64) * width + column, inverse, mask=column < width)
+
+
+def amax_triton(x: Tensor) -> Tensor:
+    """Return partial largest magnitudes of ``x``, fp32 [n]; their maximum is the largest (NaN counts as the largest)."""
+    x = x.contiguous()
+    blocks = max(1, triton.cdiv(x.numel(), _AMAX_BLOCK))
+    steps = triton.cdiv(blocks, _AMAX_PROGRAMS_PER_SM * num_sms(x.device))
+    bits = torch.empty(triton.cdiv(blocks, steps), dtype=torch.int32, device=x.device)
+    _amax[(len(bits),)](x, bits, x.numel(), STEPS=steps, BLOCK=_AMAX_BLOCK, num_warps=8)
+    return bits.view(torch.float32)
+
+
+def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool) -> Copies:
+    """See :func:`cast_tensor`; one launch."""
+    x = x.contiguous()
+    height, width = x.shape
+    data = torch.empty((height, width), dtype=dtype, device=x.device) if rows else None
+    transposed = torch.empty((width, height), dtype=dtype, device=x.device) if columns else None
+    some = data if data is not None else transposed
+    assert some is not None, "at least one copy"
+    if isinstance(scale, Scale):
+        factor, inverse, amax, observed = scale.factor, scale.inverse, scale.factor, scale.observed
+    else:
+        factor, inverse, amax, observed = scale, torch.ones(1, dtype=torch.float32, device=x.device), scale, None
+    tiles_i = triton.cdiv(width, _TILE_I)
+    if x.numel():
+        _cast_tensor[(triton.cdiv(height, _TILE_T) * tiles_i,)](
+            x, amax.view(torch.int32), factor, (factor if observed is None else observed).view(torch.int32),
+            some if data is None else data, some if transposed is None else transposed, inverse, height, width,
+            tiles_i, amax.numel(), LARGEST[dtype], COUNT=triton.next_power_of_2(amax.numel()),
+            GIVEN=isinstance(scale, Scale), OBSERVES=observed is not None, ROWS=rows, COLUMNS=columns,
+            TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return Copies(
+        None if data is None else Quantized(data, inverse),
+        None if transposed is None else Quantized(transposed, inverse),
+    )
+
+
+def cast_blocks_triton(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool, power_of_two: bool
+) -> Copies:
+    """See :func:`cast_in_blocks`; one launch."""
+    x = x.contiguous()
+    height, width = x.shape
+    tiles_t, tiles_i = triton.cdiv(height, BLOCK), triton.cdiv(width, BLOCK)
+    data = torch.empty((height, width) if rows else (0, width), dtype=dtype, device=x.device)
+    transposed = torch.empty((width, height) if columns else (0, height), dtype=dtype, device=x.device)
+    shape, shape_t = ((tiles_t, tiles_i), (tiles_i, tiles_t)) if square else ((tiles_i, height), (tiles_t, width))
+    scales, scales_t = (torch.empty(each, dtype=torch.float32, device=x.device) for each in (shape, shape_t))
+    if x.numel():
+        _cast_blocks[(tiles_t * tiles_i,)](
+            x, data, scales, transposed, scales_t, height, width, tiles_t, tiles_i, LARGEST[dtype], SQUARE=square,
+            FLOORS=power_of_two, ROWS=rows, COLUMNS=columns, SIDE=BLOCK, num_warps=_BLOCK_WARPS,
+        )  # fmt: skip
+    if not square:
+        scales, scales_t = scales.t(), scales_t.t()
+    return Copies(Quantized(data, scales) if rows else None, Quantized(transposed, scales_t) if columns else None)
+
+
+# ---- dispatch
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return triton is not None and x.is_cuda and x.dtype != torch.float64
+
+
+def amax_parts(x: Tensor) -> Tensor:
+    """Return fp32 [n] whose maximum is the largest magnitude of ``x``; NaN if ``x`` contains NaN. No host sync."""
+    return amax_triton(x) if _on_gpu(x) else amax_plain(x)
+
+
+def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: bool = True, columns: bool) -> Copies:
+    """Cast ``x`` [t, i] to fp8 ``dtype`` with one scale and return the wanted copies, with inverse scales [1].
+
+    Args:
+        scale: a :class:`Scale`, or amaxes fp32 [n], whose maximum gives the scale.
+        rows, columns: whether to return the copy and the transposed copy; at least one.
+    """
+    cast = cast_tensor_triton if _on_gpu(x) else cast_tensor_plain
+    return cast(x.detach(), dtype, scale, rows, columns)
+
+
+def cast_in_blocks(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False, power_of_two: bool = True
+) -> Copies:
+    """Cast ``x`` [t, i] to fp8 ``dtype`` with a scale per 1 x 128 elements of each row in one copy, and per 128
+    elements of each column in the transposed copy; both from ``x``. ``square``: one scale per 128 x 128 elements in
+    both. ``power_of_two`` floors factors to powers of two."""
+    x = x.detach()
+    if _on_gpu(x):
+        return cast_blocks_triton(x, dtype, rows, columns, square=square, power_of_two=power_of_two)
+    cast = cast_square_blocks if square else cast_rows_in_blocks
+    return Copies(
+        cast(x, dtype, power_of_two=power_of_two) if rows else None,
+        cast(x.t().contiguous(), dtype, power_of_two=power_of_two) if columns else None,
+    )

@@ -1,0 +1,52 @@
+"""Rules of fp8 that depend on the machine and on the length of sequences."""
+
+from __future__ import annotations
+
+from megatron.core.config.fp8 import ALIGNED, BLOCK
+from megatron.core.config.problems import Problems, problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.backends import ENGINE, gpu_present
+from megatron.training.rules.common import sequence_lengths
+
+OLDEST = (8, 9)
+"""Compute capability of the first GPUs with fp8 tensor cores (Ada, Hopper)."""
+
+
+def fp8_tokens(cfg: PretrainConfig) -> Problems:
+    """Require the tokens of a micro-batch on a rank to be a multiple of 16, or 128 with --fp8-recipe blockwise: weight
+    gradients sum over them."""
+    model = cfg.model
+    if model.fp8 is None or not model.fp8_wgrad:
+        return
+    blockwise = model.fp8_recipe == "blockwise"
+    unit, size = BLOCK if blockwise else ALIGNED, cfg.training.micro_batch_size
+    split = model.tensor_model_parallel_size if blockwise and model.sequence_parallel else 1
+    for field, length in sequence_lengths(cfg):
+        tokens = length * (size or 1) // (model.context_parallel_size * split)
+        if size and tokens % unit:
+            reason = f"gives {tokens} tokens per rank and micro-batch; --fp8-recipe {model.fp8_recipe} requires "
+            yield problem(cfg, field, f"{reason}multiples of {unit}", "change it or --micro-batch-size")
+
+
+def fp8_devices(cfg: PretrainConfig) -> Problems:
+    """Reject fp8 on GPUs without fp8 tensor cores, and block scales on GPUs other than Hopper. CPUs emulate fp8."""
+    if cfg.model.fp8 is None or cfg.program.dry_run or not gpu_present():
+        return
+    import torch  # a command line without fp8 does without
+
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        reason = f"requires a GPU with fp8 tensor cores (compute capability 8.9 or newer), not {capability}"
+        yield problem(cfg, "fp8", reason, "remove it")
+    elif cfg.model.fp8_recipe == "blockwise" and capability[0] != 9:
+        reason = f"blockwise requires a Hopper GPU (compute capability 9.0), not {capability}"
+        yield problem(cfg, "fp8_recipe", reason, "--fp8-recipe tensorwise")
+
+
+def fp8_backend(cfg: PretrainConfig) -> Problems:
+    """Reject fp8 with Transformer Engine's layers, and with float64."""
+    if cfg.model.fp8 is None:
+        return
+    if cfg.model.transformer_impl == ENGINE:
+        reason = f"is not supported with --transformer-impl {ENGINE}"
+        yield problem(cfg, "fp8", reason, "--transformer-impl local")
