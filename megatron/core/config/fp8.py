@@ -48,3 +48,8 @@ class Fp8Config(FlagGroup):
 
     num_layers_at_end_in_bf16: Annotated[int, Range(0, 2**31 - 1)] = 1
     """--first-last-layers-bf16: number of last layers."""
+
+
+def notes_amax(config: Fp8Config) -> bool:
+    """Return whether kernels note the largest magnitude of their results: for casts with one scale per matrix."""
+    return config.fp8 is not None and config.fp8_recipe != "blockwise"

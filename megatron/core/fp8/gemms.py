@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.fp8.gather import begin_gather
 from megatron.core.fp8.products import add_product, multiply
 from megatron.core.fp8.scales import ScaleHistory, current_amax
-from megatron.core.fusions.fp8_cast import LARGEST, Copies, Quantized, Scale, cast_in_blocks, cast_tensor
+from megatron.core.fusions.fp8_cast import LARGEST, Copies, Quantized, Scale, amax_parts, cast_in_blocks, cast_tensor
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
@@ -94,7 +94,7 @@ class Fp8Gemms(Gemms):
 
     def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
         columns = for_backward and self.weight_gradients
-        copies = self.cast_input(x.reshape(-1, x.shape[-1]), columns=columns, observes=for_backward)
+        copies = self.cast_input(x, columns=columns, observes=for_backward)
         rows = _present(copies.rows)
         first = rows._replace(data=rows.data.view(x.shape))
         second: Operand = first if copies.columns is None else copies.columns
@@ -104,7 +104,7 @@ class Fp8Gemms(Gemms):
         columns = for_weight and self.weight_gradients
         if not (for_input or columns):
             return Operands(grad, grad)
-        copies = self.cast_gradient(grad.reshape(-1, grad.shape[-1]), rows=for_input, columns=columns)
+        copies = self.cast_gradient(grad, rows=for_input, columns=columns)
         first: Operand = grad
         if copies.rows is not None:
             first = copies.rows._replace(data=copies.rows.data.view(grad.shape))
@@ -182,8 +182,10 @@ class PerTensorGemms(Fp8Gemms):
         until it has a scale."""
         if self.history is None or row is None:
             return current_amax(x, self.groups)
-        scale = self.history.scale(row, x.device, observes=observes)
+        scale = self.history.scale(row, x.device)
         if scale is not None:
+            if observes:
+                self.history.observe(row, amax_parts(x))
             return scale
         amax = current_amax(x, self.groups)
         if observes:

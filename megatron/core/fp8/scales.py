@@ -21,6 +21,10 @@ from megatron.core.fusions.fp8_cast import FLOAT_MAX, Scale, amax_parts
 from megatron.core.groups.process_groups import Group
 
 
+_ALIGNED = 4
+"""fp32 numbers in 16 bytes."""
+
+
 def raise_over(amax: Tensor, groups: Iterable[Group]) -> Tensor:
     """Raise the non-negative fp32 ``amax`` in place to its maximum over the ranks of each of ``groups``; NaN is the
     largest. Collective."""
@@ -37,8 +41,7 @@ def current_amax(x: Tensor, groups: Iterable[Group]) -> Tensor:
     groups = [group for group in groups if group.size > 1]
     if not groups:
         return parts
-    bits = parts.view(torch.int32) & 0x7FFFFFFF
-    return raise_over(bits.max().view(1).view(torch.float32), groups)
+    return raise_over(parts.view(torch.int32).max().view(1).view(torch.float32), groups)
 
 
 class ScaleHistory:
@@ -70,25 +73,27 @@ class ScaleHistory:
         """Return the state, fp32 on ``device``; allocated by the first call.
 
         ``history`` [n, length], newest first; ``factor`` [n], which multiplies values, 0: no scale yet; ``inverse``
-        [n]; ``observed`` [n], the largest magnitude since the last update."""
+        [n]; ``observed`` [n], the largest magnitude since the last update. Every inverse is aligned to 16 bytes, as
+        GEMMs require."""
         if not self._state:
             rows = len(self.names)
-            self._state = {name: torch.zeros(rows, device=device) for name in ("factor", "inverse", "observed")}
+            self._state = {name: torch.zeros(rows, device=device) for name in ("factor", "observed")}
+            self._state["inverse"] = torch.zeros(rows, _ALIGNED, device=device)[:, 0]
             self._state["history"] = torch.zeros(rows, self.length, device=device)
         return self._state
 
-    def scale(self, row: int, device: torch.device, *, observes: bool) -> Scale | None:
-        """Return the scale of a matrix; None if it has none yet. ``observes``: casts record magnitudes."""
+    def scale(self, row: int, device: torch.device) -> Scale | None:
+        """Return the scale of a matrix; None if it has none yet."""
         if not self.known[row]:
             return None
         state = self.state(device)
         part = slice(row, row + 1)
-        return Scale(state["factor"][part], state["inverse"][part], state["observed"][part] if observes else None)
+        return Scale(state["factor"][part], state["inverse"][part])
 
     def observe(self, row: int, amax: Tensor) -> None:
         """Record amaxes fp32 [n] of a matrix."""
         observed = self.state(amax.device)["observed"][row : row + 1].view(torch.int32)
-        torch.maximum(observed, (amax.view(torch.int32) & 0x7FFFFFFF).max().view(1), out=observed)
+        torch.maximum(observed, amax.view(torch.int32).max(), out=observed)
 
     @torch.no_grad()
     def update(self, groups: Iterable[Group]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.fp8_cast import new_amax, note_amax
 from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCK, _NUM_WARPS = 2048, 4
@@ -32,18 +33,21 @@ class GateTraits(NamedTuple):
     """Slope of the sigmoid: 1 for silu, 1.702 for quick_gelu."""
     clamp: float | None = None
     offset: float = 0.0
+    notes_amax: bool = False
+    """Whether kernels note the largest magnitudes of y and of its input's gradient, for casts to fp8."""
 
 
 if triton is not None:
+    from megatron.core.fusions.fp8_cast import magnitude_bits
 
     @triton.jit
     def _gated_forward(
-        packed, weights, out, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, WEIGHTED: tl.constexpr,
-        BLOCK: tl.constexpr,
+        packed, weights, out, amax_bits, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr,
+        WEIGHTED: tl.constexpr, NOTED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Write BLOCK columns of one row of the gated activation, a(gate) (up + offset), to ``out`` [rows, width]; one
         program per row and column block. CLAMPS bounds gate and up by ``clamp`` first; WEIGHTED multiplies by the row's
-        weight. fp32 arithmetic, rounded once."""
+        weight. fp32 arithmetic, rounded once. NOTED > 0 raises one of as many ``amax_bits`` to the largest magnitude."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -55,16 +59,20 @@ if triton is not None:
         result = gate * tl.sigmoid(slope * gate) * (up + offset)
         if WEIGHTED:
             result *= tl.load(weights + row).to(tl.float32)
-        tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+        rounded = result.to(out.dtype.element_ty)
+        tl.store(out + row * width + column, rounded, mask=inside)
+        if NOTED:
+            most = tl.max(magnitude_bits(tl.where(inside, rounded.to(tl.float32), 0.0)), axis=0)
+            tl.atomic_max(amax_bits + tl.program_id(0) % NOTED, most)
 
     @triton.jit
     def _gated_backward(
-        grad, packed, weights, grad_weights, grad_packed, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr,
-        WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+        grad, packed, weights, grad_weights, grad_packed, amax_bits, width, tiles, slope, clamp, offset,
+        CLAMPS: tl.constexpr, WEIGHTED: tl.constexpr, NOTED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Write BLOCK columns of both halves of one row of ``grad_packed`` [rows, 2 width]; recomputes the activation
         from ``packed``. With WEIGHTED also write this program's partial sum of the weight's gradient, fp32, to its
-        entry of ``grad_weights`` [rows, tiles]. Clamped elements get zero."""
+        entry of ``grad_weights`` [rows, tiles]. Clamped elements get zero. NOTED as in forward."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -87,8 +95,12 @@ if triton is not None:
         if CLAMPS:
             grad_gate = tl.where(gate_moves, grad_gate, 0.0)
             grad_up = tl.where(up_moves, grad_up, 0.0)
-        tl.store(grad_packed + gate_at, grad_gate.to(grad_packed.dtype.element_ty), mask=inside)
-        tl.store(grad_packed + gate_at + width, grad_up.to(grad_packed.dtype.element_ty), mask=inside)
+        rounded_gate, rounded_up = grad_gate.to(grad_packed.dtype.element_ty), grad_up.to(grad_packed.dtype.element_ty)
+        tl.store(grad_packed + gate_at, rounded_gate, mask=inside)
+        tl.store(grad_packed + gate_at + width, rounded_up, mask=inside)
+        if NOTED:
+            bits = tl.maximum(magnitude_bits(rounded_gate.to(tl.float32)), magnitude_bits(rounded_up.to(tl.float32)))
+            tl.atomic_max(amax_bits + tl.program_id(0) % NOTED, tl.max(tl.where(inside, bits, 0), axis=0))
 
     @triton.jit
     def _squared_relu_forward(x, out, size, BLOCK: tl.constexpr):
@@ -107,15 +119,20 @@ if triton is not None:
 def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tensor, traits: GateTraits) -> None:
     """Launch ``kernel`` on ``tensors``, with one program per row and block of columns; nothing for an empty input.
     ``packed`` [..., 2 f] gives the sizes. The last but one of ``tensors`` is the weights (forward) or their gradient
-    buffer (backward); None: unweighted."""
-    width, weighted = packed.shape[-1] // 2, tensors[-2] is not None
+    buffer (backward); None: unweighted. The last is the output, whose largest magnitude is noted if ``traits`` say
+    so."""
+    width, weighted, out = packed.shape[-1] // 2, tensors[-2] is not None, tensors[-1]
     tiles = triton.cdiv(width, _BLOCK)
+    amax = new_amax(packed.device) if traits.notes_amax and packed.numel() else None
     # an absent tensor is passed as another pointer, which the kernel does not read without WEIGHTED
     if packed.numel():
         kernel[(packed.numel() // (2 * width) * tiles,)](
-            *(packed if each is None else each for each in tensors), width, tiles, traits.slope, traits.clamp or 0.0,
-            traits.offset, CLAMPS=traits.clamp is not None, WEIGHTED=weighted, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            *(packed if each is None else each for each in tensors), packed if amax is None else amax, width, tiles,
+            traits.slope, traits.clamp or 0.0, traits.offset, CLAMPS=traits.clamp is not None, WEIGHTED=weighted,
+            NOTED=0 if amax is None else len(amax), BLOCK=_BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
+    if amax is not None and out is not None:
+        note_amax(out, amax)
 
 
 class _Gated(torch.autograd.Function):

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config.fp8 import notes_amax
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions import activation_kernels
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
@@ -60,7 +61,8 @@ def _weighted(x: Tensor, weights: Tensor, *, activation: Callable[[Tensor], Tens
 
 def _gate_traits(config: TransformerConfig) -> activation_kernels.GateTraits:
     slope = 1.0 if config.swiglu else _QUICK_GELU_SLOPE
-    return activation_kernels.GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
+    notes = notes_amax(config)
+    return activation_kernels.GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset, notes)
 
 
 def _plain_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
+from megatron.core.fusions.fp8_cast import new_amax, note_amax
 from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.rms_norm import rms_norm
 
@@ -41,6 +42,8 @@ class NormTraits(NamedTuple):
     """Whether it is LayerNorm rather than RMSNorm."""
     offset: float
     """Constant added to the stored weight."""
+    notes_amax: bool = False
+    """Whether kernels note the largest magnitudes of y and dx, for casts to fp8 (``fp8_cast.note_amax``)."""
 
 
 class Normalize(Protocol):
@@ -68,15 +71,18 @@ def normalize_plain(
 
 
 if triton is not None:
+    from megatron.core.fusions.fp8_cast import magnitude_bits, raise_amax
 
     @triton.jit
     def _norm_forward(
-        x, branch, weight, bias, stream, out, means, rstds, rows, width, eps, offset,
-        ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        x, branch, weight, bias, stream, out, means, rstds, amax_bits, rows, width, eps, offset,
+        ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, NOTED: tl.constexpr, ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute ROWS rows: with ADDS write x + branch, rounded, to ``stream``; write the normalized, weighted rows to
         ``out``, and the inverse deviation (with CENTRED also the mean) per row in fp32. Normalizes the rounded sum,
-        which backward reads. BIASED adds ``bias``."""
+        which backward reads. BIASED adds ``bias``. NOTED > 0 raises one of as many ``amax_bits`` to the largest
+        magnitude written to ``out``."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -97,23 +103,27 @@ if triton is not None:
         normed = value * rstd[:, None] * scale[None, :]
         if BIASED:
             normed += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+        rounded_norm = normed.to(out.dtype.element_ty)
+        tl.store(out + at, rounded_norm, mask=inside)
+        if NOTED:
+            raise_amax(amax_bits, tl.where(inside, rounded_norm.to(tl.float32), 0.0), NOTED)
 
     @triton.jit
     def _norm_backward(
-        grad, skip, stream, weight, means, rstds, grad_x, weight_sums, bias_sums, rows, width, offset,
-        SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
+        grad, skip, stream, weight, means, rstds, grad_x, weight_sums, bias_sums, amax_bits, rows, width, offset,
+        SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, NOTED: tl.constexpr, STEPS: tl.constexpr,
+        STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Write ``grad_x`` of STEPS times ROWS rows, with ``skip`` added if SKIPS, and this program's partial sums of
         the weight gradient (BIASED: also the bias gradient) over these rows, fp32, to its row of ``weight_sums`` and
-        ``bias_sums``."""
+        ``bias_sums``. NOTED as in forward, for ``grad_x``."""
         program = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         within = column < width
         scale = tl.load(weight + column, mask=within, other=0.0).to(tl.float32) + offset
         weight_sum = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         bias_sum = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        most = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
         for step in tl.range(STEPS, num_stages=STAGES):
             row = (program * STEPS + step) * ROWS + tl.arange(0, ROWS)
             inside = (row < rows)[:, None] & within[None, :]
@@ -133,11 +143,16 @@ if triton is not None:
             result *= rstd[:, None]
             if SKIPS:
                 result += carried
-            tl.store(grad_x + at, result.to(grad_x.dtype.element_ty), mask=inside)
+            rounded = result.to(grad_x.dtype.element_ty)
+            tl.store(grad_x + at, rounded, mask=inside)
+            if NOTED:
+                most = tl.maximum(most, magnitude_bits(tl.where(inside, rounded.to(tl.float32), 0.0)))
             # sums stay per row slot until the end: one reduction per program instead of one per step
             weight_sum += upstream * normed
             if BIASED:
                 bias_sum += upstream
+        if NOTED:
+            tl.atomic_max(amax_bits + program % NOTED, tl.max(tl.max(most, axis=1), axis=0))
         tl.store(weight_sums + program * width + column, tl.sum(weight_sum, axis=0), mask=within)
         if BIASED:
             tl.store(bias_sums + program * width + column, tl.sum(bias_sum, axis=0), mask=within)
@@ -179,12 +194,15 @@ class _Normalize(torch.autograd.Function):
         out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
         rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
         means = torch.empty_like(rstds) if traits.centred else rstds
-        tile = _tile(width)
+        tile, amax = _tile(width), new_amax(x.device) if traits.notes_amax else None
         _norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
             kept, kept if branch is None else branch.contiguous(), weight, weight if bias is None else bias, stream,
-            out, means, rstds, rows, width, traits.eps, traits.offset,
-            ADDS=branch is not None, CENTRED=traits.centred, BIASED=bias is not None, **tile,
+            out, means, rstds, rstds if amax is None else amax, rows, width, traits.eps, traits.offset,
+            ADDS=branch is not None, CENTRED=traits.centred, BIASED=bias is not None,
+            NOTED=0 if amax is None else len(amax), **tile,
         )  # fmt: skip
+        if amax is not None:
+            note_amax(out, amax)
         ctx.save_for_backward(stream, weight, means, rstds)
         ctx.traits, ctx.branch_dtype = traits, None if branch is None else branch.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -208,12 +226,15 @@ class _Normalize(torch.autograd.Function):
         programs = triton.cdiv(rows, steps * tile["ROWS"])
         grad_x = torch.empty_like(stream)
         sums = torch.empty(1 + biased, programs, width, dtype=torch.float32, device=stream.device)
-        grad = grad.contiguous()
+        grad, amax = grad.contiguous(), new_amax(grad.device) if ctx.traits.notes_amax else None
         _norm_backward[(programs,)](
             grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, sums[0], sums[-1],
-            rows, width, ctx.traits.offset,
-            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, **tile,
+            sums if amax is None else amax, rows, width, ctx.traits.offset,
+            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, NOTED=0 if amax is None else len(amax),
+            STEPS=steps, **tile,
         )  # fmt: skip
+        if amax is not None:
+            note_amax(grad_x, amax)
         grads = sums.sum(1).to(weight.dtype)  # weight and bias gradients in one reduction
         grad_bias = grads[1].to(ctx.bias_dtype) if biased else None
         return grad_x, _in_dtype(grad_x, ctx.branch_dtype), grads[0], grad_bias, None

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.fp8 import notes_amax
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
@@ -46,7 +47,7 @@ class StreamNorm(MovableParameters):
         init = Zeros() if config.apply_layernorm_1p else Ones()
         self.weight = parameter((hidden_size,), init=init, partial=partial, groups=groups, dtype=config.params_dtype)
         self.bias: nn.Parameter | None = None
-        self._traits = NormTraits(eps, self.centred, offset)
+        self._traits = NormTraits(eps, self.centred, offset, notes_amax(config))
         self.normalize: Normalize = (
             ApexNormalize()
             if "norm" in config.apex_parts
