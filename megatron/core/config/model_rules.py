@@ -92,7 +92,7 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
 
 
 def fp8_first_last_layers(cfg: ModelSettings) -> Problems:
-    """Reject --first-last-layers-bf16 with delayed scaling, as Megatron-LM does, and more such layers than there are."""
+    """Reject --first-last-layers-bf16 with delayed scaling, as Megatron-LM does, and with more layers than exist."""
     if cfg.fp8 is None or not cfg.first_last_layers_bf16:
         return
     if cfg.fp8_recipe == "delayed":

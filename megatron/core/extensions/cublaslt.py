@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_int8, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import NamedTuple
 
 import torch

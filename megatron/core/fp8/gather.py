@@ -35,6 +35,7 @@ class _Gathering:
 
 
 def begin_gather(x: Quantized, group: Group, *, transposed: bool) -> AsyncHandle:
-    """Start the all-gather over ``group`` of ``x`` [s / n, ..., i] along its first dim, or of the ``transposed`` copy [i,
-    t / n] along its last. With block scales t / n must be a multiple of 128. ``wait()`` returns a ``Quantized``."""
+    """Start the all-gather of ``x`` [s / n, ..., i] over ``group`` along its first dim; ``transposed``: ``x`` is a
+    transposed copy [i, t / n], gathered along its last dim. With block scales t / n must be a multiple of 128.
+    ``wait()`` returns a ``Quantized``."""
     return _Gathering(x, group, transposed=transposed)

@@ -1,8 +1,8 @@
 """Linear layers in fp8: X, W and dY are cast once per use, and their three products run on fp8 tensor cores.
 
-    Y = X W^T        reads the rows of X and of W
-    dX = dY W        reads the rows of dY and the transposed copy of W
-    dW = dY^T X      reads the transposed copies of dY and of X, and adds to the fp32 gradient
+    Y = X W^T        reads X and W
+    dX = dY W        reads dY and the transposed copy of W
+    dW = dY^T X      reads the transposed copies of dY and X, and adds to the fp32 gradient
 
 Forward saves only the transposed copy of X (one byte per element). Weights are cast once per step, from the values
 after the last update. X and W are cast to e4m3, dY to e4m3 or e5m2.
@@ -56,7 +56,7 @@ class Fp8Gemms(Gemms):
         super().__init__(accumulate)
         self.weights, self.clock, self.gradient_format = weights, clock, gradient_format
         self.dtype = weights[0].dtype
-        """Dtype of Y, dX and of weight gradients without ``main_grad``."""
+        """Dtype of Y, dX and, without ``main_grad``, dW."""
         self.weight_gradients = weight_gradients
         self.keeps_weights = True
         """Whether copies of weights live until the next step; False if the weights themselves do not (FSDP)."""
@@ -175,7 +175,8 @@ class PerTensorGemms(Fp8Gemms):
 
     def cast_gradient(self, grad: Tensor, *, rows: bool, columns: bool) -> Copies:
         row = None if self.history is None else self._gradient
-        return cast_tensor(grad, self.gradient_format, self._scale(grad, row, observes=True), rows=rows, columns=columns)
+        scale = self._scale(grad, row, observes=True)
+        return cast_tensor(grad, self.gradient_format, scale, rows=rows, columns=columns)
 
     def _scale(self, x: Tensor, row: int | None, *, observes: bool) -> Tensor | Scale:
         """Return the scale of a cast, or the amaxes that determine it. Collective over the groups without a history or
@@ -201,7 +202,7 @@ class PerTensorGemms(Fp8Gemms):
 
 
 class BlockwiseGemms(Fp8Gemms):
-    """Scales of 1 x 128 blocks of X and dY and of 128 x 128 blocks of W, powers of two (DeepSeek-AI 2024)."""
+    """A scale per 1 x 128 block of X and dY and per 128 x 128 block of W, powers of two (DeepSeek-AI 2024)."""
 
     fast_output = False
 

@@ -29,7 +29,9 @@ def has_blocks(x: Quantized) -> bool:
     return x.scale.dim() == 2
 
 
-def multiply(left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None) -> Tensor:
+def multiply(
+    left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None
+) -> Tensor:
     """Return ``left`` [m, k] times ``right`` [n, k] transposed, plus ``bias`` [n], in ``dtype``.
 
     Args:
@@ -67,16 +69,16 @@ def _is_split_by_row(x: Quantized) -> bool:
 
 
 def _stored_scale(x: Quantized) -> Tensor:
-    """Return the scales in the layout of torch's kernel: of 128 x 128 blocks [k blocks padded to 4, m blocks], with the
-    first dim contiguous; those of rows as they are."""
+    """Return the scales in the layout of torch's kernel: unchanged for rows; for 128 x 128 blocks [k blocks padded to a
+    multiple of 4, m blocks], with the first dim contiguous."""
     if _is_split_by_row(x):
         return x.scale
     return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t()
 
 
 def add_product(total: Tensor, left: Quantized, right: Quantized) -> None:
-    """Add ``left`` [m, k] times ``right`` [n, k] transposed to ``total`` [m, n] in place: accurate sums in fp32, rounded
-    once to the dtype of ``total`` where cuBLASLt serves, else twice."""
+    """Add ``left`` [m, k] times ``right`` [n, k] transposed to ``total`` [m, n] in place. Sums are fp32. cuBLASLt
+    rounds once to the dtype of ``total``, torch operations twice."""
     if not cublaslt.add_fp8_product(
         total, left.data, right.data, left.scale, right.scale, blocks=has_blocks(left), fast=False
     ):

@@ -1,4 +1,4 @@
-"""Which layers of a stack compute in fp8, and how: the recipe of ``install_gemms``."""
+"""Recipe of ``install_gemms`` that selects the layers of a stack that compute in fp8, and their scales."""
 
 from __future__ import annotations
 

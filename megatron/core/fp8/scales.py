@@ -20,7 +20,6 @@ from torch import Tensor
 from megatron.core.fusions.fp8_cast import FLOAT_MAX, Scale, amax_parts
 from megatron.core.groups.process_groups import Group
 
-
 _ALIGNED = 4
 """fp32 numbers in 16 bytes."""
 
@@ -83,7 +82,7 @@ class ScaleHistory:
         return self._state
 
     def scale(self, row: int, device: torch.device) -> Scale | None:
-        """Return the scale of a matrix; None if it has none yet."""
+        """Return the scale of a matrix; None before its first nonzero magnitude."""
         if not self.known[row]:
             return None
         state = self.state(device)
@@ -123,7 +122,7 @@ class ScaleHistory:
         self.known = [factor > 0 for factor in self._state["factor"].tolist()]
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, live tensor) of everything that a checkpoint stores, equal on all ranks of the groups."""
+        """Yield (name, live tensor) of the state that a checkpoint stores; equal on all ranks of the groups."""
         state = self.state(device)
         for row, name in enumerate(self.names):
             yield f"{name}.history", state["history"][row]

@@ -254,7 +254,8 @@ if triton is not None:
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Return partial largest magnitudes of ``x``, fp32 [n]; their maximum is the largest (NaN counts as the largest)."""
+    """Return largest magnitudes of parts of ``x``, fp32 [n]; as integers their bits have a maximum that counts NaN as the
+    largest."""
     x = x.contiguous()
     blocks = max(1, triton.cdiv(x.numel(), _AMAX_BLOCK))
     steps = triton.cdiv(blocks, _AMAX_PROGRAMS_PER_SM * num_sms(x.device))
@@ -343,7 +344,7 @@ def new_amax(device: torch.device) -> Tensor:
 
 
 def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: bool = True, columns: bool) -> Copies:
-    """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with one scale and return the wanted copies, with inverse
+    """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with one scale. Return the wanted copies, with inverse
     scales [1].
 
     Args:
@@ -357,9 +358,9 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
 def cast_in_blocks(
     x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False, power_of_two: bool = True
 ) -> Copies:
-    """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with a scale per 1 x 128 elements of each row in one copy, and per 128
-    elements of each column in the transposed copy; both from ``x``. ``square``: one scale per 128 x 128 elements in
-    both. ``power_of_two`` floors factors to powers of two."""
+    """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with a scale per 1 x 128 elements of each row in one
+    copy, and per 128 elements of each column in the transposed copy; both read ``x``. ``square``: one scale per 128 x
+    128 elements in both. ``power_of_two`` floors factors to powers of two."""
     x = x.detach().reshape(-1, x.shape[-1])
     if _on_gpu(x):
         return cast_blocks_triton(x, dtype, rows, columns, square=square, power_of_two=power_of_two)

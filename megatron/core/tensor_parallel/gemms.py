@@ -1,12 +1,12 @@
 """The GEMMs of linear layers as a slot: by default torch's, in the dtype of the weights.
 
-A recipe (such as an fp8 format, ``core/fp8``) is a function from a :class:`GemmPlace` to the ``Gemms`` of that layer, or
-None to keep the default. :func:`install_gemms` calls it once per layer after the model is built, because only then does
-a layer have its global name and number. State of a recipe (scales, cached casts) lives in the ``Gemms`` object of its
-layer.
+A recipe (such as an fp8 format, ``core/fp8``) is a function from a :class:`GemmPlace` to the ``Gemms`` of that layer,
+or None to keep the default. :func:`install_gemms` calls it once per layer after the model is built, because only then
+does a layer have its global name and number. State of a recipe (scales, cached casts) lives in the ``Gemms`` object of
+its layer.
 
-A layer first converts X and dY to *operands*, once for the two GEMMs that read each, then gathers and saves operands. By
-default an operand is the tensor itself.
+A layer converts X and dY to *operands*, once for the two GEMMs that read each; operands are what it gathers and saves.
+By default an operand is the tensor itself.
 
 Legend: t tokens, o output features, i input features.
 """

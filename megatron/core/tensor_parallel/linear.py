@@ -92,11 +92,13 @@ def parallel_linear(
     all-gathers ``x`` along the first dim before, and again in backward. Backward reduces dX and adds dW and db to
     ``main_grad`` as in the module docstring; with ``store`` it defers the weight's gradient, but not the bias's."""
     seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
+    seen: Tensor | FusedGradParam = FusedGradParam(weight)
+    ready = None
+    if not is_deferred(x, weight, traits, store):
+        store = None
+        seen, ready = autograd_proxy(weight, x, traits)
     for_backward = torch.is_grad_enabled() and weight.requires_grad
-    if is_deferred(x, weight, traits, store):
-        return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready, for_backward)
-    seen, ready = autograd_proxy(weight, x, traits)
-    return _ParallelLinear.apply(x, seen, seen_bias, traits, None, ready, bias_ready, for_backward)
+    return _ParallelLinear.apply(x, seen, seen_bias, traits, store, ready, bias_ready, for_backward)
 
 
 def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
@@ -175,8 +177,8 @@ def start_input_gradient_reduction(grad_x: Tensor, traits: LinearTraits) -> Asyn
 
 
 def _weight_gradient(weight: Tensor, grad: Operand, x: Operand, traits: LinearTraits) -> Tensor | None:
-    """Return dW [o, i], or add it to ``main_grad`` in place and return None. ``grad`` [..., o] and ``x`` [..., i] are the
-    operands for dW; ``x`` must be gathered already. Marks nothing as ready."""
+    """Return dW [o, i], or add it to ``main_grad`` in place and return None. ``grad`` and ``x`` are the operands of dY
+    and X for dW; ``x`` must be gathered already. Marks nothing as ready."""
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
         return traits.gemms.weight_gradient(grad, x)

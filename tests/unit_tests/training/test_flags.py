@@ -32,6 +32,7 @@ DIFFERENT = {
     "--attention-backend type": "an enumeration there",
     "--optimizer choices": "others are not available yet",
     "--position-embedding-type choices": "others are not available yet",
+    "--fp8-recipe choices": "in another order",
     "--transformer-impl choices": "others are not available yet",
     "--rotary-base type": "bases of published models are not always whole",
     "--moe-layer-freq type": "a pattern of layers, as of --window-attn-skip-freq",

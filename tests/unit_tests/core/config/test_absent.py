@@ -102,10 +102,10 @@ def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
 
 def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     path = tmp_path / "settings.yaml"
-    path.write_text("fp8_margin: 8\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
-    expected = ["--fp8-margin 8: fp8 is not available yet; remove it"]
+    path.write_text("optimizer_offload_fraction: 0.5\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
+    expected = ["--optimizer-offload-fraction 0.5: optimizer state in host memory is not available yet; remove it"]
     assert problems_of(f"--yaml-cfg {path}") == expected
-    assert problems_of("", args_defaults={"fp8_margin": 8}) == expected
+    assert problems_of("", args_defaults={"optimizer_offload_fraction": 0.5}) == expected
     path.write_text("use_persistent_ckpt_worker: true\n")
     with caplog.at_level(logging.WARNING):
         assert parse_args(f"{TINY} --yaml-cfg {path}".split()).use_persistent_ckpt_worker
@@ -122,8 +122,8 @@ def test_a_value_has_the_same_answer_wherever_it_stands(caplog):
         "--moe-per-layer-logging accepted without effect: the statistics of every layer are always logged"
     ]
     assert TransformerConfig(**SIZES, moe_per_layer_logging=True).moe_per_layer_logging is True
-    with pytest.raises(ConfigError, match="fp8_margin 2: fp8 is not available yet"):
-        TransformerConfig(**SIZES, fp8_margin=2)
+    with pytest.raises(ConfigError, match="fp8_multi_head_attention True: fp8 attention is not available yet"):
+        TransformerConfig(**SIZES, fp8_multi_head_attention=True)
 
 
 def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
@@ -138,7 +138,8 @@ def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
 
 
 def test_a_value_that_no_expression_of_python_makes_is_a_text():
-    assert problems_of("--fp8-margin {[]:1}")[0].startswith("--fp8-margin {[]:1}: fp8 is not available")
+    flag = "--optimizer-offload-fraction {[]:1}"
+    assert problems_of(flag)[0].startswith(f"{flag}: optimizer state in host memory is not available")
 
 
 def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
@@ -162,10 +163,10 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
-        TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", fp8_margin=1, mtp_standalone=True)
+        TransformerConfig(**SIZES, num_moe_experts=8, fp8_dot_product_attention=True, fp8_param=True, mtp_standalone=True)
     assert sorted(str(problem) for problem in caught.value.problems) == [
-        "fp8 hybrid: fp8 is not available yet; remove it",
-        "fp8_margin 1: fp8 is not available yet; remove it",
+        "fp8_dot_product_attention True: fp8 attention is not available yet; remove it",
+        "fp8_param True: gathering weights in fp8 is not available yet; remove it",
         "mtp_standalone True: exists in Megatron-LM, is not available here; remove it",
     ]
     with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):

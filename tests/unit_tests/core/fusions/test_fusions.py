@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.network import NetworkSizeConfig
+from megatron.core.config.model_settings import ModelSettings
 from megatron.core.fusions.activations import gated, quick_gelu, select_activation, squared_relu, swiglu
 from megatron.core.fusions.rms_norm import rms_norm, rms_norm_reference
 from megatron.core.fusions.rope import apply_rotary, rotary_reference
@@ -57,7 +57,7 @@ def test_rotary_equals_its_reference(interleaved, width):
 
 
 def choice(params_dtype=DOUBLE, **overrides):
-    config = NetworkSizeConfig(**overrides)
+    config = ModelSettings(**overrides)
     config.params_dtype = params_dtype
     return config
 
