@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron.core.attention.choose import UNEQUAL_HEADS, build_kernel, build_request
 from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.context_parallel import forms
-from megatron.core.attention.context_parallel.forms import Attention, EqualHeads, FullSequence
+from megatron.core.attention.context_parallel.forms import Attention, EqualHeads
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.sink import add_sink, has_sink
@@ -105,8 +105,8 @@ class CoreAttention(nn.Module):
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
         hidden, bias = (None, None) if self.is_cross else (ctx.attention_mask, ctx.position_bias)
-        mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias)
-        return self.form(ctx.layout)(query, key, value, mask, self.softmax_offset).flatten(2)
+        mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
+        return self.form(ctx.layout)(query, key, value, mask).flatten(2)
 
     def form(self, layout: TokenLayout) -> Attention:
         """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;
@@ -119,7 +119,7 @@ class CoreAttention(nn.Module):
                 raise ValueError(f"attention over {self._static.group.size} context-parallel ranks needs ctx.layout")
             form = forms.build_form(self.kind, layout, self.kernel, self._sink)
             if self._channels[0] != self._channels[1]:
-                whole = isinstance(form, FullSequence)
+                whole = form == self.kernel.attend
                 if not whole or self.choice.kernel not in UNEQUAL_HEADS:
                     form = EqualHeads(form, only_documents=whole and self.choice.kernel == "cudnn")
             self._forms[ranks] = form
@@ -134,7 +134,7 @@ class CoreAttention(nn.Module):
             keys, values = self._channels
             words += "" if form.only_documents else f", heads of {keys} and {values} channels filled up"
             form = form.inner
-        if isinstance(form, FullSequence):
+        if form == self.kernel.attend:
             return words
         if self._static.group.size == 1:
             return f"{words}, then the sink by the log-sum-exp"
