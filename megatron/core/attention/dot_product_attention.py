@@ -113,8 +113,7 @@ class CoreAttention(nn.Module):
         built once per (group, order, levels) and cached. Raises ValueError for the default layout if the program has
         several context-parallel ranks."""
         ranks = layout.group, layout.order, layout.levels
-        form = self._forms.get(ranks)
-        if form is None:
+        if (form := self._forms.get(ranks)) is None:
             if layout.is_default and self._static.group.size > 1:
                 raise ValueError(f"attention over {self._static.group.size} context-parallel ranks needs ctx.layout")
             form = forms.build_form(self.kind, layout, self.kernel, self._sink)
@@ -143,10 +142,9 @@ class CoreAttention(nn.Module):
     def _weight_dropout(self, ctx: AttentionContext) -> WeightDropout | None:
         """Return the dropout of attention weights at the tokens of ``ctx.dropout``; None in eval mode or with rate 0.
         Raises ValueError if it is needed and that is None."""
-        at = ctx.dropout
         if not self.rate or not self.training:
             return None
-        if at is None:
+        if (at := ctx.dropout) is None:
             raise ValueError(
                 f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
                 "set attention_dropout to 0 or call eval()"
