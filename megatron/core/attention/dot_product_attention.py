@@ -6,8 +6,7 @@ Soft cap, bias and sink are optional. The module combines a kernel, selected onc
 a context-parallel form (``context_parallel/forms.py``), looked up at every call by the ranks of the token layout. One
 rank calls the kernel on full sequences.
 
-Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, e head dim of
-values.
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d and e head dims of keys and values.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ class CoreAttention(nn.Module):
     context-parallel size than ``config``."""
 
     mixes_tokens, layouts = True, ANY_ORDER
+    softmax_offset: Tensor | None
 
     def __init__(
         self,

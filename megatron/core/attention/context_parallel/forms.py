@@ -159,8 +159,8 @@ class EqualHeads:
         if self.only_documents and mask.documents is None:
             return self.inner(query, key, value, mask)
         width = max(key.shape[-1], value.shape[-1])
-        parts = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        return self.inner(*parts, mask)[..., : value.shape[-1]]
+        q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        return self.inner(q, k, v, mask)[..., : value.shape[-1]]
 
 
 @dataclass(frozen=True)
