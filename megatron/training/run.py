@@ -302,12 +302,8 @@ def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
     cls = type(task)
     own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
     provider, get_batch = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
-    if (
-        provider
-        or not get_batch
-        or not isinstance(task, LanguageModelTask)
-        or task.cfg.data.dataloader_type == "external"
-    ):
+    is_external = task.cfg.data.dataloader_type == "external"
+    if provider or not get_batch or is_external or not isinstance(task, LanguageModelTask):
         return
     expected = task.random_sample(np.random.default_rng(0))
     for name, dataset in datasets.items():
