@@ -96,8 +96,8 @@ def run_tool(name: str, arguments: Sequence[str]) -> int:
 
 
 def pretrain(arguments: Sequence[str]) -> int:
-    """Run the pretraining program ``arguments[0]`` in this process; return the exit code. With --nproc, replace this
-    process by torchrun instead and never return. Help, an unknown program or a bad --nproc value prints a message."""
+    """Run the pretraining program ``arguments[0]`` in this process; return the exit code. With --nproc, check the
+    settings, and replace this process by torchrun. Help, an unknown program or a bad --nproc value prints a message."""
     if not arguments or (arguments[0] not in programs() and "." not in arguments[0]):
         asked = {"-h", "--help"} & set(arguments[:1])
         (sys.stdout if asked else sys.stderr).write(PRETRAIN_USAGE % ",".join(programs()))
@@ -108,13 +108,21 @@ def pretrain(arguments: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
-    if count is not None and not {"-h", "--help"} & set(flags):
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", *launcher, "-m", "megatron", "pretrain", name, *flags])
     from megatron.training import entry
 
-    return entry.pretrain(name, f"megatron pretrain {name}", flags)
+    called = f"megatron pretrain {name}"
+    if count is None or {"-h", "--help"} & set(flags):
+        return entry.pretrain(name, called, flags)
+    if count.isdecimal():
+        os.environ["WORLD_SIZE"] = count  # as in the processes: wrong settings end here, in one message
+        try:
+            if entry.read_settings(name, called, flags) is None:
+                return 0
+        finally:
+            del os.environ["WORLD_SIZE"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    sys.stdout.flush()
+    return os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron", "pretrain", name, *flags])
 
 
 def parse_nproc(flags: Sequence[str]) -> tuple[str | None, list[str]]:

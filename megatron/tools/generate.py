@@ -79,14 +79,11 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
         UserError: a flag is out of range, the prompt file is unreadable, or the checkpoint cannot be used.
     """
     from megatron.core.inference.sampling import Sampling
-    from megatron.core.models.registry import get_family
     from megatron.training.trained_model import load_trained_model
 
     check_ranges(args)
     prompts = load_prompts(args)
-    if args.family:
-        get_family(args.family)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py")
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family)
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)

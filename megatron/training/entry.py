@@ -8,30 +8,37 @@ from megatron.core.config.cli import ConfigError
 from megatron.core.config.problems import missing
 from megatron.core.models.registry import find_program
 from megatron.training.arguments import exit_on_config_error, parse_args
+from megatron.training.config.flat import FlatConfig
 from megatron.training.report.dry_run import preflight
 
 
-def pretrain(name: str, called: str, argv: Sequence[str] | None = None) -> int:
-    """Run the program ``name``; return the exit code. Raises SystemExit with status 2, after a list of problems on
-    stderr, for a wrong configuration, and with 0 after --help or --version. A dry run returns 0.
-
-    Parses the command line first, so that ``--help`` and wrong flags are answered before torch is imported.
-
-    Args:
-        name: a program of the registry, such as ``gpt``, or the module of a model family outside of ``megatron``.
-        called: name of the command as the user typed it, for error messages.
-        argv: its flags; None: this process's command line.
-    """
+def read_settings(name: str, called: str, argv: Sequence[str] | None = None) -> FlatConfig | None:
+    """Parse and check the command line of :func:`pretrain`, without importing torch; return the settings, None after a
+    dry run. Raises SystemExit with status 2, after a list of problems on stderr, for a wrong configuration, and with 0
+    after --help or --version."""
     family, program = find_program(name)
     with exit_on_config_error(called):
         defaults = {"tokenizer_type": family.tokenizer_type}
         cfg = parse_args(argv, args_defaults=defaults, model_family=family.name)
         if unset := [field for field in program.required if getattr(cfg, field) is None]:
             raise ConfigError(missing(cfg, field) for field in unset)
-        if preflight(cfg):
-            return 0
+        return None if preflight(cfg) else cfg
+
+
+def pretrain(name: str, called: str, argv: Sequence[str] | None = None) -> int:
+    """Run the program ``name``; return the exit code, 0 after a dry run. Raises SystemExit as :func:`read_settings`,
+    which comes first, so that ``--help`` and wrong flags are answered before torch is imported.
+
+    Args:
+        name: a program of the registry, such as ``gpt``, or the module of a model family outside of ``megatron``.
+        called: name of the command as the user typed it, for error messages.
+        argv: its flags; None: this process's command line.
+    """
+    cfg = read_settings(name, called, argv)
+    if cfg is None:
+        return 0
 
     from megatron.training.run import run
     from megatron.training.tasks.language_model import task_class
 
-    return run(cfg, task_class(family.name))
+    return run(cfg, task_class(cfg.model_family))

@@ -82,18 +82,10 @@ class Evaluator:
         sampler = EvalSampler(self.shard, self.cfg.validation.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)
         batches, steps = self._batches(eval_set, sampler)
+        step, number, size = self.task.forward_step, sampler.micro_batches_per_step, self.shard.micro_batch_size
         for _ in range(steps):
-            sums.add(
-                choose_runner()(
-                    forward_step_func=self.task.forward_step,
-                    model=self.model,
-                    forward_only=True,
-                    on_forward=self.on_forward,
-                    **self.task.micro_batches(
-                        batches, sampler.micro_batches_per_step, self.cfg.validation.eval_micro_batch_size
-                    ),
-                )
-            )
+            inputs = self.task.micro_batches(batches, number, size) | {"on_forward": self.on_forward}
+            sums.add(choose_runner()(forward_step_func=step, model=self.model, forward_only=True, **inputs))
         sums.share(self.groups.pp).all_reduce(self.groups.dp_cp)
         if steps and not sums.count():
             named = "" if eval_set.name is None else f" on {eval_set.name}"

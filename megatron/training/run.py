@@ -37,7 +37,7 @@ from megatron.training.data.datasets import batch_size_at, samples_per_split
 from megatron.training.data.loader import BatchReader, EpochShuffle, Shard, TrainSampler, build_loader, sequential
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import eval_sets
-from megatron.training.exits.conditions import ExitConditions
+from megatron.training.exits.conditions import ExitConditions, ExitReason
 from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook, RunInfo, check_methods
 from megatron.training.hooks.build import build_hooks
@@ -146,7 +146,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         trainer.hooks.on_train_start(info)
         try:
             with _closing(trainer, watchdog):
-                code = _train_and_evaluate(trainer)
+                reason = None if cfg.validation.skip_train else trainer.train()
+                code = _final_evaluation(trainer, reason)
         except UserError:
             raise
         except Exception as error:  # torch reports a dead loader worker in the main thread at any time, also in closing
@@ -232,14 +233,13 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
     return built[0]
 
 
-def _train_and_evaluate(trainer: Trainer) -> int:
-    """Train, unless --skip-train is set, then run the final validation and test; return the exit code,
-    UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end skips the final evaluations, and a
-    signal skips the remaining ones. Collective."""
+def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
+    """Run the final validation and test after training, which ended for ``reason`` (None: --skip-train); return the
+    exit code, UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end skips the evaluations, and
+    a signal skips the remaining ones. Collective."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
-    if not cfg.validation.skip_train:
-        reason = trainer.train()
+    if reason is not None:
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
             if parts.state.iteration >= cfg.training.train_iters:  # a signal arrived in the last iteration
@@ -302,12 +302,8 @@ def _check_custom_data(task: Task, datasets: dict[str, Any]) -> None:
     cls = type(task)
     own = [getattr(cls, name, None) for name in ("train_valid_test_datasets_provider", "get_batch")]
     provider, get_batch = (getattr(each, "__module__", "").startswith("megatron.") for each in own)
-    if (
-        provider
-        or not get_batch
-        or not isinstance(task, LanguageModelTask)
-        or task.cfg.data.dataloader_type == "external"
-    ):
+    is_external = task.cfg.data.dataloader_type == "external"
+    if provider or not get_batch or is_external or not isinstance(task, LanguageModelTask):
         return
     expected = task.random_sample(np.random.default_rng(0))
     for name, dataset in datasets.items():

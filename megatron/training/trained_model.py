@@ -12,6 +12,7 @@ from torch import nn
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.family import ModelFamily
+from megatron.core.models.registry import get_family
 from megatron.core.tokenizers import build_tokenizer
 from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, validate_args
@@ -42,7 +43,7 @@ class TrainedModel:
     model: nn.Module
 
 
-def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel:
+def load_trained_model(folder: str, step: int | None, tool: str, module: str | None = None) -> TrainedModel:
     """Return model (evaluation mode, single process), settings and tokenizer of a --save directory, or of a Hugging
     Face folder if there is no checkpoint and ``step`` is None. Loads weights only.
 
@@ -50,10 +51,13 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
         folder: value for --load.
         step: iteration to load; None: the latest.
         tool: path of the calling program, ``ModelFamily.tool`` of the families that it serves.
+        module: module of a family outside of ``megatron``, which checkpoints name but must not import.
 
     Raises:
         UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
     """
+    if module is not None:
+        get_family(module)
     if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
         return _load_hugging_face(folder, tool)
     stored = load_checkpoint_args(folder, step)

@@ -97,7 +97,8 @@ class Trainer:
             metrics = self._skip_batch(size)
         else:
             with self.timers("forward-backward", log_level=1):
-                local, counts = self._forward_backward(size)
+                inputs, counts = self._prepare(size)
+                local = LossSums(self.device).add(self.forward_backward(**inputs)).pairs
             metrics = self._update(size, local, counts)
         metrics.learning_rate = rate
         if self.cfg.schedule.weight_decay_incr_style != "constant":
@@ -118,8 +119,8 @@ class Trainer:
         return self.last_mark - before
 
     def _update(self, size: int, local: dict[str, Tensor], counts: Tensor) -> StepMetrics:
-        """Reduce the gradients and step the optimizer, from the results of :meth:`_forward_backward`; return the
-        measurements, with a learning rate of 0. With fp16 and with --no-check-for-nan-in-loss-and-grad waits for the
+        """Reduce the gradients and step the optimizer, from this rank's loss sums and the counts over all ranks; return
+        the measurements, with a learning rate of 0. With fp16 or --no-check-for-nan-in-loss-and-grad waits for the
         device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
         iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
         the loss."""
@@ -158,22 +159,21 @@ class Trainer:
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
         return metrics
 
-    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Read the micro-batches of the global batch, weigh the losses by its valid tokens, zero ``main_grad`` and
-        accumulate gradients in it. Collective: counts are all-reduced over ``dp_cp`` before the forward pass. Returns
-        the loss sums of this rank's micro-batches, and the counts over all ranks, fp64 [losses]."""
+    def _prepare(self, size: int) -> tuple[dict[str, object], Tensor]:
+        """Zero ``main_grad``, read the micro-batches of the global batch and weigh the losses by its valid tokens.
+        Collective: counts are all-reduced over ``dp_cp``. Returns the arguments of ``forward_backward``, and the counts
+        over all ranks, fp64 [losses]."""
         parts, cfg, task = self.parts, self.cfg, self.parts.task
         for chunk in parts.model:
             chunk.zero_grad_buffer()
-        number = self._num_microbatches(size)
         batches, counts = self._read(size)
         counts = global_counts(counts, parts.groups, self.device)
         task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
-        results = self.forward_backward(
-            forward_step_func=task.forward_step, model=parts.model, loss_weights=task.loss_weights,
-            on_forward=parts.on_forward, **task.micro_batches(batches, number, cfg.training.micro_batch_size),
-        )  # fmt: skip
-        return LossSums(self.device).add(results).pairs, counts
+        return {
+            "forward_step_func": task.forward_step, "model": parts.model, "loss_weights": task.loss_weights,
+            "on_forward": parts.on_forward,
+            **task.micro_batches(batches, self._num_microbatches(size), cfg.training.micro_batch_size),
+        }, counts  # fmt: skip
 
     def _reduce(self, local: dict[str, Tensor], counts: Tensor) -> tuple[LossSums, Tensor]:
         """Complete the gradients, and the loss sums over all ranks: collective over data-parallel ranks and the

@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.tiles import Tile
+from megatron.core.extensions.flash_attn import MODULES
 
 
 def attention(query, key, value, scale, causal, window):
@@ -32,50 +33,25 @@ def packed_attention(query, key, value, bounds, scale, causal, window):
     return torch.cat(parts)
 
 
-def version_2(calls):
-    """A module ``flash_attn``; every call's name is added to ``calls``."""
-    module = types.ModuleType("flash_attn")
+def version_2_or_3(version, calls):
+    """A module ``flash_attn``, or ``flash_attn_interface`` of an early release, which returns (out, lse). Takes the
+    arguments that both versions have; every call's name is added to ``calls``."""
+    module = types.ModuleType(MODULES[version])
 
-    def flash_attn_func(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-        alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    ):  # fmt: skip
+    def returned(out):
+        return out if version == 2 else (out, None)
+
+    def flash_attn_func(q, k, v, *, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False):
         calls.append("dense")
-        return attention(q, k, v, softmax_scale, causal, window_size)
+        return returned(attention(q, k, v, softmax_scale, causal, window_size))
 
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-        return_attn_probs=False, block_table=None,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale=None, causal=False,
+        window_size=(-1, -1), deterministic=False,
     ):  # fmt: skip
-        assert cu_seqlens_q.dtype == torch.int32 and max_seqlen_q >= cu_seqlens_q.diff().max()
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and max_seqlen_q >= cu_seqlens_q.diff().max()
         calls.append("packed")
-        return packed_attention(q, k, v, cu_seqlens_q, softmax_scale, causal, window_size)
-
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    return module
-
-
-def version_3(calls):
-    """A module ``flash_attn_interface`` of an early release, which returns (out, lse)."""
-    module = types.ModuleType("flash_attn_interface")
-
-    def flash_attn_func(
-        q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-        sm_margin=0,
-    ):  # fmt: skip
-        calls.append("dense")
-        return attention(q, k, v, softmax_scale, causal, window_size), None
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-        softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-        sm_margin=0,
-    ):  # fmt: skip
-        calls.append("packed")
-        return packed_attention(q, k, v, cu_seqlens_q, softmax_scale, causal, window_size), None
+        return returned(packed_attention(q, k, v, cu_seqlens_q, softmax_scale, causal, window_size))
 
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     return module
@@ -104,7 +80,7 @@ def _tiles_of(query, key, options):
 
 def version_4(calls):
     """A module ``flash_attn.cute.interface``."""
-    module = types.ModuleType("flash_attn.cute.interface")
+    module = types.ModuleType(MODULES[4])
 
     def heads_first(x):
         return x.transpose(0, 1).unsqueeze(0)
@@ -144,6 +120,6 @@ def version_4(calls):
 def install(monkeypatch, version):
     """Puts a fake of ``version`` where ``import`` finds it; returns the list that its calls are added to."""
     calls = []
-    module = {2: version_2, 3: version_3, 4: version_4}[version](calls)
+    module = version_4(calls) if version == 4 else version_2_or_3(version, calls)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return calls

@@ -1,12 +1,14 @@
 """Every program ends with exit code 2 and one message after an error in its input."""
 
+import os
+
 import pytest
 
 from megatron.console import TOOLS, main, run_tool
 from megatron.core.models.registry import programs
 from megatron.training.checks.self_checks import ReplicasDiffer
 from megatron.training.observe.metrics import NonFiniteError
-from tests.test_utils.gpt_runs import train_with_errors
+from tests.test_utils.gpt_runs import MODEL_FLAGS, train_with_errors
 
 BAD_INPUT = {
     "preprocess": "--input nothing.jsonl --output-prefix out --tokenizer-type ByteLevelTokenizer",
@@ -48,6 +50,42 @@ def test_pretraining_ends_with_2_after_a_wrong_flag(model, capsys):
     with pytest.raises(SystemExit) as end:
         main(["pretrain", model, "--num-layers", "-1"])
     assert end.value.code == 2 and "--num-layers -1" in capsys.readouterr().err
+
+
+NPROC = "pretrain gpt --mock-data --nproc"
+
+
+def starts(monkeypatch, words):
+    """Return the exit code of ``megatron`` with ``words``, and the command that replaces the process."""
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[1:]))
+    try:
+        return main(words), commands
+    except SystemExit as end:
+        return end.code, commands
+
+
+@pytest.mark.parametrize("count, flags, message", [
+    (2, "--num-layers -1", "--num-layers -1: must be"), (3, "--tensor-model-parallel-size 2", "world size 3"),
+    (2, "--nope", "--nope: unknown flag"),
+])  # fmt: skip
+def test_wrong_settings_end_before_torchrun_starts_processes(count, flags, message, monkeypatch, capsys):
+    assert starts(monkeypatch, [*NPROC.split(), str(count), *MODEL_FLAGS, *flags.split()]) == (2, [])
+    assert message in capsys.readouterr().err and "WORLD_SIZE" not in os.environ
+
+
+def test_a_dry_run_of_several_processes_needs_one(monkeypatch, capsys):
+    words = [*NPROC.split(), "4", *MODEL_FLAGS, "--tensor-model-parallel-size", "2", "--dry-run"]
+    assert starts(monkeypatch, words) == (0, [])
+    assert "4 = tensor 2 x pipeline 1 x context 1 x data 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", ["2", "auto"])
+def test_right_settings_start_torchrun(count, monkeypatch):
+    flags = [*MODEL_FLAGS, "--mock-data", "--distributed-backend", "gloo"]
+    _, (command,) = starts(monkeypatch, ["pretrain", "gpt", "--nproc", count, *flags])
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    assert command == [*launcher, "-m", "megatron", "pretrain", "gpt", *flags]
 
 
 @pytest.mark.parametrize("flags", ["--load {folder}/nothing --exit-on-missing-checkpoint --mock-data",

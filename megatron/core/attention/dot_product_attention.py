@@ -6,8 +6,7 @@ Soft cap, bias and sink are optional. The module combines a kernel, selected onc
 a context-parallel form (``context_parallel/forms.py``), looked up at every call by the ranks of the token layout. One
 rank calls the kernel on full sequences.
 
-Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d head dim, e head dim of
-values.
+Legend: s, t query and key sequence, b batch, a query heads, g key/value groups, d and e head dims of keys and values.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from megatron.core.attention.choose import UNEQUAL_HEADS, build_kernel, build_request
 from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.context_parallel import forms
-from megatron.core.attention.context_parallel.forms import Attention, EqualHeads, FullSequence
+from megatron.core.attention.context_parallel.forms import Attention, EqualHeads
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.sink import add_sink, has_sink
@@ -50,6 +49,7 @@ class CoreAttention(nn.Module):
     context-parallel size than ``config``."""
 
     mixes_tokens, layouts = True, ANY_ORDER
+    softmax_offset: Tensor | None
 
     def __init__(
         self,
@@ -105,21 +105,20 @@ class CoreAttention(nn.Module):
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
         hidden, bias = (None, None) if self.is_cross else (ctx.attention_mask, ctx.position_bias)
-        mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias)
-        return self.form(ctx.layout)(query, key, value, mask, self.softmax_offset).flatten(2)
+        mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
+        return self.form(ctx.layout)(query, key, value, mask).flatten(2)
 
     def form(self, layout: TokenLayout) -> Attention:
         """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;
         built once per (group, order, levels) and cached. Raises ValueError for the default layout if the program has
         several context-parallel ranks."""
         ranks = layout.group, layout.order, layout.levels
-        form = self._forms.get(ranks)
-        if form is None:
+        if (form := self._forms.get(ranks)) is None:
             if layout.is_default and self._static.group.size > 1:
                 raise ValueError(f"attention over {self._static.group.size} context-parallel ranks needs ctx.layout")
             form = forms.build_form(self.kind, layout, self.kernel, self._sink)
             if self._channels[0] != self._channels[1]:
-                whole = isinstance(form, FullSequence)
+                whole = form == self.kernel.attend
                 if not whole or self.choice.kernel not in UNEQUAL_HEADS:
                     form = EqualHeads(form, only_documents=whole and self.choice.kernel == "cudnn")
             self._forms[ranks] = form
@@ -134,7 +133,7 @@ class CoreAttention(nn.Module):
             keys, values = self._channels
             words += "" if form.only_documents else f", heads of {keys} and {values} channels filled up"
             form = form.inner
-        if isinstance(form, FullSequence):
+        if form == self.kernel.attend:
             return words
         if self._static.group.size == 1:
             return f"{words}, then the sink by the log-sum-exp"
@@ -143,10 +142,9 @@ class CoreAttention(nn.Module):
     def _weight_dropout(self, ctx: AttentionContext) -> WeightDropout | None:
         """Return the dropout of attention weights at the tokens of ``ctx.dropout``; None in eval mode or with rate 0.
         Raises ValueError if it is needed and that is None."""
-        at = ctx.dropout
         if not self.rate or not self.training:
             return None
-        if at is None:
+        if (at := ctx.dropout) is None:
             raise ValueError(
                 f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
                 "set attention_dropout to 0 or call eval()"

@@ -22,7 +22,7 @@ from megatron.core.attention.tiles import Bounds, Tile, Visibility
 
 @dataclass(frozen=True)
 class Mask:
-    """Visible query-key pairs of a batch, with dropout and bias of their scores."""
+    """Visible query-key pairs of a batch, with dropout, bias and sink of their softmax."""
 
     visibility: Visibility = Visibility()
     documents: PackedSeqParams | None = None
@@ -33,6 +33,8 @@ class Mask:
     """Dropout of attention weights; unfused kernel only."""
     bias: Tensor | None = None
     """Bias [a, n] added to scaled scores by head and distance (``position_bias.py``)."""
+    sink: Tensor | None = None
+    """Logit [a] per head in every softmax (``sink.py``); attention over key blocks only."""
 
     @property
     def bounds(self) -> tuple[Bounds, Bounds] | None:

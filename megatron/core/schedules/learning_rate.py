@@ -266,11 +266,11 @@ class OptimizerParamScheduler:
         """Return the schedule and the position (``num_steps``, in samples) as plain numbers and strings."""
         return {**asdict(self.plan), "num_steps": self.num_steps}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], consumed: int | None = None) -> None:
         """Restore the position and update all parameter groups. If the stored schedule differs, the constructor's
         options decide which one is used, and a warning lists the differences; ``wd_incr_steps`` is not compared if
-        weight decay is constant. Raises UserError, with nothing changed, if they differ and neither option is set (only
-        the decay length differs: with the effects of both options), or the stored fields do not match."""
+        weight decay is constant. Raises UserError, with nothing changed, for other fields, or if they differ without an
+        option; for another decay length with both options' rates at ``consumed`` samples (None: stored position)."""
         fields = dict(state_dict)
         num_steps = int(fields.pop("num_steps"))
         unknown = set(fields) ^ set(SchedulePlan.__dataclass_fields__)
@@ -289,7 +289,7 @@ class OptimizerParamScheduler:
         elif differences and self.override_opt_param_scheduler:
             logger.warning("overriding the schedule of the checkpoint: %s", "; ".join(differences))
         elif {each.partition(":")[0] for each in differences} - {"wd_incr_steps"} == {"lr_decay_steps"}:
-            raise UserError(_other_length(stored, self.plan, num_steps))
+            raise UserError(_other_length(stored, self.plan, num_steps if consumed is None else consumed))
         elif differences:
             raise UserError(
                 f"the learning rate schedule differs from the checkpoint's ({'; '.join(differences)}): give "

@@ -114,9 +114,8 @@ class Loading:
         self.cfg, self.world = live.cfg, live.groups.world
         self.found, self.weights_only = start.found, start.weights_only
         self.reader = together_reader(self.found.directory, self.world)
-        self.goes_on = (
-            not self.weights_only and not self.cfg.validation.skip_train
-        )  # evaluation: weights and counters only
+        # evaluation: weights and counters only
+        self.goes_on = not self.weights_only and not self.cfg.validation.skip_train
         self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.checkpoint.no_load_optim
         self.wants_rng = self.goes_on and not self.cfg.checkpoint.no_load_rng
         saves_masters = live.optimizer is not None and live.optimizer.saves_masters
@@ -157,7 +156,8 @@ class Loading:
         if live.optimizer is not None and state is not None:
             live.optimizer.load_state_dict({**state, **reader.objects["optimizer"]})
             if live.scheduler is not None and "scheduler" in reader.objects:
-                live.scheduler.load_state_dict(reader.objects["scheduler"])
+                consumed = reader.objects["train_state"]["consumed_train_samples"]
+                live.scheduler.load_state_dict(reader.objects["scheduler"], consumed)
         elif live.optimizer is not None:
             live.optimizer.reload_model_params()
         if wants_scales:

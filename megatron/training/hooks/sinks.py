@@ -211,7 +211,7 @@ class TensorBoardSink(Sink):
         for path in [file.path for file in self.history if rolled_back and file.path.exists()]:
             for record in read_metrics(path):
                 shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
-                if shown and record["consumed_samples"] >= purge_step:
+                if shown and record["iteration"] < purge_step <= record["consumed_samples"]:
                     self.write(record, again=True)
 
     def write(self, record: Record, again: bool = False) -> None:

@@ -161,11 +161,8 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
 def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Record:
     """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid" or "test", counters, losses at
     the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
-    record: Record = {
-        "kind": "valid" if result.name == "validation" else "test",
-        "iteration": iteration,
-        "consumed_samples": consumed_samples,
-    }
+    kind = "valid" if result.name == "validation" else "test"
+    record: Record = {"kind": kind, "iteration": iteration, "consumed_samples": consumed_samples}
     if result.dataset is not None:
         record["dataset"] = result.dataset
     if result.final:
@@ -251,15 +248,15 @@ class MetricsFile:
         self.path = Path(path)
         self.waiting: list[bytes] = []
         self.num_cut = 0
-        """Records that :meth:`resume` removed; if above 0, sinks hold points that training will repeat."""
+        """Records that :meth:`resume` must remove; if above 0, sinks hold points that training will repeat."""
         self._size: int | None = None
-        self._warned = self._unsynced = False
+        self._num_lost, self._warned, self._unsynced = 0, False, False
 
     def resume(self, iteration: int) -> int:
         """Remove records that training after ``iteration`` will write again; return their number. These are records of
         later iterations, final evaluations (written after the last iteration of a run that now continues) and torn or
         unreadable lines. They move to the append-only ``<name>.cut-<iteration>``, so that a rollback loses nothing. The
-        file is replaced atomically; a missing one is not created. An OSError only gives one warning."""
+        file is replaced atomically; a missing one is not created. An OSError gives one warning; the records stay."""
         self.num_cut = 0
         try:
             if self.path.exists():
@@ -269,10 +266,12 @@ class MetricsFile:
         return self.num_cut
 
     def append(self, record: Record) -> None:
-        """Queue one record of plain numbers; :meth:`flush` writes it. Drops the record without a message if
-        ``MAX_WAITING`` records are queued."""
+        """Queue one record of plain numbers; :meth:`flush` writes it. Drops the record if ``MAX_WAITING`` records are
+        queued; the next flush that succeeds logs the number of dropped records."""
         if len(self.waiting) < self.MAX_WAITING:
             self.waiting.append(encode(record))
+        else:
+            self._num_lost += 1
 
     def flush(self, durable: bool = False) -> None:
         """Write the queue, so that it survives this process; with ``durable`` also fsync, so that it survives the
@@ -286,9 +285,10 @@ class MetricsFile:
             self._warn(error)
             return
         self.waiting.clear()
-        if self._warned:
-            logger.warning("%s can be written again", self.path)
-            self._warned = False
+        if self._warned or self._num_lost:
+            lost = f"; the last {self._num_lost} records did not fit in memory" if self._num_lost else ""
+            logger.warning("%s can be written again%s", self.path, lost)
+            self._num_lost, self._warned = 0, False
 
     def _write(self, data: bytes, durable: bool) -> None:
         """Append ``data`` to the file, creating the folder; with ``durable`` also fsync. First truncate the remainder

@@ -16,6 +16,7 @@ from megatron.training.rules.run_all import check
 LIBRARIES_GIB = 3.0
 """GPU memory that tensors cannot use: CUDA context, kernel workspaces and NCCL buffers."""
 MOST = 3
+NONE_FITS = "none of them alone fits this GPU: combine them, or split the model over more GPUs"
 GPUS_PER_HOST = 8
 """Largest tensor-parallel size that is suggested."""
 
@@ -68,18 +69,11 @@ def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
     model = cfg.model
     if model.recompute_granularity != "full":
         selective = ["layernorm", "mlp"] if model.num_moe_experts is None else ["layernorm", "moe_act"]
-        names = " ".join(selective)
-        yield (
-            "recompute",
-            {"recompute_granularity": "selective", "recompute_modules": selective},
-            (f"--recompute-granularity selective --recompute-modules {names}"),
-        )
-        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield (
-            "recompute",
-            {**full, "recompute_modules": None, "recompute_activations": False},
-            ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-        )
+        values: dict[str, object] = {"recompute_granularity": "selective", "recompute_modules": selective}
+        yield "recompute", values, f"--recompute-granularity selective --recompute-modules {' '.join(selective)}"
+        values = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield "recompute", {**values, "recompute_modules": None, "recompute_activations": False}, flags
     if cfg.data_parallel_size * model.context_parallel_size > 1 and not cfg.distributed.use_torch_fsdp2:
         yield "sharding", {"use_distributed_optimizer": True}, "--use-distributed-optimizer"
     if cfg.training.micro_batch_size > 1:
@@ -121,6 +115,9 @@ def fit_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
         yield "fits the GPU", f"yes, {sizes}"
         return
     yield "fits the GPU", f"NO, {sizes}"
-    for each in memory_advice(cfg, vocab_size):
+    advice = memory_advice(cfg, vocab_size)
+    for each in advice:
         fits = ", fits" if each.bytes / 2**30 <= room else ""
         yield "  add", f"{each.flags}: {each.bytes / 2**30:.1f} GiB{fits}"
+    if advice and all(each.bytes / 2**30 > room for each in advice):
+        yield "", NONE_FITS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.report.advice import LIBRARIES_GIB, memory_advice
+from megatron.training.report.advice import LIBRARIES_GIB, NONE_FITS, memory_advice
 from megatron.training.report.memory import RankMemory, estimate_memory
 
 _CPU = "can't allocate memory"
@@ -113,7 +113,7 @@ def out_of_memory(
         lines.append(f"these flags help most (estimate now {estimate.total / 2**30:.1f} GiB):")
         lines += [f"  {each.flags}: estimate {each.bytes / 2**30:.1f} GiB" for each in advice]
         if all(each.bytes > room for each in advice):
-            lines.append("none of them alone fits this GPU: combine them, or split the model over more GPUs")
+            lines.append(NONE_FITS)
     else:
         lines.append("use a smaller --micro-batch-size, --recompute-granularity full, or more GPUs")
     return OutOfMemory("\n".join(lines))

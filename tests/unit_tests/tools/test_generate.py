@@ -113,6 +113,14 @@ def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool
     assert "contains a 'bert' model; use tools/fill_mask.py" in capsys.readouterr().err
 
 
+def test_masks_of_a_family_outside_of_the_package_are_filled(tool, gloo_pool, tmp_path, capsys):
+    family = "tests.test_utils.masked_family"
+    asked = ["--load", run_of(gloo_pool, family, tmp_path), "--text", "The [MASK] jumps.", "--top-k", 1]
+    assert tool("fill-mask", *asked) == 2 and family in capsys.readouterr().err
+    assert tool("fill-mask", *asked, "--family", family) == 0
+    assert capsys.readouterr().out.startswith("The [MASK] jumps.\n  mask 1\n    ")
+
+
 def test_a_t5_of_two_depths_is_sampled_and_encodes_a_text_once(tool, gloo_pool, tmp_path, capsys, monkeypatch):
     from megatron.core.transformer.transformer_block import TransformerBlock
 

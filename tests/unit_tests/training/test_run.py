@@ -130,6 +130,6 @@ def test_a_signal_in_the_last_iteration_leaves_the_final_evaluation_to_the_next_
     )
     reason = SimpleNamespace(finished=False, exit_code=0)
     cfg = compose(FlatConfig(train_iters=4))
-    trainer = SimpleNamespace(cfg=cfg, parts=parts, exits=None, train=lambda: reason)
-    assert program._train_and_evaluate(trainer) == 0
+    trainer = SimpleNamespace(cfg=cfg, parts=parts, exits=None)
+    assert program._final_evaluation(trainer, reason) == 0
     assert ("the final evaluation is not complete" in caplog.text) == is_said

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.schedules.batch_size import running_global_batch_size
@@ -51,7 +52,7 @@ def samples_of(rank, ranks, cfg, iterations):
         scheduler=SimpleNamespace(set_samples=moments.append),
     )  # fmt: skip
 
-    def forward_backward(size):
+    def prepare(size):
         batches, counts = trainer._read(size)
         batches = list(batches)
         assert counts.tolist() == [size // ranks]
@@ -59,7 +60,7 @@ def samples_of(rank, ranks, cfg, iterations):
         return {}, counts
 
     trainer.timers = trainer.parts.task.timers
-    trainer._forward_backward = forward_backward
+    trainer._prepare, trainer.forward_backward, trainer.device = prepare, lambda: [], torch.device("cpu")
     trainer._update = lambda size, local, counts: StepMetrics(
         losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
     )

@@ -1,11 +1,11 @@
 """Context-parallel attention: ring, all-gather and all-to-all (Ulysses).
 
-``FullSequence``       no context parallelism: one kernel call on full sequences
 ``RingAttention``       K/V blocks circulate while each rank attends to the block it holds (Liu et al. 2023)
 ``AllGatherAttention``  all-gathers K/V in forward, and again in backward; saves local K/V only
 ``AllToAllAttention``   exchanges heads for sequence, so that each rank has full sequences of a / n heads (Jacobs et
                         al. 2023); the inner attention may be a ring over an outer group (hierarchical, a2a+p2p)
 
+Without context parallelism and sinks the attention is the kernel's ``attend`` on full sequences.
 Inputs and outputs are local tensors [s, b, heads, d] in the order of the token layout. Memory saved for backward does
 not grow with the group: local tensors, or for all-to-all equally many elements with fewer heads and longer sequences.
 
@@ -34,8 +34,8 @@ from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 
-Attention = Callable[..., Tensor]
-"""``(query, key, value, mask, sink=None) -> out``; ``sink`` [a] is a logit per head in every softmax (``sink.py``)."""
+Attention = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+"""``(query, key, value, mask) -> out``, as ``Kernel.attend``."""
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,6 @@ def _refuse_dense(mask: Mask) -> None:
 
 
 @dataclass(frozen=True)
-class FullSequence:
-    """Attention on full sequences (no context parallelism), without a sink."""
-
-    kernel: Kernel
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: None = None) -> Tensor:
-        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]."""
-        assert sink is None, "a sink needs a form with the log-sum-exp"
-        return self.kernel.attend(query, key, value, mask)
-
-
-@dataclass(frozen=True)
 class EqualHeads:
     """Zero-pads heads to one dim for an ``inner`` that requires it (MLA), and cuts the output to the value head dim."""
 
@@ -164,15 +152,15 @@ class EqualHeads:
     only_documents: bool = False
     """Whether ``inner`` requires equal head dims only for packed documents."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]. Pads copies of the narrower
         tensors with zeros to max(d, e), calls ``inner``, and returns a view of the first e channels. With
         ``only_documents`` and no documents calls ``inner`` directly."""
         if self.only_documents and mask.documents is None:
-            return self.inner(query, key, value, mask, sink)
+            return self.inner(query, key, value, mask)
         width = max(key.shape[-1], value.shape[-1])
-        parts = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        return self.inner(*parts, mask, sink)[..., : value.shape[-1]]
+        q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        return self.inner(q, k, v, mask)[..., : value.shape[-1]]
 
 
 @dataclass(frozen=True)
@@ -205,24 +193,24 @@ class RingAttention(_BlockAttention):
     """Ring attention: K/V blocks circulate in the layout's group; each transfer overlaps the attention to the current
     block."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]; ``sink`` [a].
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d].
         Collective over the group in forward and backward. Raises UserError for dense masks and lengths that the ranks
         cannot split."""
         group, length = self.layout.group, self.layout.full_length(len(key))
         spans = [self.layout.spans(length, (group.rank - step) % group.size) for step in range(group.size)]
-        return _Ring.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, spans))
+        return _Ring.apply(query, key, value, mask.sink, mask.bias, self._plan(query, key, mask, spans))
 
 
 class AllGatherAttention(_BlockAttention):
     """All-gather attention: every rank holds all keys and values during one layer's attention, forward and backward."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d]; ``sink`` [a].
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Map query [s, b, a, d], key and value [t, b, g, d] of this rank's tokens to [s, b, a, d].
         Collective over the group in forward and backward. Raises UserError for dense masks and lengths that the ranks
         cannot split."""
         everything = ((0, self.layout.full_length(len(key))),)
-        return _AllGather.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, [everything]))
+        return _AllGather.apply(query, key, value, mask.sink, mask.bias, self._plan(query, key, mask, [everything]))
 
 
 @dataclass(frozen=True)
@@ -240,15 +228,15 @@ class AllToAllAttention:
     layout: TokenLayout
     inner: Attention
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key and value [s, b, g, d] to [s, b, a, d]: one all-to-all of all three, ``inner`` on
-        this rank's share of the heads, one all-to-all back. a and g must be divisible by the group size. ``sink`` [a]
-        and the mask's bias hold all heads of this rank; ``inner`` gets its slice. Raises UserError for dense masks."""
+        this rank's share of the heads, one all-to-all back. a and g must be divisible by the group size. The
+        mask's sink and bias hold all heads of this rank; ``inner`` gets its slice. Raises UserError for dense masks."""
         _refuse_dense(mask)
         group = self.layout.group
         query, key, value = self.layout.heads(query, key, value)
-        own, bias = (None if x is None else x.chunk(group.size)[group.rank] for x in (sink, mask.bias))
-        return self.layout.tokens(self.inner(query, key, value, replace(mask, bias=bias), own))
+        sink, bias = (None if x is None else x.chunk(group.size)[group.rank] for x in (mask.sink, mask.bias))
+        return self.layout.tokens(self.inner(query, key, value, replace(mask, sink=sink, bias=bias)))
 
 
 def _levels(kind: str, layout: TokenLayout) -> tuple[TokenLayout, TokenLayout]:
@@ -285,7 +273,7 @@ def build_form(kind: str, layout: TokenLayout, kernel: Kernel, sink: bool) -> At
     # unfused: use a ring even of one rank, which saves the log-sum-exp; full-sequence autograd saves s^2 weights
     in_blocks = outside.group.size > 1 or sink or (split and isinstance(kernel, UnfusedAttention))
     blocks = AllGatherAttention if kind == "allgather" else RingAttention
-    inner: Attention = blocks(outside, kernel) if in_blocks else FullSequence(kernel)
+    inner: Attention = blocks(outside, kernel) if in_blocks else kernel.attend
     return AllToAllAttention(inside, inner) if split else inner
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.attention.context_parallel.forms import EqualHeads, FullSequence, RingAttention
+from megatron.core.attention.context_parallel.forms import EqualHeads, RingAttention
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
 from megatron.core.attention.token_layout import TokenLayout
@@ -69,7 +69,8 @@ def test_heads_of_two_sizes_attend_as_their_formula(sizes, softmax_type):
     for mine, theirs in zip(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad)):
         torch.testing.assert_close(mine, theirs)
     filled = keys != values and in_blocks
-    assert isinstance(core.form(TokenLayout()), EqualHeads if filled else RingAttention if in_blocks else FullSequence)
+    form = core.form(TokenLayout())
+    assert isinstance(form, EqualHeads if filled else RingAttention) if in_blocks else form == core.kernel.attend
     assert (f"heads of {keys} and {values} channels filled up" in core.description) == filled
 
 

@@ -1,6 +1,7 @@
 """TensorBoard holds every point once, under the tags that dashboards know, read back by TensorBoard's own reader."""
 
 import logging
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -89,6 +90,14 @@ def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, 
     assert steps == sorted(set(steps))
     by_samples = [step for step, _ in points(resumed, f"{tag} vs samples")]
     assert by_samples and sorted(by_samples) == [8 * step for step in steps]
+
+
+def test_a_rollback_restores_no_later_points_if_the_history_cannot_be_cut(tmp_path, simulated_run, monkeypatch):
+    run = simulated_run()
+    run.train(hooks_of(tmp_path), 1, 10)
+    monkeypatch.setattr("megatron.training.observe.metrics.create_file", mock.Mock(side_effect=OSError(28, "full")))
+    run.train(hooks_of(tmp_path), 6, 8)
+    assert [step for step, _ in points(tmp_path, "lm loss vs samples")] == [8 * step for step in range(1, 9)]
 
 
 def test_test_results_do_not_overwrite_validation():

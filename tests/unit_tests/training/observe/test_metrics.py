@@ -264,6 +264,22 @@ def test_a_full_disk_warns_once_and_loses_nothing(tmp_path, caplog):
     assert iterations_of(path) == [1, 2, 3, 4]
 
 
+def test_records_that_do_not_fit_in_memory_are_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(MetricsFile, "MAX_WAITING", 2)
+    (tmp_path / "save").write_text("a file where the directory should be")
+    file = MetricsFile(tmp_path / "save" / "metrics.jsonl")
+    for iteration in (1, 2, 3, 4, 5):
+        file.append(record(iteration))
+        file.flush()
+    (tmp_path / "save").unlink()
+    file.flush()
+    assert iterations_of(file.path) == [1, 2]
+    assert caplog.messages[1:] == [f"{file.path} can be written again; the last 3 records did not fit in memory"]
+    file.append(record(6))
+    file.flush()
+    assert iterations_of(file.path) == [1, 2, 6] and len(caplog.messages) == 2
+
+
 def test_an_unwritable_directory_warns_once(tmp_path, caplog):
     (tmp_path / "save").write_text("a file where the directory should be")
     file = MetricsFile(tmp_path / "save" / "metrics.jsonl")

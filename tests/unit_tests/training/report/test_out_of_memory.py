@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.report.advice import LIBRARIES_GIB, fit_rows, memory_advice, peak_memory
+from megatron.training.report.advice import LIBRARIES_GIB, NONE_FITS, fit_rows, memory_advice, peak_memory
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import activations_by_kind, estimate_memory, stage_activations
 from megatron.training.report.out_of_memory import HeldMemory, is_out_of_memory, measure, out_of_memory
@@ -78,6 +78,15 @@ def test_dry_run_says_whether_the_run_fits_the_gpu():
         assert rows[0][0] == "fits the GPU" and rows[0][1].startswith(f"{answer}, {need:.1f} of ")
         assert (len(rows) > 1) == (answer == "NO") and ("fits the GPU" in dry_run_report(cfg))
     assert not list(fit_rows(settings(LLAMA_8B, 8), 128256))
+
+
+@pytest.mark.parametrize("share, is_said", [(0.1, True), (0.99, False)])
+def test_dry_run_and_out_of_memory_message_say_that_no_single_flag_is_enough(share, is_said):
+    need = peak_memory(settings(LLAMA_8B, 8), 128256) / 2**30
+    cfg = settings(f"{LLAMA_8B} --gpu-memory {need * share + LIBRARIES_GIB:.2f}", 8)
+    assert ((("", NONE_FITS) in fit_rows(cfg, 128256)), NONE_FITS in dry_run_report(cfg)) == (is_said, is_said)
+    held = HeldMemory(0, 0, 0, capacity=int(cfg.program.gpu_memory * 2**30))
+    assert (NONE_FITS in str(out_of_memory(RuntimeError(), cfg, held, vocab_size=128256, where="here"))) == is_said
 
 
 def test_time_and_cost_follow_from_the_measured_rate():
