@@ -40,6 +40,10 @@ class Fp8Config(FlagGroup):
     fp8_wgrad: bool = flag("--no-fp8-wgrad", "--disable-fp8-wgrad", default=True)
     """Compute weight gradients in fp8 too."""
 
+    fp8_param_gather: bool = False
+    """All-gather fp8 copies of updated weights over data-parallel ranks: half of the bytes, the same results. Requires
+    --use-distributed-optimizer."""
+
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in the model's dtype."""
 

@@ -16,6 +16,7 @@ _RENAMED = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "layernorm_epsilon": "norm_epsilon",
+    "fp8_param": "fp8_param_gather",
     "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
     "beta_fast": "yarn_beta_fast",

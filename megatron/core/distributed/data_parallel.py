@@ -79,6 +79,10 @@ class DataParallel(nn.Module):
         """Complete the weight all-gathers, so that the weights may be read or written. Forward passes and
         ``state_dict`` wait automatically."""
 
+    def gather_exact_weights(self) -> None:
+        """Complete the weight all-gathers, including weights of which only rounded copies were gathered. Collective."""
+        self.finish_param_sync()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state dict, live tensors; names have no ``module.`` prefix."""
         return self.module.state_dict(*args, **kwargs)

@@ -70,7 +70,7 @@ class DistributedDataParallel(DataParallel):
         self._hooks += [self._on_token(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
             # wait before state_dict: otherwise a checkpoint would contain stale weights outside this rank's shard
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self._complete_weights()))
             self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
 
     def _layout(
@@ -228,6 +228,19 @@ class DistributedDataParallel(DataParallel):
         for buffer in self.grad_buffers:
             for bucket in buffer.buckets:
                 bucket.finish_gather()
+
+    def gather_exact_weights(self) -> None:
+        for buffer in self.grad_buffers:
+            for bucket in buffer.buckets:
+                bucket.gather_exactly()
+
+    @torch.no_grad()
+    def _complete_weights(self) -> None:
+        """Wait for all weight all-gathers, and write the values that GEMMs read to weights that were not gathered."""
+        self.finish_param_sync()
+        for buffer in self.grad_buffers:
+            for bucket in buffer.buckets:
+                bucket.install_copies()
 
 
 class BufferList(list[ParamAndGradBuffer]):

@@ -90,6 +90,8 @@ class Bucket:
         if storage is not None and storage.payload_bytes is not None and weights is not None and layout.group.size > 1:
             self.storage, blocks = storage, weights.numel() // storage.block
             self.payloads = torch.zeros((blocks, storage.payload_bytes), dtype=torch.uint8, device=weights.device)
+        self.is_exact = self.storage is None or not self.storage.gathers_copies
+        """Whether weights outside of this rank's shards are up to date once gathers have finished."""
         self.pending = len(self.parameters)
         """Number of gradients of the last micro-batch that are not ready."""
         self.is_last = any(getattr(each, "has_several_gradients", False) for each in self.parameters)
@@ -147,6 +149,7 @@ class Bucket:
     def _own_payloads(self, kind: type[Storage]) -> Tensor:
         """Write the payloads of this rank's shards to their blocks of ``payloads`` and return all of it, uint8 [blocks,
         bytes]; blocks of other ranks keep old values. Asserts that the optimizer has built the storages."""
+        kind.prepare(self.parameters, self.shards, self.layout.group)
         origin = self.weights.storage_offset() if self.weights is not None else 0
         for shard in self.shards:
             assert shard.storage is not None, "payloads are gathered after the optimizer has built the storages"
@@ -162,7 +165,27 @@ class Bucket:
             self._gather.wait()
             self._gather = None
             if self.storage is not None and self.weights is not None:
-                self.storage.install(self.payloads, self.weights)
+                self.is_exact = not self.storage.gathers_copies
+                if self.is_exact:
+                    self.storage.install(self.payloads, self.weights)
+
+    def gather_exactly(self) -> None:
+        """All-gather the weights themselves if GEMMs read gathered copies and the weights are not up to date. Waits for
+        gathers in flight. Collective over ``layout.group`` then."""
+        self.finish_gather()
+        if not self.is_exact and self.weights is not None:
+            own = local_shard(self.weights, self.layout.group)
+            all_gather(self.weights, own, group=self.layout.group.handle, async_op=True).wait()
+            self.is_exact = True
+
+    def install_copies(self) -> None:
+        """Write rounded values to weights outside of this rank's shards that are not up to date; no collective."""
+        if not self.is_exact and self.weights is not None and self.storage is not None:
+            own = local_shard(self.weights, self.layout.group)
+            exact = own.clone()
+            for parameter in self.parameters:
+                self.storage.install_copy(parameter)
+            own.copy_(exact)
 
 
 class ParamAndGradBuffer:
@@ -202,6 +225,8 @@ class ParamAndGradBuffer:
             self._adopt(parameter, slice(start, start + parameter.numel()))
         for bucket in self.buckets if layout.sharded else ():
             bucket.shards = list(self._shards(bucket))
+            if bucket.storage is not None:
+                self._show_payloads(bucket, bucket.storage)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -222,6 +247,13 @@ class ParamAndGradBuffer:
             view.copy_(parameter)
             # the model computes with the memory that the all-gather writes: no copy of gathered weights
             parameter.data = view
+
+    def _show_payloads(self, bucket: Bucket, kind: type[Storage]) -> None:
+        """Pass each parameter of ``bucket`` its blocks of the gathered payload."""
+        offset = int(bucket.grads.storage_offset())
+        for parameter in bucket.parameters:
+            first = (self.starts[parameter] - offset) // kind.block
+            kind.adopt(parameter, bucket.payloads[first : first - (-parameter.numel() // kind.block)])
 
     def _shards(self, bucket: Bucket) -> Iterable[ParameterShard]:
         """Yield this rank's non-empty shard of each parameter of ``bucket``, in memory order; its weights and gradient

@@ -53,7 +53,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
 def weight_rectangles(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTensor]:
     """Yield every parameter of a model chunk as rectangles; waits for weight all-gathers of a data-parallel wrapper."""
     if isinstance(module, DataParallel):
-        module.finish_param_sync()
+        module.gather_exact_weights()
     for name, parameter in unwrapped(module).named_parameters():
         yield from stored_tensors(name, parameter, groups=groups).values()
 

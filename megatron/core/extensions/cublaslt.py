@@ -157,7 +157,8 @@ def add_fp8_product(
     tensors = (total, left, right)
     if not (total.is_cuda and all(each.is_contiguous() for each in tensors)):
         return False
-    form = _Form(*total.shape, left.shape[1], left.dtype, right.dtype, total.dtype, blocks, fast)
+    (m, n), k = total.shape, left.shape[1]
+    form = _Form(m, n, k, left.dtype, right.dtype, total.dtype, blocks, fast)
     operation = _operation(form)
     if operation is None:
         return False

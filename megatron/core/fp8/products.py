@@ -29,6 +29,12 @@ def has_blocks(x: Quantized) -> bool:
     return x.scale.dim() == 2
 
 
+def transposed(x: Quantized) -> Quantized:
+    """Return the transpose of a matrix with one scale or with 128 x 128 blocks."""
+    data = x.data.view(torch.uint8).t().contiguous().view(x.data.dtype)
+    return Quantized(data, x.scale.t().contiguous() if has_blocks(x) else x.scale)
+
+
 def multiply(
     left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None
 ) -> Tensor:

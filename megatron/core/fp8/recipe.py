@@ -9,7 +9,9 @@ from torch import nn
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fp8.gemms import E4M3, E5M2, BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
+from megatron.core.fp8.storage import Fp8Gathered, GatheredCopy
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import declare
 from megatron.core.sharding.sharded_tensor import ShardedTensor
 from megatron.core.tensor_parallel.gemms import GemmPlace, Gemms, install_gemms
 
@@ -47,6 +49,12 @@ class Fp8Stack:
         if place.layer in self.in_bf16 or type(before) is not Gemms or ".experts." in place.name:
             return None
         weights = [each for name in ("weight", "shared_weight") if (each := getattr(module, name, None)) is not None]
+        if config.fp8_param_gather:
+            for weight in weights:
+                square, shape = config.fp8_recipe == "blockwise", tuple(weight.shape)
+                copy = GatheredCopy(shape, square=square, groups=() if square else (self.groups.tp,))
+                weight.fp8_copy = copy  # type: ignore[attr-defined]
+                declare(weight, storage=Fp8Gathered)
         gradient_format = E5M2 if config.fp8 == "hybrid" else E4M3
         kind = weights, self.clock, gradient_format, before.accumulate
         if config.fp8_recipe == "blockwise":

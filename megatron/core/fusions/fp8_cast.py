@@ -254,8 +254,7 @@ if triton is not None:
 
 
 def amax_triton(x: Tensor) -> Tensor:
-    """Return largest magnitudes of parts of ``x``, fp32 [n]; as integers their bits have a maximum that counts NaN as the
-    largest."""
+    """Return largest magnitudes of parts of ``x``, fp32 [n]; compared as integers their bits order NaN above all."""
     x = x.contiguous()
     blocks = max(1, triton.cdiv(x.numel(), _AMAX_BLOCK))
     steps = triton.cdiv(blocks, _AMAX_PROGRAMS_PER_SM * num_sms(x.device))

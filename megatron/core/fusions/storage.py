@@ -18,10 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.core.groups.process_groups import Group
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -50,6 +55,16 @@ def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
+class OwnedRange(Protocol):
+    """Range of a parameter that this rank updates, as far as storages depend on it (``ParameterShard``)."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    values: Tensor
+    """Weights of the range, flat."""
+
+
 class Storage:
     """Storage of one weight, or the shard of it that this rank updates. This base class is the simplest kind: the
     weight itself is exact (fp32, fp64), and an all-gather sends it as it is. ``declare(parameter, storage=Kind)``
@@ -72,6 +87,9 @@ class Storage:
     """Whether :meth:`read` returns the storage of the exact value rather than a copy."""
     saves_master = False
     """Whether a checkpoint holds the exact value next to the weight, which is rounded."""
+    gathers_copies: ClassVar[bool] = False
+    """Whether GEMMs read the gathered payload itself, so that :meth:`install` does not run; weights outside of this
+    rank's shards are then old, and :meth:`install_copy` writes them on demand."""
     block: ClassVar[int] = 1
     """Elements per block of the payload."""
     payload_bytes: ClassVar[int | None] = None
@@ -81,6 +99,11 @@ class Storage:
         self.weight = weight.detach()
         self.kept: Tensor | None = None
         """Extra storage, shaped as the weight (fp32 copy or int16 remainder); set by the buffer owner before use."""
+
+    @classmethod
+    def build(cls, weight: Tensor, *, split: bool) -> Storage:
+        """Build the storage of a parameter that declares this kind. ``split`` prefers a 16-bit remainder."""
+        return cls(weight)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +122,19 @@ class Storage:
 
     def refresh(self) -> None:
         """Set the exact value to the weight after the weight was changed from outside."""
+
+    @classmethod
+    def adopt(cls, parameter: Tensor, payload: Tensor) -> None:
+        """Called once with the payload of all blocks of ``parameter``, a view of gathered memory."""
+
+    @classmethod
+    def prepare(cls, parameters: Sequence[Tensor], shards: Sequence[OwnedRange], group: Group) -> None:
+        """Compute what payloads depend on, such as scales of full ``parameters``, before each all-gather. ``shards``:
+        ranges that this rank updates. May be collective over ``group``, which gathers."""
+
+    @classmethod
+    def install_copy(cls, parameter: Tensor) -> None:
+        """Write the rounded values of the payload to all of ``parameter``, with ``gathers_copies``."""
 
     def payload(self) -> Tensor:
         """Return what an all-gather sends: uint8 [blocks, ``payload_bytes``], the last block padded."""
@@ -177,7 +213,7 @@ def build_storage(
     ``declared``; else with ``split`` a 16-bit remainder for bf16, an fp32 copy for half precision, and the values
     themselves for wider dtypes. Keeps a reference to ``values``; extra storage is set later."""
     if declared is not None:
-        return declared(values)
+        return declared.build(values, split=split)
     if values.dtype == torch.bfloat16 and split:
         return Remainder(values)
     if values.dtype in HALF:

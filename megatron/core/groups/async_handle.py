@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from torch import Tensor
-
 
 class AsyncHandle(Protocol):
     """Collective in flight, such as ``torch.distributed.Work``; keeps its input and output tensors alive."""
@@ -18,8 +16,8 @@ class AsyncHandle(Protocol):
 class Finished:
     """Handle of a result that is already complete."""
 
-    def __init__(self, result: Tensor | None) -> None:
+    def __init__(self, result: object) -> None:
         self._result = result
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Any:
         return self._result

@@ -304,6 +304,12 @@ class MegatronOptimizer(MegatronNames):
                     entries.append(Entry(storage, grads[name], moments, lr, decay, name, shard, self.groups))
         return entries
 
+    def gather_exact_weights(self) -> None:
+        """Complete the model's weights on every rank, including weights of which only rounded copies are gathered in
+        training. Collective."""
+        for chunk in self._parallel_chunks():
+            chunk.gather_exact_weights()
+
     def _parallel_chunks(self) -> list[DataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
 

@@ -164,6 +164,8 @@ class Checkpointer:
         folder, iteration = self.fast if fast and self.fast is not None else cfg.checkpoint.save, state.iteration
         # scripts match this line: identical to Megatron-LM's up to the name of the format
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
+        if self.live.optimizer is not None:
+            self.live.optimizer.gather_exact_weights()
         optimizer = (
             None if self.live.optimizer is None or cfg.checkpoint.no_save_optim else self.live.optimizer.state_dict()
         )

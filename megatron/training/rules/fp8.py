@@ -44,9 +44,27 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
 
 
 def fp8_backend(cfg: PretrainConfig) -> Problems:
-    """Reject fp8 with Transformer Engine's layers, and with float64."""
-    if cfg.model.fp8 is None:
-        return
-    if cfg.model.transformer_impl == ENGINE:
+    """Reject fp8 with Transformer Engine's layers."""
+    if cfg.model.fp8 is not None and cfg.model.transformer_impl == ENGINE:
         reason = f"is not supported with --transformer-impl {ENGINE}"
         yield problem(cfg, "fp8", reason, "--transformer-impl local")
+
+
+def fp8_param_gather(cfg: PretrainConfig) -> Problems:
+    """Reject --fp8-param-gather without fp8, without sharded optimizer state, in full precision, or with fewer key and
+    value heads than tensor-parallel ranks, whose shared weights have separate scales."""
+    model, field = cfg.model, "fp8_param_gather"
+    if not model.fp8_param_gather:
+        return
+    if model.fp8 is None:
+        yield problem(cfg, field, "gathers weights of fp8 layers, but there are none", "add --fp8-format hybrid")
+    if cfg.distributed.use_torch_fsdp2:
+        yield problem(cfg, field, "is not supported with --use-torch-fsdp2", "remove it")
+    elif not cfg.distributed.use_distributed_optimizer:
+        yield problem(cfg, field, "requires sharded optimizer state", "add --use-distributed-optimizer")
+    if not (model.bf16 or model.fp16):
+        yield problem(cfg, field, "requires half precision", "add --bf16")
+    groups, tp = model.num_query_groups, model.tensor_model_parallel_size
+    if groups and groups < tp and not model.multi_latent_attention:
+        reason = f"is not supported with fewer key and value heads ({groups}) than tensor-parallel ranks ({tp})"
+        yield problem(cfg, field, reason, "remove it")

@@ -163,10 +163,13 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
-        TransformerConfig(**SIZES, num_moe_experts=8, fp8_dot_product_attention=True, fp8_param=True, mtp_standalone=True)
+        TransformerConfig(
+            **SIZES, num_moe_experts=8, fp8_dot_product_attention=True, fp8_multi_head_attention=True,
+            mtp_standalone=True,
+        )  # fmt: skip
     assert sorted(str(problem) for problem in caught.value.problems) == [
         "fp8_dot_product_attention True: fp8 attention is not available yet; remove it",
-        "fp8_param True: gathering weights in fp8 is not available yet; remove it",
+        "fp8_multi_head_attention True: fp8 attention is not available yet; remove it",
         "mtp_standalone True: exists in Megatron-LM, is not available here; remove it",
     ]
     with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):

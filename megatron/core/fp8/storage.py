@@ -1,0 +1,174 @@
+"""Weights of which data-parallel ranks gather fp8 copies (--fp8-param-gather): one byte per element instead of two.
+
+Each rank casts its shard of the updated weights with the scales of the full weights, for which the ranks exchange
+largest magnitudes. GEMMs read the gathered bytes, which equal those of a cast after gathering: results are the same
+bits. The weights themselves, and their exact values for the optimizer, stay as without fp8; outside of a rank's shards
+they are written only on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fp8.products import dequantize
+from megatron.core.fp8.scales import raise_over
+from megatron.core.fusions.fp8_cast import (
+    BLOCK,
+    LARGEST,
+    Quantized,
+    Scale,
+    amax_parts,
+    cast_tensor,
+    factor_of,
+    floor_to_power_of_two,
+    to_fp8,
+)
+from megatron.core.fusions.storage import Copy, OwnedRange, Remainder, Storage
+from megatron.core.groups.process_groups import Group
+
+E4M3 = torch.float8_e4m3fn
+
+
+class GatheredCopy:
+    """fp8 copy of a weight [o, i]; the attribute ``fp8_copy`` of the parameter.
+
+    Args:
+        square: whether 128 x 128 blocks have a scale each, else one scale for the weight.
+        groups: ranks that hold other parts of the weight with the same scale (tensor parallelism).
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, square: bool, groups: Sequence[Group]) -> None:
+        self.shape, self.square, self.groups = shape, square, groups
+        self.payload: Tensor | None = None
+        """Gathered bytes, uint8 [o, i]; None without data-parallel ranks."""
+        self.factor: Tensor | None = None
+        """fp32 [1] or [ceil(o / 128), ceil(i / 128)]; None before the first gather."""
+        self.inverse: Tensor | None = None
+        self.version = 0
+        """Number of gathers."""
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """The copy; None before the first gather."""
+        if self.payload is None or self.inverse is None:
+            return None
+        return Quantized(self.payload.view(E4M3), self.inverse)
+
+    @property
+    def num_scales(self) -> int:
+        return -(-self.shape[0] // BLOCK) * -(-self.shape[1] // BLOCK) if self.square else 1
+
+    def amax(self, shard: OwnedRange) -> Tensor:
+        """Return the largest magnitudes of a range, fp32 [num_scales], 0 for blocks outside of it."""
+        if not self.square:
+            return amax_parts(shard.values).amax().view(1)
+        blocks, first = self._blocks(shard.values, shard.start)
+        found = torch.zeros(self._grid(), device=shard.values.device)
+        found[first : first + len(blocks)] = blocks.abs().amax((1, 3))
+        return found.view(-1)
+
+    def set_scales(self, amax: Tensor) -> None:
+        """Set the scales from the largest magnitudes of the full weight, fp32 [num_scales]."""
+        factor = factor_of(amax, LARGEST[E4M3])
+        self.factor = floor_to_power_of_two(factor).view(self._grid()) if self.square else factor
+        self.inverse = 1.0 / self.factor
+        self.version += 1
+
+    def cast(self, values: Tensor, start: int) -> Tensor:
+        """Return the flat ``values`` of the range from element ``start`` in fp8, as uint8 [n]."""
+        assert self.factor is not None and self.inverse is not None, "scales come before casts"
+        if not self.square:
+            scale = Scale(self.factor, self.inverse)
+            copies = cast_tensor(values.view(1, -1), E4M3, scale, columns=False)
+            assert copies.rows is not None
+            return copies.rows.data.view(torch.uint8).view(-1)
+        blocks, first = self._blocks(values, start)
+        factor = self.factor[first : first + len(blocks), None, :, None]
+        width, skipped = self.shape[1], start - first * BLOCK * self.shape[1]
+        rows = to_fp8(blocks, factor, E4M3).view(torch.uint8).flatten(0, 1).flatten(1)[:, :width]
+        return rows.reshape(-1)[skipped : skipped + values.numel()]
+
+    def _grid(self) -> tuple[int, int]:
+        return -(-self.shape[0] // BLOCK), -(-self.shape[1] // BLOCK)
+
+    def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, int]:
+        """Return the rows of blocks that the flat ``values`` from element ``start`` touch, fp32 [rows of blocks, 128,
+        blocks per row, 128] with zeros elsewhere, and the index of the first."""
+        width = self.shape[1]
+        stripe = BLOCK * width
+        first, stop = start // stripe, -(-(start + values.numel()) // stripe)
+        flat = F.pad(values.float(), (start - first * stripe, stop * stripe - start - values.numel()))
+        matrix = F.pad(flat.view(-1, width), (0, -width % BLOCK))
+        return matrix.view(stop - first, BLOCK, -1, BLOCK), first
+
+
+def copy_of(parameter: Tensor) -> GatheredCopy | None:
+    """Return the fp8 copy of a parameter that declares it."""
+    return getattr(parameter, "fp8_copy", None)
+
+
+class Fp8Gathered(Storage):
+    """Storage whose payload is the fp8 copy; declared for weights, and built as :class:`Fp8Remainder` or
+    :class:`Fp8Copy`."""
+
+    gathers_copies = True
+    payload_bytes: ClassVar[int | None] = 1
+    shard: OwnedRange | None = None
+    """Range of the parameter, set before the first payload."""
+
+    @classmethod
+    def build(cls, weight: Tensor, *, split: bool) -> Storage:
+        return (Fp8Remainder if split and weight.dtype == torch.bfloat16 else Fp8Copy)(weight)
+
+    @classmethod
+    def adopt(cls, parameter: Tensor, payload: Tensor) -> None:
+        copy = copy_of(parameter)
+        assert copy is not None, "declared without a copy"
+        copy.payload = payload.view(copy.shape)
+
+    @classmethod
+    @torch.no_grad()
+    def prepare(cls, parameters: Sequence[Tensor], shards: Sequence[OwnedRange], group: Group) -> None:
+        """Exchange the largest magnitudes of all ``parameters`` and set their scales. Collective over ``group`` and the
+        tensor-parallel ranks."""
+        copies = [copy for parameter in parameters if (copy := copy_of(parameter)) is not None]
+        own = {id(shard.parameter): shard for shard in shards}
+        parts = [
+            copy.amax(own[id(parameter)])
+            if id(parameter) in own
+            else torch.zeros(copy.num_scales, device=parameter.device)
+            for parameter, copy in zip(parameters, copies)
+        ]
+        amax = raise_over(torch.cat(parts), (group, *copies[0].groups))
+        for copy, part in zip(copies, amax.split([copy.num_scales for copy in copies])):
+            copy.set_scales(part.clone())
+        for shard in shards:
+            storage = getattr(shard, "storage", None)
+            if isinstance(storage, Fp8Gathered):
+                storage.shard = shard
+
+    @classmethod
+    @torch.no_grad()
+    def install_copy(cls, parameter: Tensor) -> None:
+        copy = copy_of(parameter)
+        if copy is not None and (quantized := copy.quantized) is not None:
+            parameter.copy_(dequantize(quantized, parameter.dtype))
+
+    def payload(self) -> Tensor:
+        assert self.shard is not None, "prepare() comes before payloads"
+        copy = copy_of(self.shard.parameter)
+        assert copy is not None
+        return copy.cast(self.shard.values, self.shard.start).view(-1, 1)
+
+
+class Fp8Remainder(Fp8Gathered, Remainder):
+    """bf16 weight and 16-bit remainder; fp8 copies are gathered."""
+
+
+class Fp8Copy(Fp8Gathered, Copy):
+    """Half-precision weight and fp32 copy; fp8 copies are gathered."""

@@ -1,0 +1,101 @@
+"""--fp8-param-gather: data-parallel ranks gather one byte per weight, and train to the same bits; checkpoints hold the
+exact weights, also after a resume on other ranks."""
+
+import hashlib
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from tests.test_utils.gpt_runs import losses, train
+
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
+RECIPES = {
+    "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
+    "delayed": ["--fp8-format", "hybrid", "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"],
+    "blockwise": ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--hidden-size", "128",
+                  "--ffn-hidden-size", "256",                  "--seq-length", "64", "--max-position-embeddings", "64"],
+}  # fmt: skip
+# clipping reads the gradient norm, whose rounding depends on where the buffers are cut
+COMMON = ["--bf16", "--use-distributed-optimizer", "--clip-grad", "0", "--swiglu", "--disable-bias-linear"]
+
+
+def run(pool, dataset, save, *flags, ranks=2):
+    argv = ["--data-path", str(dataset), "--split", "80,10,10", "--save-interval", "4", "--save", str(save)]
+    assert set(pool.run(train, ranks, [*argv, *COMMON, *map(str, flags)])) == {0}
+    return save
+
+
+def digests(checkpoint):
+    reader = CheckpointReader(checkpoint)
+    names = [name for name in reader.names if not name.startswith("rng.")]
+    return {name: hashlib.sha256(reader.read(name).view(torch.uint8).numpy().tobytes()).hexdigest() for name in names}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_that_gathers_fp8_equals_one_that_does_not(gloo_pool, dataset, tmp_path, recipe):
+    plain = run(gloo_pool, dataset, tmp_path / "plain", *RECIPES[recipe])
+    gathers = run(gloo_pool, dataset, tmp_path / "gathers", *RECIPES[recipe], "--fp8-param-gather", *OVERLAP)
+    assert losses(gathers) == losses(plain) and losses(plain)[-1] < losses(plain)[0]
+    assert digests(gathers / "iter_0000008") == digests(plain / "iter_0000008")
+    parts = run(gloo_pool, dataset, tmp_path / "parts", *RECIPES[recipe], "--fp8-param-gather", "--exit-interval", 4)
+    run(gloo_pool, dataset, parts, *RECIPES[recipe], "--fp8-param-gather", "--load", parts)
+    assert digests(parts / "iter_0000008") == digests(gathers / "iter_0000008")
+
+
+def test_tensor_parallel_shards_share_the_scale(gloo_pool, dataset, tmp_path):
+    flags = [*RECIPES["tensorwise"], "--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    plain = run(gloo_pool, dataset, tmp_path / "plain", *flags, ranks=4)
+    gathers = run(gloo_pool, dataset, tmp_path / "gathers", *flags, "--fp8-param-gather", ranks=4)
+    assert digests(gathers / "iter_0000008") == digests(plain / "iter_0000008")
+
+
+def wired(rank, world_size, gathers):
+    """Bytes of the weight all-gathers of one step; the layer's weight as a state dict shows it, and its exact value."""
+    from megatron.core import parallel_state
+    from megatron.core.config.transformer_config import TransformerConfig
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, bf16=True, add_bias_linear=False, fp8="hybrid",
+        fp8_recipe="tensorwise", fp8_param=gathers, hidden_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    groups = parallel_state.get_process_groups()
+    block = TransformerBlock(config, get_gpt_layer_local_spec(), groups=groups)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(use_distributed_optimizer=True), block)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, bf16=True, clip_grad=0.0), [ddp])
+    ddp(torch.ones(16, 1, 64, dtype=torch.bfloat16)).sum().backward()
+    ddp.finish_grad_sync()
+    sizes, gather = [], buffers.all_gather
+
+    def counting(output, *arguments, **settings):
+        sizes.append(output.numel() * output.element_size())
+        return gather(output, *arguments, **settings)
+
+    with mock.patch.object(buffers, "all_gather", counting):
+        optimizer.step()
+    name = "layers.0.mlp.linear_fc1.weight"
+    shown = ddp.state_dict()[name].detach().clone()
+    ddp.gather_exact_weights()
+    return sum(sizes), shown.float(), ddp.state_dict()[name].detach().float(), tuple(block.fp8.clock.__dict__)
+
+
+def test_half_of_the_bytes_are_sent_and_weights_are_complete_on_demand(gloo_pool):
+    (plain, _, exact, _), _ = gloo_pool.run(wired, 2, False)
+    (halved, shown, gathered, _), (_, of_other, also, _) = gloo_pool.run(wired, 2, True)
+    matrices = 64 * 64 * 4 + 2 * 4 * 64 * 64
+    assert plain - halved == matrices  # norms are gathered in bf16 in both
+    assert torch.equal(gathered, exact) and torch.equal(also, exact)
+    # each rank shows its shard exactly and the rest as GEMMs read it
+    assert not torch.equal(shown, exact) and not torch.equal(of_other, exact)
+    torch.testing.assert_close(shown, exact, rtol=0.07, atol=1e-3)
+    assert torch.equal(torch.where(shown == exact, shown, of_other), exact)
