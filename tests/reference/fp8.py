@@ -54,7 +54,7 @@ def rounded(x: Tensor, to: Format) -> Tensor:
 def codes(x: Tensor, of: Format) -> Tensor:
     """Bytes of numbers of a format: sign, exponent, mantissa. NaN: all bits but the sign."""
     size = x.abs()
-    exponent = (torch.frexp(size).exponent - 1).clamp(min=of.lowest)
+    exponent = torch.where(size > 0, torch.frexp(size).exponent - 1, of.lowest).clamp(min=of.lowest)
     steps = (size / power_of_two(exponent - of.mantissa)).nan_to_num().long()  # with the leading 1 of normal numbers
     code = (exponent - of.lowest << of.mantissa) + steps
     return torch.where(x.isnan(), 0x7F, code | x.signbit().long() << 7).to(torch.uint8)
