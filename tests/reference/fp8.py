@@ -60,7 +60,7 @@ def codes(x: Tensor, of: Format) -> Tensor:
     return torch.where(x.isnan(), 0x7F, code | x.signbit().long() << 7).to(torch.uint8)
 
 
-def factor_of(amax: Tensor, largest: float) -> Tensor:
+def find_factor(amax: Tensor, largest: float) -> Tensor:
     """1 where the largest magnitude is 0, infinite or NaN; quotients beyond fp32 are its largest number."""
     quotient = fp32(largest / amax).clamp(max=FP32_MAX)
     return torch.where(amax.isfinite() & (amax > 0), quotient, 1.0)
@@ -88,14 +88,14 @@ def scaled(x: Tensor, factor: Tensor, to: Format) -> Tensor:
     return rounded(torch.where(x.isfinite(), product, torch.nan), to)
 
 
-def amax_of(x: Tensor) -> Tensor:
+def find_amax(x: Tensor) -> Tensor:
     """NaN if there is one; 0 of nothing."""
     return fp32(x).abs().amax().view(1) if x.numel() else torch.zeros(1, dtype=torch.float64)
 
 
 def per_tensor(x: Tensor, to: Format, factor: Tensor | None = None) -> Quantized:
-    """With the factor of its own magnitude, or a given one [1]."""
-    factor = factor_of(amax_of(x), to.largest) if factor is None else factor
+    """Cast with ``factor`` [1]; None: the factor that follows from ``x``."""
+    factor = find_factor(find_amax(x), to.largest) if factor is None else factor
     return Quantized(scaled(fp32(x), factor, to), fp32(1 / factor))
 
 
@@ -104,7 +104,7 @@ def in_blocks(x: Tensor, to: Format, height: int = 1, floors: bool = True) -> Qu
     m, k = x.shape
     padded = F.pad(fp32(x), (0, -k % BLOCK, 0, -m % height))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height))
-    factor = factor_of(blocks.abs().amax((1, 3), keepdim=True), to.largest)
+    factor = find_factor(blocks.abs().amax((1, 3), keepdim=True), to.largest)
     factor = power_of_two(torch.frexp(factor).exponent - 1) if floors else factor
     grid = scaled(blocks, factor, to).flatten(2).flatten(0, 1)[:m, :k]
     return Quantized(grid, fp32(1 / factor)[:, 0, :, 0])
@@ -117,7 +117,7 @@ class History:
         self.largest, self.entries = largest, []
         self.observed = torch.zeros(1, dtype=torch.float64)
         self.factor: Tensor | None = None
-        """None: no magnitude yet; matrices are scaled by their own."""
+        """None: no magnitude yet; matrices are scaled by their values."""
 
     def end_step(self, c: Settings) -> None:
         newest = self.observed if self.observed.isfinite() else torch.zeros_like(self.observed)
@@ -180,7 +180,7 @@ def cast(c: Settings, x: Tensor, to: Format, name: str, histories: Histories, tr
         history = histories.setdefault(name, History(to.largest))
         factor = history.factor
         if training:
-            history.observed = torch.maximum(history.observed, amax_of(x))
+            history.observed = torch.maximum(history.observed, find_amax(x))
     values = per_tensor(x, to, factor).values
     return values, values
 

@@ -9,7 +9,7 @@ from tests.test_utils.kernels import filled
 
 
 def gathered(rank, world_size, blocks, length, batch):
-    """A task of the pool: whether the gathered copies equal those of the full matrix on this rank."""
+    """A task of the pool: compare the gathered copies with the copies of the full matrix."""
     from megatron.core import parallel_state
 
     group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp

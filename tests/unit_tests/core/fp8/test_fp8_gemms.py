@@ -16,7 +16,7 @@ from tests.test_utils.kernels import filled
 RECIPES = ["tensorwise", "delayed", "blockwise"]
 
 
-def gemms_of(recipe, weights, *, gradients=E5M2, weight_gradients=True):
+def build_gemms(recipe, weights, *, gradients=E5M2, weight_gradients=True):
     arguments = weights, Clock(), gradients, accumulate_product
     if recipe == "blockwise":
         return BlockwiseGemms(*arguments, weight_gradients=weight_gradients)
@@ -47,9 +47,9 @@ def settings(recipe, **changes):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("tokens, rows, columns", [(48, 32, 16), (256, 144, 130)])
 def test_the_three_products_equal_the_reference(recipe, gradients, weight_gradients, tokens, rows, columns):
-    """In fp64, over three steps: delayed scales are those of the steps before."""
+    """In fp64, over three steps: delayed scales follow from earlier steps."""
     weight = filled(rows, columns, dtype=torch.float64) * 0.1
-    gemms = gemms_of(recipe, [weight], gradients=gradients, weight_gradients=weight_gradients)
+    gemms = build_gemms(recipe, [weight], gradients=gradients, weight_gradients=weight_gradients)
     c = settings(recipe, fp8_format="hybrid" if gradients == E5M2 else "e4m3", no_fp8_wgrad=not weight_gradients)
     histories = {}
     for step in range(3):
@@ -73,7 +73,7 @@ BANDS = {
     ("tensorwise", E4M3): (0.0377, 0.0377, 0.0377), ("tensorwise", E5M2): (0.0377, 0.06, 0.06),
     ("blockwise", E4M3): (0.0377, 0.0377, 0.0377), ("blockwise", E5M2): (0.0377, 0.06, 0.06),
 }  # fmt: skip
-"""Error of Y, dX, dW relative to their norm: 3 and 2 bits behind the point."""
+"""Error of Y, dX, dW relative to their norm: formats with 3 and 2 mantissa bits."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -82,7 +82,7 @@ def test_errors_of_products_of_normal_numbers(recipe, gradients, dtype):
     x, weight, grad = (
         filled(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate([(256, 384), (128, 384), (256, 128)])
     )
-    found = products(gemms_of(recipe, [weight], gradients=gradients), x, weight, grad)
+    found = products(build_gemms(recipe, [weight], gradients=gradients), x, weight, grad)
     exact = x.double() @ weight.double().t(), grad.double() @ weight.double(), grad.double().t() @ x.double()
     for one, other, band in zip(found, exact, BANDS[recipe, gradients]):
         error = ((one.double() - other).norm() / other.norm()).item()
@@ -94,14 +94,14 @@ def test_blocks_keep_small_values_next_to_outliers():
     x, weight = torch.ones(128, 256, dtype=torch.float64), torch.ones(128, 256, dtype=torch.float64)
     x[5, 7] = 1e6
     grad = torch.ones(128, 128, dtype=torch.float64)
-    lost, kept = (products(gemms_of(recipe, [weight]), x, weight, grad)[0] for recipe in ("tensorwise", "blockwise"))
+    lost, kept = (products(build_gemms(recipe, [weight]), x, weight, grad)[0] for recipe in ("tensorwise", "blockwise"))
     assert lost[6].abs().max() == 0 and torch.equal(kept[6], torch.full((128,), 256.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_fp8_weight_gradients_dw_is_exact(recipe):
     x, weight, grad = (filled(128, 128, dtype=torch.bfloat16, seed=seed) for seed in range(3))
-    _, dx, dw, db = products(gemms_of(recipe, [weight], weight_gradients=False), x, weight, grad, grad[0])
+    _, dx, dw, db = products(build_gemms(recipe, [weight], weight_gradients=False), x, weight, grad, grad[0])
     assert torch.equal(dw, grad.t().matmul(x)) and torch.equal(db, grad.sum(0, dtype=torch.float32).bfloat16())
     assert not torch.equal(dx, grad.matmul(weight))
 
@@ -111,7 +111,7 @@ def test_backward_keeps_one_byte_per_element_of_the_input(recipe):
     x, weight = (filled(128, 256, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in (0, 1))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
-        parallel_linear(x, weight, None, LinearTraits(Group("tp"), gemms=gemms_of(recipe, [weight])))
+        parallel_linear(x, weight, None, LinearTraits(Group("tp"), gemms=build_gemms(recipe, [weight])))
     others = [each for each in saved if each.data_ptr() != weight.data_ptr()]
     assert sum(each.numel() * each.element_size() for each in others) <= x.numel() * 1.05
     assert others[0].dtype == E4M3 and others[0].shape == (256, 128)
@@ -119,7 +119,7 @@ def test_backward_keeps_one_byte_per_element_of_the_input(recipe):
 
 def test_a_frozen_weight_or_input_costs_no_copy():
     x, weight = (filled(16, 32, dtype=torch.float32, seed=seed) for seed in (0, 1))
-    gemms = gemms_of("tensorwise", [weight])
+    gemms = build_gemms("tensorwise", [weight])
     evaluated = gemms.pack_input(x, for_backward=False)
     assert evaluated.second is evaluated.first
     operands = gemms.pack_gradient(x[:, :16], for_input=False, for_weight=True)
@@ -221,7 +221,7 @@ def test_under_fsdp_no_copy_lives():
 def test_bad_values_reach_the_output_and_do_not_stay(recipe, bad):
     """The loss or gradient becomes NaN, which the run's checks find; the step after has clean scales."""
     x, weight, grad = (filled(128, 128, dtype=torch.float32, seed=seed) for seed in range(3))
-    clean, dirty = (gemms_of(recipe, [weight]) for _ in range(2))
+    clean, dirty = (build_gemms(recipe, [weight]) for _ in range(2))
     for gemms, value in ((clean, 1.0), (dirty, bad)):
         for step in range(3):
             one = x.clone()

@@ -1,4 +1,4 @@
-"""Products of fp8 matrices equal those of their values in fp64."""
+"""Products of fp8 matrices equal the fp64 products of their values."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_gpu_products_equal_those_of_the_values(m, n, k, kinds, formats):
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cublaslt_adds_products_to_gradients(m, n, k, kinds, formats, dtype):
-    """Without a temporary, three times in turn, and to parts of one buffer."""
+    """Without a temporary, three times, and to a part of a buffer."""
     left, right, exact = check(m, n, k, kinds, torch.float32, formats, "cuda", scale=4)
     buffer = filled(2 * m * n, dtype=dtype, seed=5, device="cuda")
     before, total = buffer.clone(), buffer[m * n :].view(m, n)

@@ -1,4 +1,4 @@
-"""Which layers compute in fp8: linear layers of transformer layers, by global number; nothing else."""
+"""Recipes put linear layers of transformer layers into fp8, by global number, and nothing else."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def history(length=1, uses_maximum=False, margin=0, largest=448.0):
 
 
 def step(scales, *amaxes, row=0):
-    """One step with a micro-batch per entry of ``amaxes``; returns the factor, 0 if there is none."""
+    """Run a step with a micro-batch per entry of ``amaxes`` and return the factor; 0: no scale yet."""
     for amax in amaxes:
         scales.observe(row, torch.tensor([0.0, amax]))
     scales.update(())
@@ -44,18 +44,18 @@ SEQUENCES = [
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("sequence", SEQUENCES)
 def test_factors_follow_the_rule_of_the_reference(sequence, margin, length, algorithm):
-    ours = history(length, algorithm == "max", margin)
+    scales = history(length, algorithm == "max", margin)
     c = SimpleNamespace(fp8_amax_history_len=length, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
     expected = reference.History(448.0)
     for amaxes in sequence:
         for amax in amaxes:
             expected.observed = torch.maximum(expected.observed, reference.fp32(torch.tensor([amax]).double()))
         expected.end_step(c)
-        factor = step(ours, *amaxes)
+        factor = step(scales, *amaxes)
         assert factor == (0.0 if expected.factor is None else expected.factor.item())
-        entries = ours.state(CPU)["history"][0].tolist()
+        entries = scales.state(CPU)["history"][0].tolist()
         assert entries == [float(each) for each in expected.entries] + [0.0] * (length - len(expected.entries))
-        scale = ours.scale(0, CPU)
+        scale = scales.scale(0, CPU)
         assert (scale is None) == (factor == 0)
         if scale is not None:
             assert scale.factor.item() == factor and scale.inverse.item() == reference.fp32(
@@ -188,7 +188,7 @@ def test_state_of_a_checkpoint_restores_the_scales():
 
 
 def maxima(rank, world_size, amaxes):
-    """A task of the pool: the maximum over all ranks, and the amax of a matrix of which each rank has a part."""
+    """A task of the pool: the maximum over all ranks, and the amax of a matrix that the ranks share."""
     from megatron.core import parallel_state
 
     group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp

@@ -82,7 +82,7 @@ def test_casts_have_the_bytes_and_scales_of_the_reference(name, input_dtype, dty
 
 def check_per_tensor(x, dtype, to):
     parts = amax_parts(x)
-    assert torch.equal(parts.amax().double().view(1).nan_to_num(7.0), reference.amax_of(x.double()).nan_to_num(7.0))
+    assert torch.equal(parts.amax().double().view(1).nan_to_num(7.0), reference.find_amax(x.double()).nan_to_num(7.0))
     copies = cast_tensor(x, dtype, parts, columns=True)
     assert_same(copies.rows, reference.per_tensor(x.double(), to), dtype)
     assert_same(copies.columns, reference.per_tensor(x.double().T, to), dtype)
