@@ -15,7 +15,7 @@ RECIPES = {
     "tensorwise": ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
     "delayed": ["--fp8-format", "hybrid", "--fp8-amax-history-len", "4", "--fp8-amax-compute-algo", "max"],
     "blockwise": ["--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--hidden-size", "128",
-                  "--ffn-hidden-size", "256",                  "--seq-length", "64", "--max-position-embeddings", "64"],
+                  "--ffn-hidden-size", "256", "--seq-length", "64", "--max-position-embeddings", "64"],
 }  # fmt: skip
 # clipping reads the gradient norm, whose rounding depends on where the buffers are cut
 COMMON = ["--bf16", "--use-distributed-optimizer", "--clip-grad", "0", "--swiglu", "--disable-bias-linear"]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.reference import random_numbers
+from tests.reference import fp8, random_numbers
 from tests.reference.attention import attention, capped, in_reach
 from tests.reference.data import Batch
 from tests.reference.experts import mixture
@@ -42,6 +42,7 @@ class Model:
         """Name -> (coefficient, mean) of every layer with experts."""
         self.later_losses: list[tuple[Tensor, Tensor]] = []
         """Losses of tokens further ahead: (sum, number of tokens) of every sequence [b]."""
+        self.histories: fp8.Histories = {}
 
     def losses(self) -> Tensor:
         """Loss of every token [b, s]."""
@@ -131,6 +132,9 @@ class Model:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         if expert is not None:
             weight, bias = weight[expert], None if bias is None else bias[expert]
+        elif fp8.covers(self.c, name):
+            y = fp8.linear(self.c, x, weight, name, self.histories, self.micro_batch_size, self.training)
+            return y if bias is None else y + bias
         return x @ weight.T if bias is None else x @ weight.T + bias
 
     def norm(self, x: Tensor, name: str) -> Tensor:

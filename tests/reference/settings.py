@@ -10,7 +10,8 @@ import ast
 from types import SimpleNamespace as Settings
 
 SIZES = dict.fromkeys(  # required
-    ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "vocab_size", "lr"))
+    ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "vocab_size", "lr")
+)
 NETWORK = {
     "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None,
     "normalization": "LayerNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False,
@@ -54,6 +55,11 @@ ENCODERS = {
     "embed_layernorm": False, "disable_norm_bias": False, "relu": False, "exact_gelu": False,
     "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "scale_decoder_outputs": False,
 }  # fmt: skip
+FP8 = {
+    "fp8_format": None, "fp8_recipe": "delayed", "fp8_margin": 0, "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent", "no_fp8_wgrad": False, "first_last_layers_bf16": False,
+    "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1,
+}  # fmt: skip
 OPTIMIZER = {
     "optimizer": "adam", "weight_decay": 0.01, "start_weight_decay": None, "end_weight_decay": None,
     "weight_decay_incr_style": "constant", "apply_wd_to_qk_layernorm": False, "clip_grad": 1.0, "adam_beta1": 0.9,
@@ -76,7 +82,9 @@ DATA = {
     "eval_global_batch_size": None, "eval_micro_batch_size": None, "full_validation": False,
     "multiple_validation_sets": False, "validation_set_names": None,
 }  # fmt: skip
-DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **ENCODERS, **OPTIMIZER, **SCHEDULE, **DATA}
+DEFAULTS = {
+    **SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **ENCODERS, **FP8, **OPTIMIZER, **SCHEDULE, **DATA,
+}  # fmt: skip
 OTHER_WAYS = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "make_vocab_size_divisible_by",
               "cross_entropy_chunk_tokens", "recompute_activations", "moe_router_dtype", "moe_grouped_gemm",
               "use_packed_sequence", "moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_fusion",

@@ -16,6 +16,7 @@ import torch
 
 from tests.reference.data import Corpus, batch_of, cut, samples_of
 from tests.reference.experts import Router
+from tests.reference.fp8 import Histories
 from tests.reference.model import Model
 from tests.reference.settings import Settings
 from tests.reference.weights import Weights, initial_weights
@@ -42,6 +43,7 @@ class Run:
     evaluations: dict[tuple, dict] = field(default_factory=dict)
     """(kind, iteration, name of the set or None) -> mean of each loss over what it counts."""
     routers: dict[str, Router] = field(default_factory=dict)
+    histories: Histories = field(default_factory=dict)
 
 
 GPT = Recipe()
@@ -192,6 +194,7 @@ def gradients_of(c: Settings, recipe: Recipe, run: Run, samples: list, first: in
     leaves = {name: weight.clone().requires_grad_() for name, weight in run.final.items()}
     batch, routers = recipe.batch_of(c, samples, first), run.routers
     model = recipe.model(c, leaves, batch, routers, c.micro_batch_size, training=True)
+    model.histories = run.histories
     valid = torch.from_numpy(batch.loss_mask).sum(dim=1)
     count = valid.sum().item()
     terms = model.terms()
@@ -207,6 +210,8 @@ def gradients_of(c: Settings, recipe: Recipe, run: Run, samples: list, first: in
     objective.backward()
     for router in routers.values():
         router.end_batch(c)
+    for history in run.histories.values():
+        history.end_step(c)
     return record, {name: leaf.grad for name, leaf in leaves.items()}
 
 
@@ -225,6 +230,7 @@ def evaluate(c: Settings, recipe: Recipe, run: Run, sets: dict[str, list], itera
         for first in range(0, len(samples), step):
             batch = recipe.batch_of(c, samples[first : first + step], first)
             model = recipe.model(c, run.final, batch, run.routers, size, training=False)
+            model.histories = run.histories
             for loss, term in model.terms().items():
                 sums.setdefault(loss, []).append(term)
         name = (c.validation_set_names or ["0", "1", "2", "3"])[index] if len(sets[which]) > 1 else None

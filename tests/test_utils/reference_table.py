@@ -46,7 +46,7 @@ NETWORK = {
     "xavier-but-embeddings": "--init-method-xavier-uniform --embedding-init-method-std 0.1 --seed 2",
     "initial-values": f"--init-method-std 0.1 --embedding-init-method-std 0.5 {UNTIED} --num-layers 3 --seed 77",
     "odd-sizes": "--max-position-embeddings 50 --num-layers 1 --hidden-size 24 --num-attention-heads 3 --seq-length 19"
-                 " --make-vocab-size-divisible-by 7",
+    " --make-vocab-size-divisible-by 7",
     "dropout": "--hidden-dropout 0.3 --attention-dropout 0.2 --seed 5",
     "dropout-of-groups": f"{LLAMA} --hidden-dropout 0.05 --attention-dropout 0.4 --seq-length 21",
     "layer-scaling": f"--apply-query-key-layer-scaling {DROPOUT}",
@@ -59,7 +59,7 @@ POSITIONS = {
     "rotary-interpolated": f"{ROPE} --rotary-seq-len-interpolation-factor 3",
     "layers-without-rotation": f"{ROPE} --num-layers 4 --no-rope-freq 2 --init-method-std 0.3",
     "listed-layers-without-rotation": f"{ROPE} --num-layers 3 --no-rope-freq [1,0,1] --window-size 5,0 --rotary-base 50"
-                                      " --init-method-std 0.3",
+    " --init-method-std 0.3",
     "llama-3-scaling": f"{ROPE} --use-rope-scaling --rope-scaling-factor 32 --rotary-base 500000",
     "llama-3-scaling-by-8": f"{ROPE} --use-rope-scaling --rotary-base 300000 --rotary-interleaved",
     "yarn": f"{YARN} --yarn-beta-fast 1.5 --yarn-beta-slow 0.1 --mscale 0.7 --mscale-all-dim 0.3",
@@ -236,17 +236,44 @@ PRECISION = {
     "fp16-patient": (f"{FP16} --loss-scale-window 4 --initial-loss-scale 4194304 --hysteresis 3", "fp16"),
     "fp16-bounded": (
         f"{FP16} --initial-loss-scale 5200000 --min-loss-scale 1300000 --hysteresis 1 --optimizer adam --lr 5e-3"
-        " --adam-eps 1e-2", "fp16",
+        " --adam-eps 1e-2",
+        "fp16",
     ),
     "bf16-experts": (
         f"--bf16 {EIGHT} --moe-router-dtype fp32 {BALANCED} global_aux_loss --moe-aux-loss-coeff 0.1"
-        " --optimizer sgd --lr 0.3", "bf16",
+        " --optimizer sgd --lr 0.3",
+        "bf16",
     ),
     "fp16-experts": (
         f"{FP16} {EIGHT} {SIGMOID} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --loss-scale-window 2"
-        " --initial-loss-scale 4194304 --hysteresis 1", "fp16",
+        " --initial-loss-scale 4194304 --hysteresis 1",
+        "fp16",
     ),
     "fp16-layer-scaling": (f"{FP16} --apply-query-key-layer-scaling --loss-scale 64 --num-layers 3", "fp16"),
+}
+HYBRID, E4M3 = "--fp8-format hybrid --fp8-recipe", "--fp8-format e4m3 --fp8-recipe"
+WIDE = "--hidden-size 128 --ffn-hidden-size 128"
+FP8 = {
+    "fp8-delayed": f"{HYBRID} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max --fp8-margin 1"
+    f" {DROPOUT} --eval-interval 5 --iterations-to-skip 4",
+    "fp8-delayed-e4m3": f"{E4M3} delayed {LLAMA} --ffn-hidden-size 48 --micro-batch-size 2",
+    "fp8-delayed-newest": f"{HYBRID} delayed --fp8-amax-history-len 4 --micro-batch-size 1 --optimizer sgd --lr 0.3",
+    "fp8-tensorwise": f"{HYBRID} tensorwise --micro-batch-size 1 --eval-micro-batch-size 2 {DROPOUT}",
+    "fp8-tensorwise-e4m3": f"{E4M3} tensorwise --num-layers 5 --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"
+    " --num-layers-at-end-in-bf16 0 --recompute-activations",
+    "fp8-tensorwise-both-ends": f"{HYBRID} tensorwise {LLAMA} --num-layers 4 --first-last-layers-bf16 --no-fp8-wgrad",
+    "fp8-blockwise": f"{HYBRID} blockwise {WIDE} {DROPOUT}",
+    "fp8-blockwise-e4m3": f"{E4M3} blockwise {WIDE} {LLAMA} --kv-channels 64 --add-qkv-bias --seq-length 64"
+    " --micro-batch-size 2 --max-position-embeddings 64",
+    "fp8-blockwise-bf16-gradients": f"{E4M3} blockwise {WIDE} --no-fp8-wgrad --micro-batch-size 1",
+    "fp8-experts": f"{HYBRID} tensorwise {EIGHT} --moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1]"
+    " --mtp-num-layers 1",
+    "fp8-latents": f"{HYBRID} delayed --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8"
+    " --qk-pos-emb-head-dim 16 --rope-type rope --q-lora-rank 16 --qk-layernorm",
+    "fp8-fp32": (f"{HYBRID} delayed {DROPOUT} --optimizer sgd --lr 0.3", "fp32"),
+    "fp8-bf16": (f"{HYBRID} tensorwise --bf16 {LLAMA} --optimizer sgd --lr 0.3", "bf16"),
+    "fp8-bf16-delayed": (f"{E4M3} delayed --bf16 --optimizer sgd --lr 0.1", "bf16"),
+    "fp8-bf16-blockwise": (f"{E4M3} blockwise {WIDE} --bf16 --optimizer sgd --lr 0.1", "bf16"),
 }
 
 
@@ -258,9 +285,20 @@ def _complete(row, more=""):
 
 
 ROWS = {
-    name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES) else "")
+    name: _complete(row, FEW if group in (NETWORK, POSITIONS, FAMILIES, FP8) else "")
     for group in (
-        NETWORK, POSITIONS, FAMILIES, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION,
+        NETWORK,
+        POSITIONS,
+        FAMILIES,
+        OPTIMIZER,
+        SCHEDULE,
+        SAMPLES,
+        EVALUATION,
+        MIXTURES,
+        LATENTS,
+        AHEADS,
+        PRECISION,
+        FP8,
     )
     for name, row in group.items()
 }

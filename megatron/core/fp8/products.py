@@ -15,8 +15,9 @@ from megatron.core.fusions.fp8_cast import BLOCK, Quantized
 
 
 def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return ``data * scale`` [m, k] in ``dtype``; each product is rounded to at least fp32."""
-    data, scale = x.data.to(torch.float32), x.scale
+    """Return ``data * scale`` [m, k], computed in fp32 or ``dtype`` if that is wider, in ``dtype``."""
+    wide = torch.promote_types(dtype, torch.float32)
+    data, scale = x.data.to(wide), x.scale.to(wide)
     if scale.dim() == 2:
         tall = scale.shape[0] != x.data.shape[0]  # 128 x 128 blocks
         scale = scale.repeat_interleave(BLOCK, 1)[:, : data.shape[1]]

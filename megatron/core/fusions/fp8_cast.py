@@ -114,11 +114,11 @@ def cast_tensor_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows
 def cast_rows_in_blocks(x: Tensor, dtype: torch.dtype, *, power_of_two: bool = True) -> Quantized:
     """Return ``x`` [t, i] in fp8 with a scale per 1 x 128 block of each row; the last block may be shorter."""
     height, width = x.shape
-    blocks = F.pad(x.float(), (0, -width % BLOCK)).view(height, -1, BLOCK)
+    blocks = F.pad(x.float(), (0, -width % BLOCK)).view(height, -(-width // BLOCK), BLOCK)
     factor = factor_of(blocks.abs().amax(-1), LARGEST[dtype])
     if power_of_two:
         factor = floor_to_power_of_two(factor)
-    data = to_fp8(blocks, factor.unsqueeze(-1), dtype).view(height, -1)[:, :width].contiguous()
+    data = to_fp8(blocks, factor.unsqueeze(-1), dtype).flatten(1)[:, :width].contiguous()
     return Quantized(data, (1.0 / factor).t().contiguous().t())
 
 
@@ -333,7 +333,10 @@ class _AmaxNote(NamedTuple):
 
 def note_amax(x: Tensor, bits: Tensor) -> None:
     """Note the amaxes of ``x`` in ``bits`` (:func:`new_amax`), raised by the kernel that wrote ``x``, for
-    :func:`amax_parts`. In-place changes of ``x`` make the note invalid, and views do not have it."""
+    :func:`amax_parts`. In-place changes of ``x`` make the note invalid, and views do not have it. Inference tensors,
+    which have no version, take no note."""
+    if x.is_inference():
+        return
     x._amax_note = _AmaxNote(bits.view(torch.float32), x._version)  # type: ignore[attr-defined]
 
 
