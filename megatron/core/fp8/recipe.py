@@ -13,7 +13,7 @@ from megatron.core.fp8.storage import Fp8Gathered, GatheredCopy
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare
 from megatron.core.sharding.sharded_tensor import ShardedTensor
-from megatron.core.tensor_parallel.gemms import GemmPlace, Gemms, install_gemms
+from megatron.core.tensor_parallel.gemms import GemmPlace, Gemms, install_gemms, layer_index
 
 PREFIX = "fp8."
 """Prefix of the stored names of scales and histories."""
@@ -78,6 +78,9 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
         return None
     state = Fp8Stack(config, num_layers, groups)
     install_gemms(stack, state.recipe)
+    for name, module in stack.named_modules():  # layers of other packages have fp8 of their own
+        if (use_fp8 := getattr(module, "use_fp8", None)) is not None and layer_index(name) not in state.in_bf16:
+            use_fp8(config)
     return state
 
 

@@ -135,13 +135,18 @@ class GemmPlace(NamedTuple):
 GemmRecipe = Callable[[GemmPlace], object | None]
 
 
+def layer_index(name: str) -> int | None:
+    """Return the global layer index, from 0, of a module's name; None outside of the layers."""
+    number = re.search(r"\blayers\.(\d+)\.", name)
+    return None if number is None else int(number[1])
+
+
 def install_gemms(model: nn.Module, recipe: GemmRecipe) -> None:
     """Replace the GEMMs of every linear layer of ``model`` for which ``recipe`` returns an object; None keeps them. The
     object must be of the layer's kind, :class:`Gemms` or ``GroupedProducts`` for experts (asserted). Call it before the
     model is wrapped, so that names are global."""
     for name, module in model.named_modules():
         if isinstance(module, GemmLayer):
-            number = re.search(r"\blayers\.(\d+)\.", name)
-            gemms = recipe(GemmPlace(name, None if number is None else int(number[1]), module))
+            gemms = recipe(GemmPlace(name, layer_index(name), module))
             if gemms is not None:
                 module.use_gemms(gemms)

@@ -44,10 +44,17 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
 
 
 def fp8_backend(cfg: PretrainConfig) -> Problems:
-    """Reject fp8 with Transformer Engine's layers."""
-    if cfg.model.fp8 is not None and cfg.model.transformer_impl == ENGINE:
-        reason = f"is not supported with --transformer-impl {ENGINE}"
-        yield problem(cfg, "fp8", reason, "--transformer-impl local")
+    """With Transformer Engine's layers, reject delayed scaling, whose state is in no checkpoint, weight gradients in
+    higher precision, and fp8 weight gathers."""
+    model, reason = cfg.model, f"is not supported with --transformer-impl {ENGINE}"
+    if model.fp8 is None or model.transformer_impl != ENGINE:
+        return
+    if model.fp8_recipe == "delayed":
+        yield problem(cfg, "fp8_recipe", f"delayed {reason}: checkpoints would not hold its scales", "tensorwise")
+    if not model.fp8_wgrad:
+        yield problem(cfg, "fp8_wgrad", reason, "remove it, or --transformer-impl local")
+    if model.fp8_param_gather:
+        yield problem(cfg, "fp8_param_gather", reason, "remove it, or --transformer-impl local")
 
 
 def fp8_param_gather(cfg: PretrainConfig) -> Problems:

@@ -20,7 +20,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -65,6 +67,19 @@ def load_transformer_engine() -> Any:
     return sys.modules[MODULE]
 
 
+def fp8_context(config: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the function that opens the package's context for GEMMs in fp8, by the recipe (tensorwise or blockwise,
+    which have no state) and format of ``config``. Raises UserError if the package is too old for the recipe."""
+    te, recipes = load_transformer_engine(), importlib.import_module(f"{NAME}.common.recipe")
+    name = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}[config.fp8_recipe]
+    if not hasattr(recipes, name):
+        raise UserError(f"--fp8-recipe {config.fp8_recipe}: the installed {NAME} has no {name}; update it: {INSTALL}")
+    recipe = getattr(recipes, name)(fp8_format=getattr(recipes.Format, config.fp8.upper()))
+    if hasattr(te, "autocast"):
+        return partial(te.autocast, enabled=True, recipe=recipe)
+    return partial(te.fp8_autocast, enabled=True, fp8_recipe=recipe)
+
+
 class Gemm:
     """``x W^T + b`` by a single-rank ``te.Linear`` on the local parameters themselves; no collective. With
     ``fuse_weight_gradient`` the GEMM adds dW to ``weight.main_grad`` if that exists when it is called."""
@@ -72,6 +87,8 @@ class Gemm:
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, fuse_weight_gradient: bool) -> None:
         out_features, in_features = weight.shape
         self.weight, self.bias, self.fuse_weight_gradient = weight, bias, fuse_weight_gradient
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Opens the context of a call."""
         self.linear = load_transformer_engine().Linear(
             in_features, out_features, bias=bias is not None, params_dtype=weight.dtype, device="meta"
         )
@@ -87,7 +104,8 @@ class Gemm:
 
     def __call__(self, x: Tensor) -> Tensor:
         self.linear.fuse_wgrad_accumulation = self.fuses
-        return self.linear(x)
+        with self.context():
+            return self.linear(x)
 
 
 class NormGemm:
@@ -110,7 +128,8 @@ class NormGemm:
 
     def __call__(self, x: Tensor) -> Tensor:
         self.linear.fuse_wgrad_accumulation = self.gemm.fuses
-        return self.linear(x)
+        with self.gemm.context():
+            return self.linear(x)
 
 
 def column_parameters(
@@ -148,7 +167,7 @@ class TEColumnParallelLinear(nn.Module):
         gemm = Gemm(
             self.weight, None if skip_bias_add else self.bias, fuse_weight_gradient=config.gradient_accumulation_fusion
         )
-        self._gemm: Gemm | NormGemm = gemm
+        self._inner_gemm, self._gemm = gemm, cast("Gemm | NormGemm", gemm)
         self._enter: Callable = operators.copy_to_region
         if groups.stream(config.sequence_parallel).size > 1:
             self._enter = operators.gather_from_sequence
@@ -159,6 +178,10 @@ class TEColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output = self._gemm(self._enter(x, self.group))
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
+
+    def use_fp8(self, config: Any) -> None:
+        """Compute the GEMMs in fp8 as ``config`` says."""
+        self._inner_gemm.context = fp8_context(config)
 
     def adopt_norm(self, norm: TENorm) -> None:
         """Fuse ``norm`` into this layer's GEMM; ``norm`` then returns its input unchanged. Requires one tensor-parallel
@@ -177,6 +200,10 @@ class TERowParallelLinear(RowParallel):
         super().__init__(*sizes, config=config, **options)
         fused_bias = self.bias if self._bias_is_fused else None
         self._gemm = Gemm(self.weight, fused_bias, fuse_weight_gradient=config.gradient_accumulation_fusion)
+
+    def use_fp8(self, config: Any) -> None:
+        """Compute the GEMMs in fp8 as ``config`` says."""
+        self._gemm.context = fp8_context(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output = self._leave(self._gemm(self._enter(x, self.group)), self.group)
