@@ -1,14 +1,24 @@
 """Transformer Engine's modules equal built-in modules: output, gradients, names. Here a fake of the package computes;
 the package itself is in ``test_transformer_engine_gpu.py``."""
 
+import contextlib
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear, kernel_variables
+from megatron.core.extensions.transformer_engine import (
+    TENorm,
+    TERowParallelLinear,
+    kernel_variables,
+    load_transformer_engine,
+)
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import kernel_summary
 from megatron.core.models.bert import BertModel
@@ -194,3 +204,22 @@ def test_modules_of_the_package_are_no_submodules(monkeypatch):
     kinds = {type(module) for module in make_model(True).modules()}
     assert {TENorm, TERowParallelLinear} <= kinds
     assert not any(kind.__module__.endswith("fake_transformer_engine") for kind in kinds)
+
+
+def test_fp8_layers_open_the_context_of_the_package(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    opened = []
+
+    def autocast(*, enabled, recipe):
+        opened.append((enabled, recipe))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(load_transformer_engine(), "autocast", autocast, raising=False)
+    formats = SimpleNamespace(HYBRID="hybrid", E4M3="e4m3")
+    recipes = SimpleNamespace(Format=formats, Float8CurrentScaling=lambda fp8_format: ("current", fp8_format))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipes)
+    settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers": 3}
+    losses(make_model(True, **settings))
+    assert opened == [(True, ("current", "hybrid"))] * 4, "qkv, proj, fc1 and fc2 of the middle layer"
+    with pytest.raises(UserError, match="has no Float8BlockScaling; update it"):
+        make_model(True, **{**settings, "hidden_size": 128, "fp8_recipe": "blockwise"})

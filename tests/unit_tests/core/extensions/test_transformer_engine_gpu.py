@@ -81,6 +81,22 @@ def test_losses_and_gradients_agree_with_the_built_in_layers(engine, case, docum
         assert error < 0.03, f"{name}: {error}"
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("fp8", ["hybrid", "e4m3"])
+def test_fp8_agrees_with_the_built_in_recipes(engine, monkeypatch, recipe, fp8):
+    """Within the rounding of 8-bit factors, which differ where their inputs differ in bf16."""
+    monkeypatch.setitem(globals(), "BATCH", 2)  # a multiple of 128 tokens
+    settings = {**CASES["llama"], "fp8": fp8, "fp8_recipe": recipe}
+    ours, expected = outcome(make_model(False, **settings))
+    theirs, gradients = outcome(make_model(True, **settings))
+    plain, _ = outcome(make_model(True, **CASES["llama"]))
+    torch.testing.assert_close(theirs, ours, rtol=3e-2, atol=3e-2)
+    assert not torch.equal(theirs, plain), "the package has computed in bf16"
+    for name in expected:
+        error = (gradients[name] - expected[name]).norm() / expected[name].norm()
+        assert error < 0.15, f"{name}: {error}"
+
+
 def test_twenty_steps_follow_the_same_loss_curve(engine):
     histories = []
     for use_engine in (False, True):
