@@ -64,6 +64,9 @@ BUGS = [
     ("expert_bias_from_own_tokens", "ep2-zero-instances", "weight", "decoder.layers.1.mlp.router.expert_bias"),
     ("side_losses_averaged_over_ranks", "ep2-alltoall", "gradient", EMBEDDING),
     ("balance_of_own_positions", "cp2-tp2-sp-ep2", "loss", "seq_load_balancing_loss"),
+    ("fp8_scales_of_the_local_part", "fp8-tensorwise-tp2-sp", "loss", "lm loss"),
+    ("fp8_scales_of_the_local_part", "fp8-tensorwise-cp2", "loss", "lm loss"),
+    ("fp8_history_of_the_local_rank", "fp8-delayed-dp2", "loss", "lm loss"),
 ]
 
 
@@ -123,6 +126,15 @@ def test_a_planted_bug_is_found(matrix, bug, name, kind, first):
     verdict = matrix.verdict(short(name), bug)
     assert not verdict.equal
     assert verdict.first.kind == kind and verdict.first.name.startswith(first), str(verdict.first)
+
+
+@pytest.mark.parametrize("bug, name", [
+    ("fp8_history_of_the_local_rank", "fp8-delayed-tp2-sp"), ("fp8_copies_of_the_first_weights", "fp8-delayed-zero2"),
+])  # fmt: skip
+def test_a_planted_bug_is_found_in_the_third_step(matrix, bug, name):
+    """The first step is cast with the scales of its values, and its learning rate is 0."""
+    verdict = matrix.verdict(in_the_suite(name), bug)
+    assert (verdict.first.kind, verdict.first.name, verdict.first.step) == ("loss", "lm loss", 3)
 
 
 def test_the_rows_of_planted_bugs_are_green_without_them(matrix):

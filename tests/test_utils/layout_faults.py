@@ -395,3 +395,31 @@ def balance_of_own_positions(rank):
         return correct(rule, counts_be, num_choices // sharers.size, last_batch_e, type(sharers)("alone"))
 
     return mock.patch.object(where, "fractions", of_own)
+
+
+def fp8_scales_of_the_local_part(rank):
+    """A matrix that several ranks hold is cast by each with the scale of its part."""
+    where = module("megatron.core.fp8.gemms")
+    correct = where.current_amax
+    return mock.patch.object(where, "current_amax", lambda x, groups: correct(x, ()))
+
+
+def fp8_history_of_the_local_rank(rank):
+    """Delayed scales follow from the micro-batches of this rank only."""
+    where = module("megatron.core.fp8.scales").ScaleHistory
+    correct = where.update
+    return mock.patch.object(where, "update", lambda self, groups: correct(self, ()))
+
+
+def fp8_copies_of_the_first_weights(rank):
+    """GEMMs read the copies of weights that the first step made."""
+    where = module("megatron.core.fp8.gemms").Fp8Gemms
+    correct, copies = where.weight_copies, {}
+
+    def first(self, weight, *, columns):
+        key = id(self), weight.shape, columns
+        if key not in copies:
+            copies[key] = correct(self, weight, columns=columns)
+        return copies[key]
+
+    return mock.patch.object(where, "weight_copies", first)

@@ -1,12 +1,14 @@
 """Rows of the matrix that only ``tests/torture/layouts.py`` runs, not the suite."""
 
 from tests.test_utils.expert_table import EXPERT_ROWS, IN_THE_SUITE
+from tests.test_utils.fp8_table import FP8_IN_THE_SUITE, FP8_ROWS
 from tests.test_utils.layout_table import THROUGH_COPY_ENGINES
 from tests.test_utils.masked_layouts import BERT_ROWS
 from tests.test_utils.masked_layouts import IN_THE_SUITE as MASKED_IN_THE_SUITE
 from tests.test_utils.t5_layouts import T5_IN_THE_SUITE, T5_ROWS
 
 _LATER = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | set(T5_ROWS) - T5_IN_THE_SUITE
+_LATER |= set(FP8_ROWS) - FP8_IN_THE_SUITE
 EXTENDED = _LATER | {
     "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
     "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",
@@ -34,7 +36,8 @@ _OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
     "pp2-vpp-ep2", "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared",
 }  # fmt: skip
 _OF_ENCODERS = (set(BERT_ROWS) | set(T5_ROWS) - {"t5-pp2-zero-bubble"}) & set(THROUGH_COPY_ENGINES)
-EXTENDED_THROUGH_COPY_ENGINES = _OF_ENCODERS | _OF_EXPERTS | {
+_IN_FP8 = set(FP8_ROWS) & set(THROUGH_COPY_ENGINES) - {"fp8-blockwise-tp2-sp-halves"}
+EXTENDED_THROUGH_COPY_ENGINES = _OF_ENCODERS | _OF_EXPERTS | _IN_FP8 | {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",

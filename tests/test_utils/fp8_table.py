@@ -1,0 +1,86 @@
+"""Rows of the matrix in fp8: scales and bytes do not depend on the layout, so that results equal one rank to the same
+tolerance as without fp8. Casts round to 3 bits, so that a scale of another rank changes results by percents.
+
+Models name the micro-batch size: a scale is the largest magnitude of a micro-batch. Two-batch overlap casts halves of
+micro-batches separately; its rows have micro-batches of twice the model's size.
+
+Key and value heads that several ranks hold have no row: their gradients are cast as partial sums.
+
+With block scales every rank holds multiples of 128 tokens and features, and of positions in each zig-zag part.
+"""
+
+HYBRID, E4M3 = "--fp8-format hybrid --fp8-recipe", "--fp8-format e4m3 --fp8-recipe"
+ONE = "--micro-batch-size 1"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0"
+    " --attention-dropout 0 --untie-embeddings-and-output-weights"
+)
+TWO_GROUPS = "--group-query-attention --num-query-groups 2"
+WIDE = (
+    "--hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --seq-length 512 --max-position-embeddings 512"
+    " --global-batch-size 2"
+)
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 16"
+    " --v-head-dim 8 --position-embedding-type rope --qk-layernorm"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 32"
+    " --moe-token-dispatcher-type alltoall --moe-layer-freq 2"
+)
+DELAYED = f"{HYBRID} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max --fp8-margin 1"
+
+FP8_MODELS = {
+    "fp8-delayed": f"{ONE} {LLAMA} {TWO_GROUPS} --ffn-hidden-size 64 {DELAYED}",
+    "fp8-tensorwise": f"{ONE} {DROPOUT} {HYBRID} tensorwise",
+    "fp8-blockwise": f"{ONE} {LLAMA} {TWO_GROUPS} {WIDE} {E4M3} blockwise",
+    "fp8-ends": f"{ONE} {DROPOUT} {E4M3} tensorwise --first-last-layers-bf16 --no-fp8-wgrad --num-layers 4",
+    "fp8-heads": f"{ONE} {DROPOUT} {E4M3} delayed --kv-channels 16",
+    "fp8-latent": f"{ONE} {LLAMA} {LATENT} --ffn-hidden-size 64 {HYBRID} tensorwise",
+    "fp8-experts": f"{ONE} {DROPOUT} {EXPERTS} {DELAYED} --mtp-num-layers 1",
+    "bert-fp8": f"{ONE} {DROPOUT} {DELAYED}",
+    "t5-fp8": f"{ONE} {DROPOUT} {DELAYED} --decoder-num-layers 2 --decoder-seq-length 32",
+}
+
+SP, TP2, CP2 = "--sequence-parallel", "--tensor-model-parallel-size 2", "--context-parallel-size 2"
+PP2, ZB = "--pipeline-model-parallel-size 2", "--pipeline-schedule zero-bubble"
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+HALVES = "--micro-batch-size 2 --tp-comm-overlap"
+_LAYOUTS = {
+    "tp2": (TP2, 2),
+    "tp2-sp": (f"{TP2} {SP}", 2),
+    "cp2": (CP2, 2),
+    "dp2": ("--overlap-grad-reduce --ddp-bucket-size 3000", 2),
+    "zero2": (ZERO, 2),
+    "fsdp2": ("--use-torch-fsdp2", 2),
+    "pp2": (PP2, 2),
+    "pp2-zero-bubble": (f"{PP2} {ZB}", 2),
+    "recompute-tp2-sp": (f"{TP2} {SP} {FULL}", 2),
+    "tp2-sp-halves": (f"{TP2} {SP} {HALVES}", 2),
+    "pp2-tp2-sp-cp2": (f"{PP2} {TP2} {SP} {CP2}", 8),
+}
+FP8_ROWS = {
+    **{f"{model}-{name}": (model, *layout) for model in list(FP8_MODELS)[:3] for name, layout in _LAYOUTS.items()},
+    "fp8-heads-tp4-sp-dp2": ("fp8-heads", f"--tensor-model-parallel-size 4 {SP} {ZERO}", 8),
+    "fp8-tensorwise-cp2-a2a": ("fp8-tensorwise", f"{CP2} --cp-comm-type a2a", 2),
+    "fp8-ends-pp2-tp2-sp": ("fp8-ends", f"{PP2} {TP2} {SP} --num-virtual-stages-per-pipeline-rank 2", 4),
+    "fp8-ends-fsdp2": ("fp8-ends", "--use-torch-fsdp2", 2),
+    "fp8-latent-tp2-sp": ("fp8-latent", f"{TP2} {SP}", 2),
+    "fp8-latent-recompute-cp2": (
+        "fp8-latent", f"{CP2} --recompute-granularity selective --recompute-modules core_attn mla_up_proj mlp", 2,
+    ),
+    "fp8-experts-tp2-sp-ep2": (
+        "fp8-experts", f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
+    ),
+    "fp8-experts-pp2-ep2": ("fp8-experts", f"{PP2} --expert-model-parallel-size 2", 4),
+    "bert-fp8-tp2-sp-dp2": ("bert-fp8", f"{TP2} {SP} {ZERO}", 4),
+    "t5-fp8-pp2-tp2-sp": ("t5-fp8", f"{PP2} {TP2} {SP}", 4),
+}  # fmt: skip
+FP8_IN_THE_SUITE = set(FP8_ROWS) - {
+    "fp8-tensorwise-tp2", "fp8-blockwise-tp2", "fp8-delayed-pp2", "fp8-tensorwise-pp2", "fp8-blockwise-pp2",
+    "fp8-tensorwise-pp2-tp2-sp-cp2", "fp8-blockwise-pp2-tp2-sp-cp2", "fp8-tensorwise-dp2", "fp8-blockwise-dp2",
+    "fp8-blockwise-zero2", "fp8-ends-fsdp2", "fp8-experts-pp2-ep2", "fp8-tensorwise-recompute-tp2-sp",
+}  # fmt: skip
+"""Rows of the suite: every recipe with TP, SP, CP, DP, ZeRO-1 or FSDP2, PP, recomputation and overlap."""
