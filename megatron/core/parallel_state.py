@@ -297,9 +297,11 @@ def _getters(axis: str) -> tuple[Callable[..., Any], Callable[[], int], Callable
 
 
 get_tensor_model_parallel_group, get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _getters("tp")
-get_pipeline_model_parallel_group, get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = (
-    _getters("pp")
-)
+(
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_world_size,
+    get_pipeline_model_parallel_rank,
+) = _getters("pp")
 get_context_parallel_group, get_context_parallel_world_size, get_context_parallel_rank = _getters("cp")
 (
     get_tensor_and_context_parallel_group,
@@ -309,9 +311,11 @@ get_context_parallel_group, get_context_parallel_world_size, get_context_paralle
 get_model_parallel_group, _, _ = _getters("tp_pp")
 get_embedding_group, _, _ = _getters("embedding")
 get_expert_model_parallel_group, get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _getters("ep")
-get_expert_tensor_parallel_group, get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = (
-    _getters("etp")
-)
+(
+    get_expert_tensor_parallel_group,
+    get_expert_tensor_parallel_world_size,
+    get_expert_tensor_parallel_rank,
+) = _getters("etp")
 _, get_expert_data_parallel_world_size, get_expert_data_parallel_rank = _getters("edp")
 (
     get_expert_tensor_and_model_parallel_group,

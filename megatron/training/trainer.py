@@ -151,7 +151,10 @@ class Trainer:
                 update = optimizer.update(self.finite.skip_update(sums.pairs | invalid, counts.sum()))
             metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
-                self.state.iteration + 1, self.state.consumed_train_samples, losses, counts.sum(),
+                self.state.iteration + 1,
+                self.state.consumed_train_samples,
+                losses,
+                counts.sum(),
                 update.found_nonfinite,
             )
             self.finite.read(keep=1)

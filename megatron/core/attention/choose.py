@@ -190,9 +190,7 @@ def build_kernel(
     has_bands = request.form == "ring" and request.window is not None and choice.kernel != "unfused"
     if has_bands and not _flash_bands_are_correct(choice.kernel, request.channels, request.dtype):
         reason = "this GPU's flash kernels are wrong on the bands of a ring with a sliding window"
-        logger.warning(
-            "context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason
-        )
+        logger.warning("context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason)
         choice = KernelChoice("unfused", reason)
     return choice, _build(choice, request, scale, config, layer_number)
 

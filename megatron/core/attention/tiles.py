@@ -135,7 +135,10 @@ def _documents(bounds: Bounds, length: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _row_tiles(
-    row: int | None, queries: Spans, keys: Spans, visibility: Visibility,
+    row: int | None,
+    queries: Spans,
+    keys: Spans,
+    visibility: Visibility,
     document: tuple[tuple[int, int], tuple[int, int]] | tuple[None, None] = (None, None),
 ) -> Iterator[Tile]:
     """Yield the visible tiles of one row: every span of queries with every span of keys, both clipped to ``document``.
@@ -175,9 +178,14 @@ def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator
         return
     left, right = skipped_keys - low - skipped_queries, high + skipped_queries - skipped_keys
     visible = tile._replace(
-        query=tile.query + skipped_queries, num_queries=num_queries, key=tile.key + skipped_keys, num_keys=num_keys,
-        query_position=tile.query_position + skipped_queries, key_position=tile.key_position + skipped_keys,
-        left=None if left >= num_queries - 1 else left, right=None if right >= num_keys - 1 else right,
+        query=tile.query + skipped_queries,
+        num_queries=num_queries,
+        key=tile.key + skipped_keys,
+        num_keys=num_keys,
+        query_position=tile.query_position + skipped_queries,
+        key_position=tile.key_position + skipped_keys,
+        left=None if left >= num_queries - 1 else left,
+        right=None if right >= num_keys - 1 else right,
     )
     if visible.left is None or num_queries <= num_keys:
         yield from _split_at_the_diagonal(visible)

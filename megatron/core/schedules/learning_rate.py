@@ -101,16 +101,22 @@ class SchedulePlan:
         if self.lr_decay_steps <= 0:
             refuse("--lr-decay-iters/--lr-decay-samples", self.lr_decay_steps, "the schedule needs at least one sample")
         if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
-            refuse("--lr-warmup-iters/samples/fraction", self.lr_warmup_steps,
-                   f"warm-up (in samples) must end before the decay does at sample {self.lr_decay_steps}")
+            refuse(
+                "--lr-warmup-iters/samples/fraction",
+                self.lr_warmup_steps,
+                f"warm-up (in samples) must end before the decay does at sample {self.lr_decay_steps}",
+            )
         if not 0.0 <= self.start_wd <= self.end_wd:
             refuse("--start-weight-decay", self.start_wd, f"must lie between 0 and --end-weight-decay {self.end_wd}")
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
             refuse("--weight-decay-incr-style", "constant", f"start {self.start_wd} and end {self.end_wd} differ")
         if self.lr_decay_style == "WSD":
             if not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
-                refuse("--lr-wsd-decay-iters/samples", self.wsd_decay_steps,
-                       f"--lr-decay-style WSD needs an annealing length between 1 and {self.lr_decay_steps} samples")
+                refuse(
+                    "--lr-wsd-decay-iters/samples",
+                    self.wsd_decay_steps,
+                    f"--lr-decay-style WSD needs an annealing length between 1 and {self.lr_decay_steps} samples",
+                )
             if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
                 refuse("--lr-wsd-decay-style", self.lr_wsd_decay_style, f"choose one of {', '.join(WSD_DECAY_STYLES)}")
 

@@ -56,4 +56,5 @@ class VocabUtility:
         share = global_vocab_size // world_size
         return VocabUtility.vocab_range_from_per_partition_vocab_size(share, rank, world_size)
 
+
 serve_other_names(__name__)

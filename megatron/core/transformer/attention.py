@@ -52,8 +52,7 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(Segmented):
-    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
-    """
+    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp positions under sequence parallelism)."""
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 

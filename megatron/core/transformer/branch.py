@@ -67,9 +67,7 @@ class Branch:
         layer.add_module(self.name, mixer)
         if norm_after is not None:
             layer.add_module(self.post_norm_name, norm_after)
-        layer.add_module(
-            self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
-        )
+        layer.add_module(self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config)))
         accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
         self._multiplier = config.residual_multiplier

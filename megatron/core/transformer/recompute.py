@@ -178,9 +178,7 @@ operations inside save for ``output``.
 """
 
 
-def discard_output(
-    output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor
-) -> AbstractContextManager:
+def discard_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
     """Context in which operations save ``function`` and ``argument`` instead of the contiguous ``output``; backward
     recomputes it at each use, without a graph. The argument stays referenced. Without gradients, or if ``output`` is
     ``argument``, a null context."""

@@ -109,9 +109,7 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = None
         if post_layer_norm:
             norm = build_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
-            self.final_layernorm = build_module(
-                norm, config, config.hidden_size, config.norm_epsilon, groups=groups
-            )
+            self.final_layernorm = build_module(norm, config, config.hidden_size, config.norm_epsilon, groups=groups)
         self.fp8 = install_fp8(self, config, len(specs), groups)
         """Scales and recipe of fp8 layers; None without fp8."""
         self._overlaps = overlaps(config, groups) and all(getattr(layer, "overlaps", False) for layer in self.layers)

@@ -33,7 +33,8 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
     made = argparse.ArgumentParser(
-        description=as_typed(description or ""), allow_abbrev=False,
+        description=as_typed(description or ""),
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
@@ -178,6 +179,7 @@ class CopyProgress:
 
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:
         """Return ``tensor`` with reads that also count its bytes, completely or by rows."""
+
         def read() -> Any:
             values = tensor.read()
             self.count(name, tensor_bytes(tensor))

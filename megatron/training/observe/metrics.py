@@ -314,6 +314,7 @@ class MetricsFile:
     def _cut(self, iteration: int) -> None:
         """Move the records that :meth:`resume` removes to the ``.cut`` file, then replace the file atomically; fsync
         both. Sets ``num_cut`` and logs it. Does nothing if no record must go. Raises OSError."""
+
         def stays(line: bytes) -> bool:
             record = decode(line)
             return record is not None and record["iteration"] <= iteration and not record.get("final", False)

@@ -25,8 +25,7 @@ class NeighbourExchange:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Wait for both and return the previous rank's tensor. With NCCL the current stream waits, with gloo the host.
-        """
+        """Wait for both and return the previous rank's tensor. With NCCL the current stream waits, else the host."""
         for work in self._works:
             work.wait()
         return self._received

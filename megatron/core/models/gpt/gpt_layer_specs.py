@@ -36,9 +36,7 @@ def _layer_spec(
     _accept(accepted)
     modules = get_backend(backend)
     norm = L2Norm if qk_l2_norm and not multi_latent_attention else modules.norm if qk_layernorm else None
-    return layer_spec(
-        modules, multi_latent_attention=multi_latent_attention, experts=bool(num_experts), qk_norm=norm
-    )
+    return layer_spec(modules, multi_latent_attention=multi_latent_attention, experts=bool(num_experts), qk_norm=norm)
 
 
 get_gpt_layer_local_spec = partial(_layer_spec, "local")
@@ -62,9 +60,7 @@ def get_gpt_decoder_layer_specs(
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     return [
-        layer_spec(
-            backend, multi_latent_attention=config.multi_latent_attention, experts=has_experts(config, number)
-        )
+        layer_spec(backend, multi_latent_attention=config.multi_latent_attention, experts=has_experts(config, number))
         for number in range(1, config.num_layers + 1)
     ]
 

@@ -34,8 +34,7 @@ def get_t5_encoder_with_transformer_engine_block_spec(num_layers: int) -> Transf
 
 
 def get_t5_decoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """Return a decoder spec of Transformer Engine modules. Without the package: local modules with its parameter names.
-    """
+    """Return a decoder spec of Transformer Engine modules. Without the package: local ones with its parameter names."""
     return _decoder(get_backend("transformer_engine"), num_layers)
 
 
