@@ -59,9 +59,14 @@ def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
 
 
 def get_batch_on_this_cp_rank(
-    batch: dict[str, Any], is_hybrid_cp: Any = False, cp_group: Any = None, *, sequence_keys: Collection[str] = (),
-    whole_keys: Collection[str] = (), **ignored: Any,
-) -> dict[str, Any]:  # fmt: skip
+    batch: dict[str, Any],
+    is_hybrid_cp: Any = False,
+    cp_group: Any = None,
+    *,
+    sequence_keys: Collection[str] = (),
+    whole_keys: Collection[str] = (),
+    **ignored: Any,
+) -> dict[str, Any]:
     """Return this context-parallel rank's tokens of the tensors [b, s] of ``batch``: two of 2 x CP chunks of every row,
     also if rows contain several documents (``use_per_sequence_balancing``). Without context parallelism returns
     ``batch`` itself.

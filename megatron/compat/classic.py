@@ -57,9 +57,18 @@ from megatron.training.tasks.language_model import task_class
 from megatron.training.train_state import TrainState
 
 __all__ = [
-    "ClassicTask", "PretrainConfigContainer", "get_args", "get_model", "get_timers", "get_tokenizer",
-    "initialize_megatron", "parse_and_validate_args", "pretrain", "pretrain_from_flags", "current_settings",
-]  # fmt: skip
+    "ClassicTask",
+    "PretrainConfigContainer",
+    "get_args",
+    "get_model",
+    "get_timers",
+    "get_tokenizer",
+    "initialize_megatron",
+    "parse_and_validate_args",
+    "pretrain",
+    "pretrain_from_flags",
+    "current_settings",
+]
 
 
 class BatchPositionHook(Hook):

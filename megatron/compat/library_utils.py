@@ -42,9 +42,9 @@ def get_tensor_model_parallel_group_if_none(
     that fails outside a program if ``check_initialized``, else gives None."""
     if tp_group is not None:
         return tp_group
-    getter = parallel_state.get_expert_tensor_parallel_group if is_expert else (
-        parallel_state.get_tensor_model_parallel_group
-    )  # fmt: skip
+    getter = (
+        parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
+    )
     return getter(check_initialized=check_initialized)
 
 

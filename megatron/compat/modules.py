@@ -57,9 +57,12 @@ def fast_gelu(x: Tensor) -> Tensor:
 
 
 def roll_tensor(
-    tensor: Tensor, shifts: int = -1, dims: int = -1, cp_group: Any = None,
+    tensor: Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Any = None,
     packed_seq_params: PackedSeqParams | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return (``tensor`` shifted one place to the left along ``dims``, with zeros at the end and at the end of each
     document; the sum of the result). ``tensor`` is not changed. Raises ValueError for other shifts, or with context
     parallelism."""

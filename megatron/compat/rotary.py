@@ -28,10 +28,16 @@ class RotaryEmbedding(nn.Module):
     inv_freq: Tensor
 
     def __init__(
-        self, kv_channels: int, rotary_percent: float = 1.0, rotary_interleaved: bool = False,
-        seq_len_interpolation_factor: float | None = None, rotary_base: float = 10000, rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0, **further: Any,
-    ) -> None:  # fmt: skip
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        **further: Any,
+    ) -> None:
         """Compute the frequencies fp32 [d / 2] of the first ``kv_channels * rotary_percent`` channels, with LLaMA 3's
         scaling if ``rope_scaling``. ``further`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``; else
         TypeError."""

@@ -20,10 +20,16 @@ from megatron.training.data.batch import to_device
 from megatron.training.initialize import training_device
 
 __all__ = [
-    "average_losses_across_data_parallel_group", "get_batch_on_this_cp_rank", "get_batch_on_this_tp_rank",
-    "get_blend_and_blend_per_split", "get_ltor_masks_and_position_ids", "is_first_or_last_pipeline_stage",
-    "print_rank_0", "print_rank_last", "unwrap_model",
-]  # fmt: skip
+    "average_losses_across_data_parallel_group",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split",
+    "get_ltor_masks_and_position_ids",
+    "is_first_or_last_pipeline_stage",
+    "print_rank_0",
+    "print_rank_last",
+    "unwrap_model",
+]
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -27,9 +27,14 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.mapping import map_file
 
 __all__ = [
-    "DType", "IndexedDataset", "IndexedDatasetBuilder", "IndexedDatasetError", "get_bin_path", "get_idx_path",
+    "DType",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "IndexedDatasetError",
+    "get_bin_path",
+    "get_idx_path",
     "resolve_prefix",
-]  # fmt: skip
+]
 
 logger = logging.getLogger(__name__)
 
