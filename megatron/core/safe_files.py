@@ -17,9 +17,13 @@ from typing import Any, BinaryIO, TypeAlias
 
 Path: TypeAlias = str | os.PathLike
 _KINDS = {
-    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder",
-}  # fmt: skip
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+}
 CHUNK_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 30
 

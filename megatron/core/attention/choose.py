@@ -60,9 +60,13 @@ class KernelChoice(NamedTuple):
 
 
 def build_request(
-    config: TransformerConfig, window: Window | None, form: Form = "whole", channels: int | None = None, *,
+    config: TransformerConfig,
+    window: Window | None,
+    form: Form = "whole",
+    channels: int | None = None,
+    *,
     biased: bool = False,
-) -> Request:  # fmt: skip
+) -> Request:
     """Build the request of a layer of ``config`` with ``window`` on this machine. Reads the current GPU's capability
     and may import flash-attn 4, which takes seconds. ``channels``: head dim if not ``config.kv_channels``. ``biased``:
     scores get a bias by distance."""

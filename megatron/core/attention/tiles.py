@@ -151,9 +151,16 @@ def _row_tiles(
             first_key, last_key = _clipped(key_start, key_stop, document[1])
             if first_query < last_query and first_key < last_key:
                 whole = Tile(
-                    row, query_offset + first_query - query_start, last_query - first_query,
-                    key_offset + first_key - key_start, last_key - first_key, None, None, first_query, first_key,
-                )  # fmt: skip
+                    row,
+                    query_offset + first_query - query_start,
+                    last_query - first_query,
+                    key_offset + first_key - key_start,
+                    last_key - first_key,
+                    None,
+                    None,
+                    first_query,
+                    first_key,
+                )
                 yield from _visible_part(whole, *visibility.limits)
             key_offset += key_stop - key_start
         query_offset += query_stop - query_start
@@ -215,6 +222,8 @@ def _split_at_the_diagonal(tile: Tile) -> Iterator[Tile]:
     yield below._replace(num_queries=side, right=None if side == 1 else 0)
     if side < tile.num_queries:
         yield below._replace(
-            query=tile.query + side, query_position=tile.query_position + side,
-            num_queries=tile.num_queries - side, right=None,
-        )  # fmt: skip
+            query=tile.query + side,
+            query_position=tile.query_position + side,
+            num_queries=tile.num_queries - side,
+            right=None,
+        )

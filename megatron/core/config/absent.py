@@ -118,9 +118,20 @@ def _spec(row: Absent) -> cli.FlagSpec:
     nargs = None if row.nargs in ("", "1") else row.nargs
     on = next((name for name in row.names if default is True and name[2:].replace("-", "_") == field), None)
     return cli.FlagSpec(
-        field, tuple(name for name in row.names if name != on), default, _value, "custom" if row.nargs else "bool", (),
-        nargs, True, None, on, None, None, Absent,
-    )  # fmt: skip
+        field=field,
+        names=tuple(name for name in row.names if name != on),
+        default=default,
+        convert=_value,
+        type_name="custom" if row.nargs else "bool",
+        choices=(),
+        nargs=nargs,
+        optional=True,
+        metavar=None,
+        on=on,
+        range=None,
+        verify=None,
+        group=Absent,
+    )
 
 
 @functools.cache

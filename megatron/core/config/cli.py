@@ -91,8 +91,14 @@ def flag(
         meant: choice to suggest for names that other programs use, in lower case.
     """
     metadata = {
-        "names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on, "check": check, "meant": meant,
-    }  # fmt: skip
+        "names": names,
+        "nargs": nargs,
+        "parse": parse,
+        "metavar": metavar,
+        "on": on,
+        "check": check,
+        "meant": meant,
+    }
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -250,9 +256,21 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     spelled = field.name.replace("_", "-")
     names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)
     return FlagSpec(
-        field.name, tuple(names), default, convert, type_name, choices, nargs, optional, meta.get("metavar"),
-        meta.get("on"), valid, meta.get("check"), cls, meta.get("meant") or {},
-    )  # fmt: skip
+        field=field.name,
+        names=tuple(names),
+        default=default,
+        convert=convert,
+        type_name=type_name,
+        choices=choices,
+        nargs=nargs,
+        optional=optional,
+        metavar=meta.get("metavar"),
+        on=meta.get("on"),
+        range=valid,
+        verify=meta.get("check"),
+        group=cls,
+        meant=meta.get("meant") or {},
+    )
 
 
 @functools.cache

@@ -21,8 +21,13 @@ _RENAMED = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-_ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu",
-                ("relu", False): "relu", ("fast_gelu", True): "geglu"}  # fmt: skip
+_ACTIVATIONS = {
+    ("silu", True): "swiglu",
+    ("quick_gelu", True): "quick_geglu",
+    ("squared_relu", False): "squared_relu",
+    ("relu", False): "relu",
+    ("fast_gelu", True): "geglu",
+}
 """Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
 
 

@@ -94,11 +94,22 @@ class BlendedDataset:
             logger.log(
                 logging.DEBUG if many else logging.INFO,
                 "%s blend: %s gives %d of %d samples (weight %.6f), %.2f epochs",
-                name, dataset.dataset_path, count, len(self), weight / total, passes,
-            )  # fmt: skip
+                name,
+                dataset.dataset_path,
+                count,
+                len(self),
+                weight / total,
+                passes,
+            )
         if many:
             most, path = max((passes, str(dataset.dataset_path)) for passes, dataset in zip(epochs, self.datasets))
             logger.info(
                 "%s blend: %d sources give %d samples, %.2f to %.2f epochs of each (most of %s; --logging-level 10"
-                " lists all)", name, len(epochs), len(self), min(epochs), most, path,
-            )  # fmt: skip
+                " lists all)",
+                name,
+                len(epochs),
+                len(self),
+                min(epochs),
+                most,
+                path,
+            )

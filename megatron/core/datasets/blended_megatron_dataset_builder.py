@@ -187,14 +187,20 @@ class BlendedMegatronDatasetBuilder:
             logger.warning(
                 "%s: %d samples asked for, but a blend without weights is one pass and holds %d: "
                 "give weights to repeat data",
-                split.name, size, sum(lengths),
-            )  # fmt: skip
+                split.name,
+                size,
+                sum(lengths),
+            )
         return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), self.config)
 
     def _build_sources(
-        self, prefixes: list[str], split: Split, bounds: tuple[float, float], sizes: Sequence[int | None],
+        self,
+        prefixes: list[str],
+        split: Split,
+        bounds: tuple[float, float],
+        sizes: Sequence[int | None],
         skip_empty: bool = False,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Build one data set per prefix in parallel threads and return them in order. With ``skip_empty``, sources
         without a sample are left out with a warning; else they raise EmptySplitError. All threads finish before an
         error is raised."""

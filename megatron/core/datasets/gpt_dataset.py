@@ -109,9 +109,14 @@ class GPTDataset(MegatronDataset):
         logger.log(
             config.source_log_level(index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
-            type(self).__name__, index_split.name, dataset_path or "mock data", len(indexed_indices),
-            self.tokens_per_epoch, len(self), self.plan.num_epochs,
-        )  # fmt: skip
+            type(self).__name__,
+            index_split.name,
+            dataset_path or "mock data",
+            len(indexed_indices),
+            self.tokens_per_epoch,
+            len(self),
+            self.plan.num_epochs,
+        )
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:

@@ -158,8 +158,13 @@ class MaskedWordPieceDataset(MegatronDataset):
         logger.log(
             config.source_log_level(index_split),
             "%s %s of %s: %d documents, %d samples in %d epoch(s)",
-            type(self).__name__, index_split.name, dataset_path, len(indexed_indices), len(self), self.num_epochs,
-        )  # fmt: skip
+            type(self).__name__,
+            index_split.name,
+            dataset_path,
+            len(indexed_indices),
+            len(self),
+            self.num_epochs,
+        )
 
     sequence_name = "sentence"
 
@@ -254,8 +259,11 @@ class MaskedWordPieceDataset(MegatronDataset):
             logger.warning(
                 "%s: every document of %s is one sequence, and a sample takes at most its first %d tokens: make "
                 "the data with %s to train on all of it",
-                self.dataset_path, self.index_split.name, self.target_length, SENTENCES,
-            )  # fmt: skip
+                self.dataset_path,
+                self.index_split.name,
+                self.target_length,
+                SENTENCES,
+            )
 
         def build() -> dict[str, np.ndarray]:
             epochs = 1 if self.num_samples is None else 2**31 - 2

@@ -11,13 +11,20 @@ if TYPE_CHECKING:
     from megatron.core.sharding.sharded_tensor import ShardedTensor
 
 __all__ = [
-    "CheckpointDamagedError", "CheckpointError", "CheckpointReader", "CheckpointWriteError", "ShardedTensor", "load",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriteError",
+    "ShardedTensor",
+    "load",
     "save",
-]  # fmt: skip
+]
 _MODULES = {
-    "CheckpointReader": "dist_checkpointing.reader", "ShardedTensor": "sharding.sharded_tensor",
-    "load": "dist_checkpointing.nested", "save": "dist_checkpointing.nested",
-}  # fmt: skip
+    "CheckpointReader": "dist_checkpointing.reader",
+    "ShardedTensor": "sharding.sharded_tensor",
+    "load": "dist_checkpointing.nested",
+    "save": "dist_checkpointing.nested",
+}
 
 
 def __getattr__(name: str) -> Any:

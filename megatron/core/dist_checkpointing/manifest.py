@@ -36,9 +36,19 @@ MAX_MANIFEST_BYTES = 2**30
 MAX_HEADER_BYTES = 100 * 2**20  # as other readers of safetensors have it
 MAX_DIMS = 32
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 """Bytes per element of every storable dtype, by safetensors name; here, so that a manifest is read without torch."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
@@ -124,12 +134,16 @@ def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, A
     """Raise CheckpointDamagedError unless the chunk has the expected types, lies inside the tensor's ``shape`` and
     inside a listed file, and has one CRC-32 per block."""
     fits = (
-        isinstance(chunk, dict) and isinstance(chunk.get("key"), str)
-        and isinstance(chunk.get("file"), str) and chunk["file"] in files
-        and _is_sizes(chunk.get("offsets"), len(shape)) and _is_sizes(chunk.get("shape"), len(shape))
-        and _is_sizes([chunk.get("start")]) and _is_sizes(chunk.get("crc32"))
+        isinstance(chunk, dict)
+        and isinstance(chunk.get("key"), str)
+        and isinstance(chunk.get("file"), str)
+        and chunk["file"] in files
+        and _is_sizes(chunk.get("offsets"), len(shape))
+        and _is_sizes(chunk.get("shape"), len(shape))
+        and _is_sizes([chunk.get("start")])
+        and _is_sizes(chunk.get("crc32"))
         and all(o + n <= total for o, n, total in zip(chunk["offsets"], chunk["shape"], shape))
-    )  # fmt: skip
+    )
     size = math.prod(chunk["shape"]) * itemsize if fits else 0
     if (
         not fits

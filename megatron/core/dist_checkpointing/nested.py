@@ -15,9 +15,13 @@ from megatron.core.groups.process_groups import Group
 from megatron.core.sharding.sharded_tensor import ShardedTensor
 
 _WITHOUT_EFFECT = {
-    "sharded_strategy", "common_strategy", "validate_access_integrity", "preprocess_common_before_consistancy_check",
-    "content_metadata", "strict",
-}  # fmt: skip
+    "sharded_strategy",
+    "common_strategy",
+    "validate_access_integrity",
+    "preprocess_common_before_consistancy_check",
+    "content_metadata",
+    "strict",
+}
 """Arguments of Megatron-LM that are ignored: all ranks write and read, and everything is checked."""
 
 _VALUES = "values"
@@ -25,10 +29,15 @@ _VALUES = "values"
 
 
 def save(
-    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
-    objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
-    group: Group | None = None, fault: writer.Fault = writer.no_fault, **accepted: Any,
-) -> int:  # fmt: skip
+    sharded_state_dict: Mapping[str, Any],
+    checkpoint_dir: str | os.PathLike,
+    *strategies: Any,
+    objects: dict[str, Any] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group | None = None,
+    fault: writer.Fault = writer.no_fault,
+    **accepted: Any,
+) -> int:
     """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``, replacing one of that name, and return the
     bytes of all ranks' tensor files. Collective over ``group``; blocks until the checkpoint is complete. An error on
     any rank leaves no files and the replaced checkpoint unchanged. See ``writer.save``.
@@ -58,9 +67,13 @@ def save(
 
 
 def load(
-    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
-    allow_unused: Iterable[str] = (), group: Group | None = None, **accepted: Any,
-) -> dict[str, Any]:  # fmt: skip
+    sharded_state_dict: Mapping[str, Any],
+    checkpoint_dir: str | os.PathLike,
+    *strategies: Any,
+    allow_unused: Iterable[str] = (),
+    group: Group | None = None,
+    **accepted: Any,
+) -> dict[str, Any]:
     """Fill the shards of ``sharded_state_dict`` in place, cast to their dtypes; return new dictionaries with their
     local tensors and all stored JSON values, which replace passed ones. Collective over ``group``. Fills nothing unless
     names and shapes match on all ranks; all stored tensors outside of ``allow_unused`` (name prefixes) must be

@@ -31,9 +31,12 @@ from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTe
 
 
 def load(
-    sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
-    allow_unused: Iterable[str] = (), group: Group | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    sharded_state_dict: Mapping[str, ShardedTensor],
+    checkpoint_dir: str | os.PathLike,
+    *,
+    allow_unused: Iterable[str] = (),
+    group: Group | None = None,
+) -> dict[str, Tensor]:
     """Fill the local tensors of ``sharded_state_dict`` in place (cast to their dtype); return them by key.
 
     Collective over ``group``. No tensor is modified on any rank unless names and shapes match on all ranks. Damage
@@ -53,9 +56,8 @@ def load(
 
 
 def load_from(
-    reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
-    group: Group,
-) -> dict[str, Tensor]:  # fmt: skip
+    reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (), group: Group
+) -> dict[str, Tensor]:
     """Fill the local tensors of ``sharded_state_dict`` in place from an opened source and return them by key, with the
     checks and errors of :func:`load`: nothing is filled unless names and shapes match on all ranks. Collective over
     ``group``: three exchanges (names, problems, end). Several threads call ``reader.read_into``."""

@@ -58,10 +58,14 @@ def no_fault(phase: str) -> None:
 
 
 def save(
-    sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
-    objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
-    group: Group | None = None, fault: Fault = no_fault,
-) -> int:  # fmt: skip
+    sharded_state_dict: Mapping[str, ShardedTensor],
+    checkpoint_dir: str | os.PathLike,
+    *,
+    objects: dict[str, Any] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group | None = None,
+    fault: Fault = no_fault,
+) -> int:
     """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, replacing one of that name.
 
     Collective over ``group``; copies from the device block by block and waits for each. Returns the bytes of all ranks'
@@ -111,9 +115,15 @@ def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> Write
 
 
 def write(
-    part: WritePlan, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
-    assets: Mapping[str, str | os.PathLike] | None = None, group: Group, fault: Fault = no_fault,
-) -> int:  # fmt: skip
+    part: WritePlan,
+    checkpoint_dir: str | os.PathLike,
+    blocks: Blocks,
+    *,
+    objects: dict[str, Any] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group,
+    fault: Fault = no_fault,
+) -> int:
     """Write and publish the plans of all ranks of ``group`` as ``checkpoint_dir``, replacing one of that name.
     Collective; returns the bytes of all ranks' tensor files. Raises CheckpointWriteError on all ranks if any rank
     fails; the first rank has then deleted the hidden directory and restored a checkpoint renamed for replacement.
@@ -251,10 +261,13 @@ class _RankWriter:
                     file.flush()
                     self.fault("mid_shard")
                 chunk = {
-                    "offsets": list(tensor.offsets), "shape": list(tensor.local.shape), "file": file_name, "key": key,
+                    "offsets": list(tensor.offsets),
+                    "shape": list(tensor.local.shape),
+                    "file": file_name,
+                    "key": key,
                     "start": starts[index],
                     "crc32": _write_blocks(file, self.blocks(tensor.local), self.checksums),
-                }  # fmt: skip
+                }
                 chunks.append([tensor.name, list(tensor.global_shape), DTYPE_NAMES[tensor.local.dtype], chunk])
             self.fault("before_fsync")
             file.flush()

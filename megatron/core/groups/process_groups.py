@@ -128,9 +128,7 @@ class ProcessGroups:
 
 SINGLE_PROCESS = ProcessGroups()
 
-_AXES = {
-    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp",
-}  # fmt: skip
+_AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp"}
 _LANES = ("pp_up", "pp_down")
 """Groups with a separate communicator, although other groups have the same ranks."""
 _EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep", "etp_ep_pp": "tp-ep-pp"}

@@ -35,7 +35,9 @@ def choose_schedule(
     if num_chunks > 1 and name in (None, "interleaved"):
         return interleaved(num_ranks, num_chunks, num_microbatches, group_size)
     if num_chunks == 1 and name in (None, "1f1b"):
-        return without_pipeline(num_microbatches) if num_ranks == 1 else one_forward_one_backward(
-            num_ranks, num_microbatches
-        )  # fmt: skip
+        return (
+            without_pipeline(num_microbatches)
+            if num_ranks == 1
+            else one_forward_one_backward(num_ranks, num_microbatches)
+        )
     raise UserError(f"--pipeline-schedule {name} does not fit {num_chunks} model chunks per rank")

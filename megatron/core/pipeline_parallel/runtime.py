@@ -199,9 +199,12 @@ def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Itera
     Without ``split`` the stores stay empty and no layer is changed."""
     stores = [WeightGradientStore() for _ in chunks]
     layers = [
-        (module, store) for chunk, store in zip(chunks, stores) if split for module in chunk.modules()
+        (module, store)
+        for chunk, store in zip(chunks, stores)
+        if split
+        for module in chunk.modules()
         if isinstance(module, DefersWeightGradients)
-    ]  # fmt: skip
+    ]
     for module, store in layers:
         module.weight_gradient_store = store
     try:

@@ -36,14 +36,14 @@ from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.core.pipeline_parallel.stage_model import unwrapped
 
 __all__ = [
-    "forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving", "get_forward_backward_func",
-]  # fmt: skip
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "get_forward_backward_func",
+]
 
 _OPTIONS = {"seq_length", "micro_batch_size", "decoder_seq_length", "row_lengths"}
-_WITHOUT_EFFECT = {
-    "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce",
-}  # fmt: skip
+_WITHOUT_EFFECT = {"first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce"}
 """Megatron-LM arguments that are accepted and ignored."""
 
 
@@ -132,10 +132,16 @@ class _LossFunctions:
 
 
 def _forward_backward(
-    runner: Callable[..., Any], *, forward_step_func: Callable, data_iterator: Any,
-    model: nn.Module | Sequence[nn.Module], num_microbatches: int, forward_only: bool = False,
-    collect_non_loss_data: bool = False, **options: Any,
-) -> list[Any]:  # fmt: skip
+    runner: Callable[..., Any],
+    *,
+    forward_step_func: Callable,
+    data_iterator: Any,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    **options: Any,
+) -> list[Any]:
     """Run all micro-batches and, after a backward, call ``config.finalize_model_grads_func`` if it is set. Return the
     last value that ``loss_func`` returned for each micro-batch; an empty list on stages without the loss. See the
     module docstring. Raises TypeError for an unknown argument.
@@ -159,9 +165,14 @@ def _forward_backward(
     losses = _LossFunctions(forward_step_func, chunks, num_microbatches)
     with losses.training(chunks) if has_backward else nullcontext():
         results = runner(
-            forward_step_func=losses, data_iterator=data_iterator, model=chunks, num_microbatches=num_microbatches,
-            forward_only=forward_only, collect_non_loss_data=collect_non_loss_data, **options,
-        )  # fmt: skip
+            forward_step_func=losses,
+            data_iterator=data_iterator,
+            model=chunks,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            **options,
+        )
     finalize = getattr(getattr(unwrapped(chunks[0]), "config", None), "finalize_model_grads_func", None)
     if finalize is not None and has_backward:
         finalize(chunks, _num_tokens(results, chunks) if losses.per_token else None)

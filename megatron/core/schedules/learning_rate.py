@@ -138,11 +138,19 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
     if config.lr_warmup_fraction is not None:
         warmup = config.lr_warmup_fraction * decay
     return SchedulePlan(
-        init_lr=config.lr_warmup_init, max_lr=config.lr, min_lr=config.min_lr,
-        lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=config.lr_decay_style,
-        start_wd=float(start or 0.0), end_wd=float(end or 0.0), wd_incr_steps=total, wd_incr_style=style,
-        wsd_decay_steps=anneal, lr_wsd_decay_style=config.lr_wsd_decay_style,
-    )  # fmt: skip
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=float(start or 0.0),
+        end_wd=float(end or 0.0),
+        wd_incr_steps=total,
+        wd_incr_style=style,
+        wsd_decay_steps=anneal,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
@@ -230,9 +238,13 @@ class OptimizerParamScheduler:
     """
 
     def __init__(
-        self, optimizer: Any, *plan: Any, use_checkpoint_opt_param_scheduler: bool = False,
-        override_opt_param_scheduler: bool = False, **fields: Any,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: Any,
+        *plan: Any,
+        use_checkpoint_opt_param_scheduler: bool = False,
+        override_opt_param_scheduler: bool = False,
+        **fields: Any,
+    ) -> None:
         """Build a :class:`SchedulePlan` from ``plan`` and ``fields`` unless ``plan`` is one, and write the values for 0
         samples into ``optimizer.param_groups``. Raises UserError for both options together, before anything else."""
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:

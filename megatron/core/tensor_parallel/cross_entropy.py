@@ -70,9 +70,13 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"label_smoothing {label_smoothing}: must be at least 0 and less than 1")
     ranks = resolve_group(group if tp_group is None else tp_group)
     losses = vocab_parallel_losses(
-        vocab_parallel_logits, target, group=ranks, vocab_size=vocab_size, divisible_by=divisible_by,
+        vocab_parallel_logits,
+        target,
+        group=ranks,
+        vocab_size=vocab_size,
+        divisible_by=divisible_by,
         reuse_logits=reuse_logits and not label_smoothing,
-    )  # fmt: skip
+    )
     if not label_smoothing:
         return losses
     size = vocab_parallel_logits.shape[-1]
@@ -99,9 +103,14 @@ def _smoothing(logits: Tensor, label: Tensor, num_true: int, group: Group) -> Te
 
 
 def vocab_parallel_losses(
-    logits: Tensor, target: Tensor, *, group: Group, vocab_size: int | None = None, divisible_by: int = 128,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: Group,
+    vocab_size: int | None = None,
+    divisible_by: int = 128,
     reuse_logits: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. One all-gather over
     ``group`` in forward, none in backward. Keeps the logits, not a softmax, for backward.
 

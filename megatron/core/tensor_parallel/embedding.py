@@ -40,9 +40,14 @@ def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ready: Tensor, weight: linear.FusedGradParam, ids: Tensor, absent: Tensor | None,
-        traits: linear.LinearTraits, add_rows: AddRows,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        ready: Tensor,
+        weight: linear.FusedGradParam,
+        ids: Tensor,
+        absent: Tensor | None,
+        traits: linear.LinearTraits,
+        add_rows: AddRows,
+    ) -> Tensor:
         ctx.save_for_backward(ids if absent is None else ids.masked_fill(absent, -1))
         ctx.weight, ctx.traits, ctx.add_rows = weight.tensor, traits, add_rows
         return _vectors(weight.tensor, ids, absent)

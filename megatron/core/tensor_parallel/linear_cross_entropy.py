@@ -90,10 +90,17 @@ def tokens_of_a_chunk(bytes_per_token: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: linear.LinearTraits,
-        chunk_tokens: int, store: linear.WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        labels: LocalLabels,
+        traits: linear.LinearTraits,
+        chunk_tokens: int,
+        store: linear.WeightGradientStore | None,
+        ready: Tensor | None,
+        soft_cap: float | None,
         bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the losses [t] of all tokens, one chunk of logits at a time. All-gathers ``x`` with ``gather_input``
         and the statistics of all tokens once. Saves the local ``x``, weight, labels, maxima and sums, and no logits."""
         ctx.adds_weight = isinstance(weight, linear.FusedGradParam)

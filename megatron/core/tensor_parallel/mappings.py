@@ -45,9 +45,12 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Te
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None,
-    output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False,
-) -> Tensor:  # fmt: skip
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Any = None,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
     """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...]. Raises ValueError for
     ``output_split_sizes`` without ``tensor_parallel_output_grad``.
 
@@ -93,9 +96,12 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any
 
 
 def all_to_all(
-    group: Any, input_: Tensor, output_split_sizes_: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None, use_nccl_stream: bool = False,
-) -> Tensor:  # fmt: skip
+    group: Any,
+    input_: Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_nccl_stream: bool = False,
+) -> Tensor:
     """All-to-all of rows: send ``input_split_sizes[r]`` rows to rank r and receive ``output_split_sizes_[r]`` from it,
     in rank order. One rank returns ``input_`` itself.
 

@@ -30,16 +30,27 @@ EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<|eod|>", "<e
 MAX_IDS = 2**24
 """A larger id is no vocabulary's; libraries walk all ids up to the largest."""
 _ROLES = {
-    "eos": "eos_token", "bos": "bos_token", "pad": "pad_token", "cls": "cls_token", "sep": "sep_token",
-    "mask": "mask_token", "unk": "unk_token",
-}  # fmt: skip
+    "eos": "eos_token",
+    "bos": "bos_token",
+    "pad": "pad_token",
+    "cls": "cls_token",
+    "sep": "sep_token",
+    "mask": "mask_token",
+    "unk": "unk_token",
+}
 
 
 class BackendTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, with tiktoken in front of it where equal ids are certain."""
 
-    def __init__(self, tokenizer_type: str, backend: Any, special_ids: dict[str, int], fingerprint: str,
-                 include_special_tokens: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        tokenizer_type: str,
+        backend: Any,
+        special_ids: dict[str, int],
+        fingerprint: str,
+        include_special_tokens: bool = False,
+    ):
         """Wrap ``backend``; tiktoken is used only after :meth:`accelerate`. ``include_special_tokens``: texts get the
         tokens that the backend's post-processor adds. Raises UserError for shared or impossible ids."""
         self._backend = backend
@@ -318,8 +329,15 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
             index = backend.token_to_id(content) if isinstance(content, str) and _is_unicode(content) else None
             if index is not None:
                 found.setdefault(role, index)
-    known = {"eos": EOD_NAMES, "bos": ("<s>", "<|begin_of_text|>", "<bos>"), "pad": ("<pad>", "[PAD]", "<|pad|>"),
-             "cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]", "<mask>"), "unk": ("<unk>", "[UNK]")}  # fmt: skip
+    known = {
+        "eos": EOD_NAMES,
+        "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+        "pad": ("<pad>", "[PAD]", "<|pad|>"),
+        "cls": ("[CLS]",),
+        "sep": ("[SEP]",),
+        "mask": ("[MASK]", "<mask>"),
+        "unk": ("<unk>", "[UNK]"),
+    }
     for role, names in known.items():
         indices = [index for index in map(backend.token_to_id, names) if index is not None]
         if indices:

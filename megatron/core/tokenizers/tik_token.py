@@ -31,8 +31,15 @@ _ROLES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "mask": "<mask>", "pad": 
 class TikTokenizer(Tokenizer):
     """Ids 0 to ``num_special_tokens`` - 1 are special, id ``num_special_tokens`` + r is the token of rank r."""
 
-    def __init__(self, path: str | None, *, pattern: str | None = None, vocab_size: int | None = None,
-                 num_special_tokens: int = 1000, special_tokens: Sequence[str] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        path: str | None,
+        *,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] | None = None,
+    ):
         """Read the vocabulary file. ``vocab_size`` (None: 131,072, or fewer if the file has fewer) includes the
         ``num_special_tokens``; ids without a name in ``special_tokens`` become <SPECIAL_n>; ``pattern`` is a key of
         ``PATTERNS`` (None: v2). Raises UserError for missing required tokens, sizes that do not fit, or a malformed

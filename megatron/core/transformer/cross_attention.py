@@ -71,17 +71,23 @@ class CrossAttention(nn.Module):
             submodules.linear_q, config.hidden_size, heads * channels, init_method=weight_init(config), **shared
         )
         self.linear_kv = build_module(
-            submodules.linear_kv, config.hidden_size, StackedSize((kv_groups, 2 * channels), 0),
-            init_method=weight_init(config), **shared,
-        )  # fmt: skip
+            submodules.linear_kv,
+            config.hidden_size,
+            StackedSize((kv_groups, 2 * channels), 0),
+            init_method=weight_init(config),
+            **shared,
+        )
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
         )
         self._run_core = recompute_policy(config, "core_attn")
         self.linear_proj = build_module(
-            submodules.linear_proj, heads * channels, config.hidden_size, init_method=output_weight_init(config),
+            submodules.linear_proj,
+            heads * channels,
+            config.hidden_size,
+            init_method=output_weight_init(config),
             **shared,
-        )  # fmt: skip
+        )
 
     describe = staticmethod(describe_cross_attention)
 

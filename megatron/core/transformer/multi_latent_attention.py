@@ -92,13 +92,24 @@ class MLASelfAttention(Segmented):
         self._build_projections(config, submodules, groups)
         assert submodules.core_attention is not None
         self.core_attention = build_token_mixer(
-            submodules.core_attention, config, layer_number, attn_mask_type, groups=groups,
-            softmax_scale=latent_softmax_scale(config), k_channels=self._nope + self._rope, v_channels=self._value,
-        )  # fmt: skip
+            submodules.core_attention,
+            config,
+            layer_number,
+            attn_mask_type,
+            groups=groups,
+            softmax_scale=latent_softmax_scale(config),
+            k_channels=self._nope + self._rope,
+            v_channels=self._value,
+        )
         self.linear_proj = _build(
-            submodules.linear_proj, config.num_attention_heads * self._value, config.hidden_size, config=config,
-            init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
-        )  # fmt: skip
+            submodules.linear_proj,
+            config.num_attention_heads * self._value,
+            config.hidden_size,
+            config=config,
+            init_method=output_weight_init(config),
+            bias=config.add_bias_linear,
+            groups=groups,
+        )
         self._keeping, self._run_core = heads_output(config), recompute_policy(config, "core_attn")
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp

@@ -43,9 +43,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
 def mtp_on_this_rank(
-    config: Any = None, ignore_virtual: bool = True, vp_stage: int | None = None, *, layout: Any = None,
+    config: Any = None,
+    ignore_virtual: bool = True,
+    vp_stage: int | None = None,
+    *,
+    layout: Any = None,
     mtp_num_layers: int | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether this rank, or its model chunk ``vp_stage`` with ``ignore_virtual=False``, holds the multi-token
     prediction layers: the last pipeline stage does. Pass ``config`` or ``mtp_num_layers``; ``layout`` is ignored.
     """
@@ -137,9 +141,13 @@ class MultiTokenPredictionLayer(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: MultiTokenPredictionLayerSubmodules, layer_number: int, *,
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        layer_number: int,
+        *,
         groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Build two input norms, ``eh_proj`` [h, 2 h], the layer with ``layer_number`` (after the decoder's) and the
         final norm from the slots. Full recomputation covers the norms, the projection and the layer, not the final
         norm."""

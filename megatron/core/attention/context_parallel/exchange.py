@@ -80,8 +80,10 @@ def _sequence_shares(tensors: Sequence[Tensor], size: int, order: Order) -> Tens
     tokens of rank r of all tensors, one after the other. UserError if the ranks cannot split s."""
     pieces = [
         x[start:stop].flatten()
-        for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size, order)
-    ]  # fmt: skip
+        for rank in range(size)
+        for x in tensors
+        for start, stop in zigzag.spans(len(x), rank, size, order)
+    ]
     return torch.cat(pieces).view(size, -1)
 
 

@@ -117,8 +117,13 @@ def _below(path: str) -> list[str]:
     if not found:
         raise UserError(f"--input {path}: the folder holds no {', '.join((*SUFFIXES, TEXT_SUFFIX))} file")
     if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(suffixes)]:
-        logger.warning("--input %s: skips %d file(s) that are not %s: %s", path, len(skipped), ", ".join(suffixes),
-                       listed(skipped, most=5))  # fmt: skip
+        logger.warning(
+            "--input %s: skips %d file(s) that are not %s: %s",
+            path,
+            len(skipped),
+            ", ".join(suffixes),
+            listed(skipped, most=5),
+        )
     return found
 
 

@@ -338,10 +338,13 @@ class _Run:
             if done.bad_lines and limit is not None and self.totals.bad_lines > limit:
                 raise TooManyBadLines(
                     f"{self._describe(self.bad_entries[0])}; "
-                    + ("--strict stops at the first such line" if limit == 0 else
-                       f"in all {self.totals.bad_lines} unusable lines so far, more than --max-bad-lines {limit}")
+                    + (
+                        "--strict stops at the first such line"
+                        if limit == 0
+                        else f"in all {self.totals.bad_lines} unusable lines so far, more than --max-bad-lines {limit}"
+                    )
                     + f"; they are listed in {self.cfg.output_prefix}.bad_lines.jsonl"
-                )  # fmt: skip
+                )
 
     @staticmethod
     def _describe(entry: dict[str, Any]) -> str:

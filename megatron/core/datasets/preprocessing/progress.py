@@ -59,10 +59,15 @@ class PreprocessingProgress:
         logger.info(
             "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable "
             "lines%s",
-            totals.documents, totals.sentences, totals.tokens, format_seconds(seconds), self.text_bytes / seconds / 1e6,
-            totals.empty_documents, totals.bad_lines,
+            totals.documents,
+            totals.sentences,
+            totals.tokens,
+            format_seconds(seconds),
+            self.text_bytes / seconds / 1e6,
+            totals.empty_documents,
+            totals.bad_lines,
             f"; {totals.reused_parts} parts were done by an earlier run" if totals.reused_parts else "",
-        )  # fmt: skip
+        )
 
 
 def format_seconds(seconds: float) -> str:

@@ -40,9 +40,13 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
         for workers in cfg.workers_to_check:
             prefix = os.path.join(folder, "out")
             trial = dataclasses.replace(
-                cfg, input=[sample], output_prefix=prefix, workers=workers, overwrite=True,
+                cfg,
+                input=[sample],
+                output_prefix=prefix,
+                workers=workers,
+                overwrite=True,
                 find_optimal_num_workers=False,
-            )  # fmt: skip
+            )
             totals = preprocess(trial, tokenizer_cfg, build)
             speeds[workers] = totals.text_bytes / max(totals.seconds, 1e-9) / 1e6
             logger.info(

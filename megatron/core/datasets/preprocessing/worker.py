@@ -180,9 +180,12 @@ class Worker:
         return len(lengths)
 
     def _add_sentences(
-        self, texts: Sequence[str], split: Callable[[str], list[str]], builder: IndexedDatasetBuilder,
+        self,
+        texts: Sequence[str],
+        split: Callable[[str], list[str]],
+        builder: IndexedDatasetBuilder,
         record: PartRecord,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Split ``texts`` into sentences, tokenize them, and append each document with one sequence per sentence;
         end-of-document is added to the last. Sentences and documents without tokens are omitted. Adds counts to
         ``record``; returns the number of documents added."""

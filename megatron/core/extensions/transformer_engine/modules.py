@@ -99,9 +99,15 @@ class NormGemm:
         weight, bias = gemm.weight, gemm.bias
         out_features, in_features = weight.shape
         self.linear = load_transformer_engine().LayerNormLinear(
-            in_features, out_features, eps=norm.eps, bias=bias is not None, normalization=norm.kind,
-            zero_centered_gamma=norm.zero_centered, params_dtype=weight.dtype, device="meta",
-        )  # fmt: skip
+            in_features,
+            out_features,
+            eps=norm.eps,
+            bias=bias is not None,
+            normalization=norm.kind,
+            zero_centered_gamma=norm.zero_centered,
+            params_dtype=weight.dtype,
+            device="meta",
+        )
         self.linear.weight, self.linear.layer_norm_weight = weight, norm.weight
         if bias is not None:
             self.linear.bias = bias
@@ -136,9 +142,17 @@ class TEColumnParallelLinear(nn.Module):
     implementation = NAME
 
     def __init__(
-        self, input_size: int, output_size: int | StackedSize, *, config: Any, init_method: Init, bias: bool = True,
-        gather_output: bool = False, skip_bias_add: bool = False, groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+        self,
+        input_size: int,
+        output_size: int | StackedSize,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        groups: ProcessGroups,
+    ) -> None:
         super().__init__()
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
         self.weight, self.bias = column_parameters(
@@ -191,9 +205,14 @@ class TENorm(MovableParameters):
     implementation = NAME
 
     def __init__(
-        self, config: Any, hidden_size: int, eps: float, *, groups: ProcessGroups,
+        self,
+        config: Any,
+        hidden_size: int,
+        eps: float,
+        *,
+        groups: ProcessGroups,
         partial: tuple[str, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if partial is None:
             partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
@@ -225,18 +244,21 @@ class TEDotProductAttention(nn.Module):
     implementation = NAME
 
     def __init__(
-        self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None,
-        groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+        self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None, groups: ProcessGroups
+    ) -> None:
         super().__init__()
         tp = groups.tp
         left, right = window or (-1, -1)
         attention = load_transformer_engine().DotProductAttention(
-            config.num_attention_heads // tp.size, config.kv_channels,
-            num_gqa_groups=config.num_query_groups // tp.size, attention_dropout=0.0,
-            attn_mask_type="causal" if causal else "no_mask", window_size=(left, 0 if causal else right),
-            layer_number=layer_number, softmax_scale=config.softmax_scale,
-        )  # fmt: skip
+            config.num_attention_heads // tp.size,
+            config.kv_channels,
+            num_gqa_groups=config.num_query_groups // tp.size,
+            attention_dropout=0.0,
+            attn_mask_type="causal" if causal else "no_mask",
+            window_size=(left, 0 if causal else right),
+            layer_number=layer_number,
+            softmax_scale=config.softmax_scale,
+        )
         self._attention = (attention,)  # in a tuple: no submodule
         self.packed_mask = "padding_causal" if causal else "padding"
 
@@ -257,9 +279,14 @@ class TEDotProductAttention(nn.Module):
         flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         bounds, longest = documents.cu_seqlens_q, documents.max_seqlen_q or length
         mixed = self._attention[0](
-            *flat, qkv_format="thd", attn_mask_type=self.packed_mask, cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
-            max_seqlen_q=longest, max_seqlen_kv=longest,
-        )  # fmt: skip
+            *flat,
+            qkv_format="thd",
+            attn_mask_type=self.packed_mask,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
         return mixed.reshape(batch, length, -1).transpose(0, 1)
 
 

@@ -102,10 +102,13 @@ def with_head_on(described: ModelDescription, computed: float, needed: float) ->
     final, *rest = described.head.ops
     ops = [
         replace(
-            op, flops=op.flops * computed, traffic=op.traffic * computed, gradients=op.gradients * computed,
+            op,
+            flops=op.flops * computed,
+            traffic=op.traffic * computed,
+            gradients=op.gradients * computed,
             saved=tuple(replace(each, bytes=each.bytes * computed) for each in op.saved),
         )
         for op in rest
-    ]  # fmt: skip
+    ]
     head, needless = replace(described.head, ops=(final, *ops)), (computed - needed) * sum(op.flops for op in rest)
     return replace(described, head=head, needless_flops=needless)

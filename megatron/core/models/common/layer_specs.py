@@ -53,9 +53,13 @@ def _self_attention(backend: Backend, qk_norm: Callable[..., Any] | None, mask: 
 
 
 def layer_spec(
-    backend: Backend, *, multi_latent_attention: bool = False, experts: bool = False,
-    mask: AttnMaskType = AttnMaskType.causal, qk_norm: Callable[..., Any] | None = None,
-) -> ModuleSpec:  # fmt: skip
+    backend: Backend,
+    *,
+    multi_latent_attention: bool = False,
+    experts: bool = False,
+    mask: AttnMaskType = AttnMaskType.causal,
+    qk_norm: Callable[..., Any] | None = None,
+) -> ModuleSpec:
     """Return the spec of one layer, with a dense MLP or MoE (``experts``). ``mask`` selects causal or bidirectional
     attention. Latent attention (MLA) is always causal and ignores ``mask``. ``qk_norm`` overrides the norms that the
     configuration gives queries and keys. The MLP's slots are also the shared expert's."""

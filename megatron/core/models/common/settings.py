@@ -74,10 +74,13 @@ class LanguageModelSettings:
             return None
         scaling = Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling else None
         return RotaryEmbedding(
-            config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base, dtype=config.params_dtype,
+            config.kv_channels,
+            self.rotary_percent,
+            rotary_base=self.rotary_base,
+            dtype=config.params_dtype,
             interpolation=self.seq_len_interpolation_factor,
             scaling=yarn_scaling(config, self.max_sequence_length) if kind == "yarn" else scaling,
-        )  # fmt: skip
+        )
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
         """Return the rotary embedding of sliding-window layers at base ``config.rotary_base_local``, unscaled; None if

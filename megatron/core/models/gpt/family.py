@@ -45,9 +45,13 @@ def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling)
 
     tokenizer = trained.tokenizer
     tokens = inference.generate(
-        trained.model, tokenizer.tokenize(prompt) or [tokenizer.eod], max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.data.seq_length, stop_token=tokenizer.eod, sampling=sampling,
-    )  # fmt: skip
+        trained.model,
+        tokenizer.tokenize(prompt) or [tokenizer.eod],
+        max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.data.seq_length,
+        stop_token=tokenizer.eod,
+        sampling=sampling,
+    )
     return prompt + tokenizer.detokenize(list(tokens))
 
 
@@ -70,8 +74,14 @@ FAMILY = ModelFamily(
     describe=description.describe_settings,
     branches=custom_layers.branches,
     groups=(
-        MoEConfig, UpcyclingConfig, MTPConfig, LatentAttentionConfig, MultiplierConfig, RopeScalingConfig,
-        CustomLayersConfig, DocumentConfig,
+        MoEConfig,
+        UpcyclingConfig,
+        MTPConfig,
+        LatentAttentionConfig,
+        MultiplierConfig,
+        RopeScalingConfig,
+        CustomLayersConfig,
+        DocumentConfig,
     ),
     rules=collect_rules(rules),
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
@@ -79,4 +89,4 @@ FAMILY = ModelFamily(
     generate=generate,
     logits=logits,
     auto_model="AutoModelForCausalLM",
-)  # fmt: skip
+)

@@ -16,10 +16,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 _FOLLOWS_FROM_CONFIG = {
-    "experimental_attention_variant", "kitchen_attention_backend", "mla_down_proj_fusion",
-    "moe_use_legacy_grouped_gemm", "normalization", "use_grouped_gemm_for_dense_mlp", "use_kitchen",
-    "use_kitchen_attention", "use_te_activation_func", "use_te_op_fuser", "vp_stage",
-}  # fmt: skip
+    "experimental_attention_variant",
+    "kitchen_attention_backend",
+    "mla_down_proj_fusion",
+    "moe_use_legacy_grouped_gemm",
+    "normalization",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_kitchen",
+    "use_kitchen_attention",
+    "use_te_activation_func",
+    "use_te_op_fuser",
+    "vp_stage",
+}
 """Arguments that existing programs pass and that are ignored: the configuration or the pipeline stage determines them.
 """
 
@@ -30,9 +38,16 @@ def _accept(names: Iterable[str]) -> None:
 
 
 def _layer_spec(
-    backend: str, num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False,
-    multi_latent_attention: bool = False, fp8: str | None = None, *, qk_l2_norm: bool = False, **accepted: object,
-) -> ModuleSpec:  # fmt: skip
+    backend: str,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    *,
+    qk_l2_norm: bool = False,
+    **accepted: object,
+) -> ModuleSpec:
     _accept(accepted)
     modules = get_backend(backend)
     norm = L2Norm if qk_l2_norm and not multi_latent_attention else modules.norm if qk_layernorm else None

@@ -65,18 +65,20 @@ class GPTModel(LanguageModule):
             raise ValueError("layer_range and branches both say what this stage holds: give one of them")
         if branches is None:
             described = describe_gpt(
-                config, vocab_size=self.vocab_size, seq_length=length, max_sequence_length=length,
+                config,
+                vocab_size=self.vocab_size,
+                seq_length=length,
+                max_sequence_length=length,
                 spec=transformer_layer_spec,
-            )  # fmt: skip
+            )
             branches = self.stage_branches(described, layer_range)
         self.max_sequence_length = length
         self.mtp, predicts_on = None, mtp_block_spec is not None
         embeds = self.pre_process or (self.post_process and predicts_on)
         with self.construction(embedding=embeds, tie_embedding=predicts_on):
             self.decoder = TransformerBlock(
-                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process,
-                groups=self.groups,
-            )  # fmt: skip
+                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
+            )
             if self.post_process:
                 self.output_layer = self.build_output_layer()
                 if mtp_block_spec is not None:

@@ -18,8 +18,11 @@ from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.pipeline_parallel.stages import BranchNames
 
 OWN_SETTINGS = (
-    "decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance", "scale_decoder_outputs",
-)  # fmt: skip
+    "decoder_num_layers",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "scale_decoder_outputs",
+)
 ENCODER_LAYER = ("attention", "feed-forward")
 DECODER_LAYER = ("attention", "cross-attention", "feed-forward")
 

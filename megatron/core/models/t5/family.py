@@ -60,9 +60,14 @@ def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling)
     tokenizer = trained.tokenizer
     start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
     tokens = generate_seq2seq(
-        trained.model, tokenizer.tokenize(prompt), start=start, max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.embeddings.max_position_embeddings, stop_token=tokenizer.eos, sampling=sampling,
-    )  # fmt: skip
+        trained.model,
+        tokenizer.tokenize(prompt),
+        start=start,
+        max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.embeddings.max_position_embeddings,
+        stop_token=tokenizer.eos,
+        sampling=sampling,
+    )
     return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
 
 
