@@ -304,9 +304,13 @@ class Target:
 def _is_entry(line: Any) -> bool:
     """Whether a journal line is ``[name, entry]`` with a path inside of the folder."""
     return (
-        isinstance(line, list) and len(line) == 2 and isinstance(line[0], str) and isinstance(line[1], dict)
-        and ".." not in Path(line[0]).parts and not os.path.isabs(line[0])
-    )  # fmt: skip
+        isinstance(line, list)
+        and len(line) == 2
+        and isinstance(line[0], str)
+        and isinstance(line[1], dict)
+        and ".." not in Path(line[0]).parts
+        and not os.path.isabs(line[0])
+    )
 
 
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:

@@ -44,18 +44,27 @@ def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
         return part
 
     tensors = {
-        name: LazyTensor(reader.shape(name), DTYPES[reader.manifest["tensors"][name]["dtype"]],
-                         partial(reader.read, name), partial(rows, name))
-        for name in reader.names if not name.startswith("rng.")
-    }  # fmt: skip
+        name: LazyTensor(
+            reader.shape(name),
+            DTYPES[reader.manifest["tensors"][name]["dtype"]],
+            partial(reader.read, name),
+            partial(rows, name),
+        )
+        for name in reader.names
+        if not name.startswith("rng.")
+    }
     assets = {name: reader.directory / name for name in reader.manifest["assets"]}
     return Interchange(dict(args) if isinstance(args, dict) else {}, tensors, dict(reader.objects), assets)
 
 
 def save_native(
-    interchange: Interchange, target: Target, name: str, objects: Mapping[str, Any], *,
+    interchange: Interchange,
+    target: Target,
+    name: str,
+    objects: Mapping[str, Any],
+    *,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:  # fmt: skip
+) -> None:
     """Write the checkpoint directory ``name`` with the JSON ``objects`` below ``target``; does not publish ``target``.
 
     Resumes an earlier attempt: complete files are kept. One tensor is in memory at a time. A file exceeds
@@ -74,10 +83,15 @@ def save_native(
             for key, tensor in group.items():
                 tensors[key] = _stored(key, tensor, file, *entry["tensors"][key])
     manifest = {
-        "format": FORMAT, "format_version": FORMAT_VERSION, "run_id": uuid.uuid4().hex, "world_size": 1,
-        "objects": dict(objects), "files": files, "tensors": tensors,
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "run_id": uuid.uuid4().hex,
+        "world_size": 1,
+        "objects": dict(objects),
+        "files": files,
+        "tensors": tensors,
         "assets": {asset: copy_asset(source, folder / asset) for asset, source in interchange.assets.items()},
-    }  # fmt: skip
+    }
     write_file(folder / MANIFEST, encode(manifest))
 
 

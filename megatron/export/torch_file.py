@@ -203,9 +203,13 @@ def _read_zip(file: _Range) -> tuple[Any, dict[str, _Record]]:
                 reason = "there twice" if entry.filename in records else "compressed or encrypted"
                 raise CheckpointDamagedError(f"{file.path}: its record {entry.filename!r:.80} is {reason}")
             records[entry.filename] = _Record(
-                file.path, entry.filename, (file.start, file.length), entry.header_offset, entry.file_size,
+                file.path,
+                entry.filename,
+                (file.start, file.length),
+                entry.header_offset,
+                entry.file_size,
                 entry.CRC if has_checksums else None,
-            )  # fmt: skip
+            )
     names = [name for name in records if name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointDamagedError(f"{file.path}: not a file of torch.save (no data.pkl)")

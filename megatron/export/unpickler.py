@@ -135,37 +135,64 @@ def _items(kind: type) -> Callable[..., Any]:
 
 ORDERED = "collections.OrderedDict"
 _BUILT: dict[str, Callable[..., Any]] = {
-    ORDERED: lambda *_: {}, "collections.defaultdict": lambda *_: {},
-    "builtins.set": _items(tuple), "builtins.frozenset": _items(tuple), "builtins.list": _items(list),
-    "builtins.tuple": _items(tuple), "builtins.complex": lambda *args: Record("builtins.complex", args),
+    ORDERED: lambda *_: {},
+    "collections.defaultdict": lambda *_: {},
+    "builtins.set": _items(tuple),
+    "builtins.frozenset": _items(tuple),
+    "builtins.list": _items(list),
+    "builtins.tuple": _items(tuple),
+    "builtins.complex": lambda *args: Record("builtins.complex", args),
     "builtins.bytearray": lambda *args: args[0] if args and isinstance(args[0], bytes) else _encoded(*args),
     "builtins.bytes": lambda *args: args[0] if args and isinstance(args[0], bytes) else b"",
     "_codecs.encode": _encoded,
-    "torch.Size": _items(tuple), "torch._utils._rebuild_tensor": _tensor, "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch.Size": _items(tuple),
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _tensor_with_type,
-    "numpy._core.multiarray.scalar": _scalar, "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray._reconstruct": lambda *_: Record("numpy.ndarray"),
     "numpy.core.multiarray._reconstruct": lambda *_: Record("numpy.ndarray"),
     "numpy._core.numeric._frombuffer": lambda *_: Record("numpy.ndarray"),
-}  # fmt: skip
+}
 """Name in a pickle -> replacement constructor. Subclasses of dict become dicts, sets become tuples."""
 
 _INERT = (
-    "argparse.Namespace", "torch.device", "torch.serialization._get_layout", "numpy.ndarray", "numpy.dtype",
-    "pathlib.PosixPath", "pathlib.PurePosixPath", "datetime.timedelta", "types.SimpleNamespace", "signal.Signals",
-    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.torch_version.TorchVersion", "_io.BytesIO",
+    "argparse.Namespace",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "datetime.timedelta",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.torch_version.TorchVersion",
+    "_io.BytesIO",
     "functools.partial",
-)  # fmt: skip
+)
 _INERT_MODULES = ("torch.distributed.checkpoint.", "torch.nn.", "torch._C._nn.")
 """Prefixes of names that a run's arguments may contain (layers, activations, initializers); they become Records."""
 _STORAGES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "IntStorage": torch.int32, "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
-}  # fmt: skip
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
 
 
 def find_kind(module: str, name: str) -> Any:

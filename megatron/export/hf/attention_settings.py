@@ -89,10 +89,21 @@ def _require_value(settings: Table, name: str, wanted: int) -> None:
 
 
 ROTARY = (
-    "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor", "rotary_scaling_factor", "yarn_original_max_position_embeddings",
-    "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "rope_type",
-)  # fmt: skip
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+    "rope_type",
+)
 
 
 class Rope(Rule):
@@ -106,10 +117,15 @@ class Rope(Rule):
     """
 
     def __init__(
-        self, base: float = 10000.0, *, share: float | None = None, base_key: str = "rope_theta",
-        share_key: str = "partial_rotary_factor", latent: bool = False,
+        self,
+        base: float = 10000.0,
+        *,
+        share: float | None = None,
+        base_key: str = "rope_theta",
+        share_key: str = "partial_rotary_factor",
+        latent: bool = False,
         kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(("rope_parameters", "rope_scaling", base_key, share_key), ROTARY)
         self.base, self.share, self.base_key, self.share_key = base, share, base_key, share_key
         self.latent, self.kinds = latent, kinds
@@ -295,9 +311,14 @@ class Window(Rule):
     """
 
     def __init__(
-        self, default: int | None = None, *, switch: bool = False, first: str | None = None, every: int = 1,
+        self,
+        default: int | None = None,
+        *,
+        switch: bool = False,
+        first: str | None = None,
+        every: int = 1,
         every_keys: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.default, self.switch, self.first, self.every = default, switch, first, every
         self.every_keys = every_keys
         self.by_layer = first is not None or every > 1

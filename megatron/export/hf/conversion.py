@@ -141,8 +141,10 @@ def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[
         name = f"model.{placement.name}"
         for part in placement.parts:
             result[part.name] = LazyTensor(
-                part.shape, tensors[name].dtype, lambda name=name, part=part: read(name, part)  # type: ignore[misc]
-            )  # fmt: skip
+                part.shape,
+                tensors[name].dtype,
+                lambda name=name, part=part: read(name, part),  # type: ignore[misc]
+            )
     return result
 
 

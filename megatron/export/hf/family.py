@@ -28,21 +28,40 @@ from megatron.export.hf.layouts import TensorLayout
 from megatron.export.hf.settings import Ignored, Rule, Same, refuse
 
 GROUPS = (
-    NetworkSizeConfig, MultiplierConfig, ScaledOutputConfig, AttentionConfig, LatentAttentionConfig, MoEConfig,
+    NetworkSizeConfig,
+    MultiplierConfig,
+    ScaledOutputConfig,
+    AttentionConfig,
+    LatentAttentionConfig,
+    MoEConfig,
     MTPConfig,
-)  # fmt: skip
+)
 ELSEWHERE: dict[str, Any] = {
-    "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
-    "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
-    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": False,
-    "group_query_attention": False, "model_family": "gpt", "bert_binary_head": True, "decoder_num_layers": None,
-    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
-}  # fmt: skip
+    "vocab_size": None,
+    "max_position_embeddings": None,
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "untie_embeddings_and_output_weights": False,
+    "group_query_attention": False,
+    "model_family": "gpt",
+    "bert_binary_head": True,
+    "decoder_num_layers": None,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+}
 """Settings of the training program that define the model, with their defaults."""
 _SIZES = {
-    "vocab_size": 2**31 - 1, "max_position_embeddings": 2**31 - 1, "decoder_num_layers": 2048, "num_moe_experts": 4096,
-    "relative_attention_num_buckets": 2**16, "relative_attention_max_distance": 2**31 - 1,
-}  # fmt: skip
+    "vocab_size": 2**31 - 1,
+    "max_position_embeddings": 2**31 - 1,
+    "decoder_num_layers": 2048,
+    "num_moe_experts": 4096,
+    "relative_attention_num_buckets": 2**16,
+    "relative_attention_max_distance": 2**31 - 1,
+}
 """Maximum values of sizes that have no range: they bound the plan of all layers and experts."""
 _OPTIONAL_SIZES = ("decoder_num_layers", "num_moe_experts")
 WITHOUT_MEANING = {"apply_query_key_layer_scaling"}

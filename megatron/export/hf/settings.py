@@ -163,9 +163,13 @@ class Computed(Rule):
     """Custom rule with one function per direction."""
 
     def __init__(
-        self, theirs: Iterable[str], ours: Iterable[str], load: Callable[[Table], dict[str, Any]],
-        save: Callable[[Table], dict[str, Any]], limits: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        theirs: Iterable[str],
+        ours: Iterable[str],
+        load: Callable[[Table], dict[str, Any]],
+        save: Callable[[Table], dict[str, Any]],
+        limits: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(theirs, ours)
         self.limits = limits
         self.load, self.save = load, save  # type: ignore[assignment, method-assign]

@@ -85,8 +85,10 @@ def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | 
         roles |= {"cls_token_id": ["cls"], "sep_token_id": ["sep"]}
     else:
         roles["decoder_start_token_id"] = ["bos" if "bos" in tokenizer.special_ids else "pad"]
-    found = {key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
-             for key, names in roles.items()}  # fmt: skip
+    found = {
+        key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
+        for key, names in roles.items()
+    }
     valid = {key: list(dict.fromkeys(each for each in ids if 0 <= each < rows)) for key, ids in found.items()}
     return {key: ids[0] if len(ids) == 1 else ids for key, ids in valid.items() if ids}
 

@@ -31,9 +31,14 @@ SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", 
 
 
 def save(
-    model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
+    model: Interchange,
+    folder: Path | Target,
+    dtype: torch.dtype | None,
+    *,
+    max_shard_bytes: int,
+    family: str | None,
     preferred: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write ``model`` as a Hugging Face folder: shards in ``dtype`` (None: unchanged), config.json,
     generation_config.json and tokenizer files. ``family`` forces a family; else the one of the source, ``preferred``,
     or the first that fits. A ``Target`` is filled but not published, and OSError passes; for a path it becomes

@@ -24,9 +24,15 @@ Order = Sequence[tuple[str, tuple[int, ...]]]
 _ALIGNMENT = 64
 _FLAT = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)")
 _MADE = (
-    "input_layernorm", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "linear_fc1",
+    "input_layernorm",
+    "linear_proj",
+    "linear_qkv",
+    "q_layernorm",
+    "k_layernorm",
+    "pre_mlp_layernorm",
+    "linear_fc1",
     "linear_fc2",
-)  # fmt: skip
+)
 """Creation order of modules in Megatron-LM's local layers; Transformer Engine fuses norms into linear layers."""
 
 

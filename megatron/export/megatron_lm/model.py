@@ -193,16 +193,25 @@ def _schedule(schedule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
     if anneal is None and settings.get("lr_wsd_decay_iters") is not None:
         anneal = settings["lr_wsd_decay_iters"] * settings["global_batch_size"]
     taken = (
-        "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "start_wd", "end_wd",
-        "wd_incr_steps", "wd_incr_style",
-    )  # fmt: skip
+        "max_lr",
+        "min_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+        "start_wd",
+        "end_wd",
+        "wd_incr_steps",
+        "wd_incr_style",
+    )
     if missing := [name for name in (*taken, "num_steps") if name not in schedule]:
         raise CheckpointError(f"the state of its scheduler lacks {', '.join(missing)}")
     return {
-        **{name: schedule[name] for name in taken}, "init_lr": settings.get("lr_warmup_init", 0.0),
-        "wsd_decay_steps": anneal, "lr_wsd_decay_style": settings.get("lr_wsd_decay_style", "exponential"),
+        **{name: schedule[name] for name in taken},
+        "init_lr": settings.get("lr_warmup_init", 0.0),
+        "wsd_decay_steps": anneal,
+        "lr_wsd_decay_style": settings.get("lr_wsd_decay_style", "exponential"),
         "num_steps": schedule["num_steps"],
-    }  # fmt: skip
+    }
 
 
 def _number(value: Any) -> Any:

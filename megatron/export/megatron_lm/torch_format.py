@@ -53,9 +53,10 @@ def load_megatron_torch(
             " order; load it with an older Megatron-LM and save it again"
         )
     table = args.attributes
-    tp, pp, ep = (table.get(name) or 1 for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    ))  # fmt: skip
+    tp, pp, ep = (
+        table.get(name) or 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    )
     if any(type(size) is not int or not 0 < size < 10**5 for size in (tp, pp, ep)):
         raise CheckpointError(f"{directory}: impossible sizes of its layout: {tp!r:.20}, {pp!r:.20}, {ep!r:.20}")
     if table.get("num_experts") and (shards := table.get("expert_tensor_parallel_size") or tp) != tp:
@@ -65,8 +66,10 @@ def load_megatron_torch(
         )
     files = {
         (stage, rank, expert): _rank_file(directory, _name(rank, stage, expert, pp, ep))
-        for stage in range(pp) for rank in range(tp) for expert in range(ep)
-    }  # fmt: skip
+        for stage in range(pp)
+        for rank in range(tp)
+        for expert in range(ep)
+    }
     parts = _numbered(files, (pp, tp, ep), table, directory)
     where, gated = str(directory), is_gated(table)
     weights = {rank: {name: each for named in chunks for name, each in named.items()} for rank, chunks in parts.items()}
@@ -77,10 +80,12 @@ def load_megatron_torch(
             for kind, named in _optimizer(files[rank], chunks, path).items():
                 kinds.setdefault(kind, {})[rank] = named
     return build_interchange(
-        first, _merged(weights, (pp, tp, ep), gated, where),
+        first,
+        _merged(weights, (pp, tp, ep), gated, where),
         {kind: _merged(ranks, (pp, tp, ep), gated, where) for kind, ranks in kinds.items()},
-        where=where, padded_vocabulary=padded_vocabulary,
-    )  # fmt: skip
+        where=where,
+        padded_vocabulary=padded_vocabulary,
+    )
 
 
 def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
@@ -101,9 +106,11 @@ def _rank_file(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _numbered(
-    files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Mapping[str, Any],
+    files: Mapping[tuple[int, int, int], dict[str, Any]],
+    sizes: tuple[int, int, int],
+    args: Mapping[str, Any],
     directory: Path,
-) -> dict[tuple[int, int, int], list[Named]]:  # fmt: skip
+) -> dict[tuple[int, int, int], list[Named]]:
     """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices and
     current names. Raises CheckpointError if a file lacks a virtual stage or the ranks of a stage differ in layers."""
     pp, tp, ep = sizes

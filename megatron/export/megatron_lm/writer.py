@@ -84,8 +84,12 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
         os.fsync(file.fileno())
     common = io.BytesIO()
     torch.save(_common(interchange), common)
-    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
-                "common_backend_version": 1}  # fmt: skip
+    backends = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     for path, data in (
         (target / "common.pt", common.getvalue()),
         (target / "metadata.json", json.dumps(backends).encode()),
@@ -219,7 +223,16 @@ def _groups(settings: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
     Adam but without parameters. Missing settings take Megatron-LM's defaults."""
     lr, decay = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
     betas = (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999))
-    shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": lr,
-              "max_lr": lr, "min_lr": settings.get("min_lr") or 0.0, "betas": betas,
-              "eps": settings.get("adam_eps", 1e-8), "step": step}  # fmt: skip
+    shared = {
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "lr": lr,
+        "max_lr": lr,
+        "min_lr": settings.get("min_lr") or 0.0,
+        "betas": betas,
+        "eps": settings.get("adam_eps", 1e-8),
+        "step": step,
+    }
     return [{**shared, "wd_mult": mult, "weight_decay": decay * mult} for mult in (1.0, 0.0)]

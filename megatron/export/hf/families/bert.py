@@ -17,9 +17,13 @@ from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Igno
 
 OURS, LAYER = "encoder.layers.*", "bert.encoder.layer.*"
 EXACT_GELU = Choice(
-    "hidden_act", {"gelu": {"bias_gelu_fusion": False, "exact_gelu": False},
-                   "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True}}, default="gelu",
-)  # fmt: skip
+    "hidden_act",
+    {
+        "gelu": {"bias_gelu_fusion": False, "exact_gelu": False},
+        "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True},
+    },
+    default="gelu",
+)
 """GELU with the error function: the HF setting also applies to the head, which always uses the exact GELU here."""
 
 
@@ -55,10 +59,13 @@ COMMON: tuple[Rule, ...] = (
     FixedKeys({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
 )  # fmt: skip
 WEIGHTS: Weights = {
-    **{f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
-       for each, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))},
-    f"{OURS}.self_attention.linear_qkv":
-        QueryKeyValue(*(f"{LAYER}.attention.self.{each}" for each in ("query", "key", "value"))),
+    **{
+        f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
+        for each, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))
+    },
+    f"{OURS}.self_attention.linear_qkv": QueryKeyValue(
+        *(f"{LAYER}.attention.self.{each}" for each in ("query", "key", "value"))
+    ),
     f"{OURS}.self_attention.linear_proj": f"{LAYER}.attention.output.dense",
     f"{OURS}.mlp.linear_fc1": f"{LAYER}.intermediate.dense",
     f"{OURS}.mlp.linear_fc2": f"{LAYER}.output.dense",
@@ -68,7 +75,7 @@ WEIGHTS: Weights = {
     "output_layer.bias": "cls.predictions.bias",
     "pooler.dense": "bert.pooler.dense",
     "binary_head": "cls.seq_relationship",
-}  # fmt: skip
+}
 POST_NORMS: Weights = {
     "encoder.layers.0.input_layernorm": "bert.embeddings.LayerNorm",
     f"{OURS}.input_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
@@ -91,13 +98,17 @@ BERT = Family(
     optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_token_type,
 )  # fmt: skip
 MEGATRON_BERT = replace(
-    BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining", models="Megatron-LM's BERT",
-    config=(*COMMON, has_pairs("MegatronBertForMaskedLM")), also_read=("MegatronBertForMaskedLM",),
+    BERT,
+    model_type="megatron-bert",
+    architecture="MegatronBertForPreTraining",
+    models="Megatron-LM's BERT",
+    config=(*COMMON, has_pairs("MegatronBertForMaskedLM")),
+    also_read=("MegatronBertForMaskedLM",),
     weights={
         **WEIGHTS,
         f"{OURS}.input_layernorm": f"{LAYER}.attention.ln",
         f"{OURS}.pre_mlp_layernorm": f"{LAYER}.ln",
         "encoder.final_layernorm": "bert.encoder.ln",
     },
-)  # fmt: skip
+)
 """Megatron-LM's: norms before its branches and one after the last."""

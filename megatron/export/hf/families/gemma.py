@@ -55,9 +55,13 @@ def _save_scale(settings: Table) -> dict[str, Any]:
 
 SCALE = Computed(("query_pre_attn_scalar",), ("softmax_scale",), _load_scale, _save_scale)
 SECOND: tuple[Rule, ...] = (
-    *COMMON, groups(4), SCALE, Fixed({"norm_placement": "sandwich"}), Ignored(("cache_implementation", "hidden_act")),
+    *COMMON,
+    groups(4),
+    SCALE,
+    Fixed({"norm_placement": "sandwich"}),
+    Ignored(("cache_implementation", "hidden_act")),
     Choice("hidden_activation", GEGLU, default="gelu_pytorch_tanh"),
-)  # fmt: skip
+)
 
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", models="Gemma 2",

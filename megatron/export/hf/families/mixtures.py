@@ -137,10 +137,14 @@ QWEN2_MOE = Family(
 """Also Qwen1.5-MoE: mixtures of experts plus a gated shared expert."""
 
 LATENTS = {
-    "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
-    "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm",
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "kv_layernorm": "kv_a_layernorm",
     "linear_kv_up_proj": "kv_b_proj",
-}  # fmt: skip
+}
 
 
 def _load_shared_width(config: Table) -> dict[str, Any]:

@@ -23,10 +23,15 @@ def _load_layers(config: Table) -> dict[str, Any]:
     half, tables = get(config, ("local_attention",), 128) // 2, get(config, ("rope_parameters",), {})
     if not isinstance(tables, dict) or not all(isinstance(tables.get(kind) or {}, dict) for kind in BASES):
         raise refuse("rope_parameters", tables, f"but must be a table each for {FULL} and {SLIDING}")
-    whole, local = (attention.unstretched_base(kind, tables, key, get(config, (key,), default))
-                    for kind, (key, default) in BASES.items())  # fmt: skip
-    return {"rotary_base": whole, "rotary_base_local": local if any(has) else None,
-            **attention.window_settings((half, half), has)}  # fmt: skip
+    whole, local = (
+        attention.unstretched_base(kind, tables, key, get(config, (key,), default))
+        for kind, (key, default) in BASES.items()
+    )
+    return {
+        "rotary_base": whole,
+        "rotary_base_local": local if any(has) else None,
+        **attention.window_settings((half, half), has),
+    }
 
 
 def _save_layers(settings: Table) -> dict[str, Any]:

@@ -32,8 +32,12 @@ class FullRope(Rope):
         if tables is None:
             base = get(config, (self.base_key,), BASE)
             if base != BASE:
-                raise refuse(self.base_key, base, f"which versions of transformers read differently; say it in "
-                             f"rope_parameters for {FULL} and {SLIDING}")  # fmt: skip
+                raise refuse(
+                    self.base_key,
+                    base,
+                    f"which versions of transformers read differently; say it in "
+                    f"rope_parameters for {FULL} and {SLIDING}",
+                )
             settings, local = super().load(config), rotary_base(self.base_key, BASE)
         else:
             if not isinstance(tables, dict) or not all(isinstance(tables.get(kind), dict) for kind in (FULL, SLIDING)):
@@ -56,14 +60,19 @@ class FullRope(Rope):
             if config["rope_scaling"]:
                 raise refuse("rotary_base_local", local, "the family does not scale it")
             local = base
-        return {**config, "rope_parameters": {
-            FULL: {**scaling, self.base_key: base},
-            SLIDING: {"rope_type": "default", self.base_key: float(local or base)},
-        }}  # fmt: skip
+        return {
+            **config,
+            "rope_parameters": {
+                FULL: {**scaling, self.base_key: base},
+                SLIDING: {"rope_type": "default", self.base_key: float(local or base)},
+            },
+        }
 
 
 OLMO3 = Family(
-    "olmo3", "Olmo3ForCausalLM", models="OLMo 3",
+    "olmo3",
+    "Olmo3ForCausalLM",
+    models="OLMo 3",
     config=(*(rule for rule in llama.OLMO2.config if not isinstance(rule, Rope)), FullRope(), WINDOW),
     weights=llama.POST_NORMS,
-)  # fmt: skip
+)

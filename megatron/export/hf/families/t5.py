@@ -25,9 +25,11 @@ def _save_head(settings: Table) -> dict[str, Any]:
 
 
 HEAD = Computed(
-    ("tie_word_embeddings", "scale_decoder_outputs"), ("untie_embeddings_and_output_weights", "scale_decoder_outputs"),
-    _load_head, _save_head,
-)  # fmt: skip
+    ("tie_word_embeddings", "scale_decoder_outputs"),
+    ("untie_embeddings_and_output_weights", "scale_decoder_outputs"),
+    _load_head,
+    _save_head,
+)
 NO_GATE = {"relu": False, "geglu": False, "swiglu": False, "exact_gelu": False}
 ACTIVATION = Choice(
     "feed_forward_proj", {"relu": {**NO_GATE, "relu": True}, "gated-gelu": {**NO_GATE, "geglu": True},
@@ -40,9 +42,9 @@ def _stack(stack: str, mlp: int) -> Weights:
     index of the feed-forward network in a HF layer."""
     ours, theirs = f"{stack}.layers.*", f"{stack}.block.*.layer"
     attention, wide = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
+    bias = "relative_attention_bias"
     return {
-        f"{stack}_relative_pos_emb.relative_attention_bias":
-            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",
+        f"{stack}_relative_pos_emb.{bias}": f"{stack}.block.0.layer.0.SelfAttention.{bias}",
         f"{ours}.input_layernorm": f"{theirs}.0.layer_norm",
         f"{ours}.self_attention.linear_qkv": QueryKeyValue(*(f"{attention}.{each}" for each in "qkv")),
         f"{ours}.self_attention.linear_proj": f"{attention}.o",
@@ -50,7 +52,7 @@ def _stack(stack: str, mlp: int) -> Weights:
         f"{ours}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1", whole=f"{wide}.wi"),
         f"{ours}.mlp.linear_fc2": f"{wide}.wo",
         f"{stack}.final_layernorm": f"{stack}.final_layer_norm",
-    }  # fmt: skip
+    }
 
 
 CROSS = "decoder.block.*.layer.1"
