@@ -221,10 +221,19 @@ def draw_panel(axes: Any, runs: list[Run], key: str, smooth: float | None, x_lab
             draw_line(axes, series, color, f"{prefix}training", smooth if noisy else None, limit)
         for (name, points), marker in zip(sets, "osD^vP*X" * len(sets)):
             axes.plot(
-                points.x, points.y, color=color, label=f"{prefix}{name}, last {points.y[-1]:.4g}", zorder=4,
-                linestyle="--" if len(points.x) > 1 else "none", linewidth=1.2, marker=marker, markersize=5,
-                markeredgecolor="white", markeredgewidth=0.6, markevery=max(1, len(points.x) // 40),
-            )  # fmt: skip
+                points.x,
+                points.y,
+                color=color,
+                label=f"{prefix}{name}, last {points.y[-1]:.4g}",
+                zorder=4,
+                linestyle="--" if len(points.x) > 1 else "none",
+                linewidth=1.2,
+                marker=marker,
+                markersize=5,
+                markeredgecolor="white",
+                markeredgewidth=0.6,
+                markevery=max(1, len(points.x) // 40),
+            )
     title = TITLES.get(key, key)
     axes.set_ylabel(wrapped(f"{title} (mean per token)" if key.endswith("loss") else title, 24))
     axes.set_xlabel(x_label)
@@ -245,8 +254,14 @@ def draw_panel(axes: Any, runs: list[Run], key: str, smooth: float | None, x_lab
         handles, labels = axes.get_legend_handles_labels()
         columns = 2 if max(map(len, labels), default=0) > 30 else 3
         # below the panel: inside, it would cover curves
-        axes.figure.legend(handles, [wrapped(label, 60) for label in labels], frameon=False, fontsize=8, ncols=columns,
-                           loc="outside lower left")  # fmt: skip
+        axes.figure.legend(
+            handles,
+            [wrapped(label, 60) for label in labels],
+            frameon=False,
+            fontsize=8,
+            ncols=columns,
+            loc="outside lower left",
+        )
 
 
 def wrapped(text: str, width: int) -> str:
@@ -360,9 +375,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--labels", nargs="+", help="a name for each run; default: the part of the path that differs")
     parser.add_argument(
-        "--smooth", nargs="?", type=float, const=0.0, metavar="HALF_LIFE",
+        "--smooth",
+        nargs="?",
+        type=float,
+        const=0.0,
+        metavar="HALF_LIFE",
         help="add a moving average of training values; half-life in iterations, default a 100th of the run",
-    )  # fmt: skip
+    )
     parser.add_argument("--x", choices=sorted(X_LABELS), default="iteration", help="what the x axis counts")
     options = parser.parse_args(arguments)
     if options.output is None and not options.text:

@@ -47,9 +47,15 @@ from megatron.training.config.validation import ValidationConfig
 from megatron.training.report.pipeline import run_stages
 
 LEFT_OUT = (
-    CheckpointConfig, DataConfig, LearningRateConfig, LoggingConfig, MixedPrecisionConfig, ProfilingConfig,
-    TokenizerConfig, ValidationConfig,
-)  # fmt: skip
+    CheckpointConfig,
+    DataConfig,
+    LearningRateConfig,
+    LoggingConfig,
+    MixedPrecisionConfig,
+    ProfilingConfig,
+    TokenizerConfig,
+    ValidationConfig,
+)
 """Configuration groups that are reset to their defaults, because they do not affect the layout."""
 VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
@@ -72,11 +78,21 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved)
     values |= _small_stages(resolved) if resolved.family.shrink is None else resolved.family.shrink(resolved, values)
     values |= {
-        "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
-        "train_samples": None, "lr": 1e-2,
-        "adam_eps": 1e-5, "dry_run": False, "needs_data": False, "grad_reduce_in_bf16": False,
-        "ddp_reduce_scatter_with_fp32_accumulation": False, "yaml_cfg": None,
-    }  # fmt: skip
+        "bf16": False,
+        "fp16": False,
+        "fp64": True,
+        "distributed_backend": "gloo",
+        "num_workers": 0,
+        "eval_iters": 0,
+        "train_samples": None,
+        "lr": 1e-2,
+        "adam_eps": 1e-5,
+        "dry_run": False,
+        "needs_data": False,
+        "grad_reduce_in_bf16": False,
+        "ddp_reduce_scatter_with_fp32_accumulation": False,
+        "yaml_cfg": None,
+    }
     if cfg.overlap_grad_reduce and cfg.ddp_num_buckets is None:
         values["ddp_bucket_size"] = LARGEST_BUCKET
     explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
@@ -95,15 +111,22 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     gated = 2 if model.swiglu or model.quick_geglu or model.geglu else 4
     length = math.lcm(2 * cp * tp, 16)
     return {
-        "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,
-        "num_query_groups": groups if cfg.embeddings.group_query_attention else None, "hidden_size": heads * channels,
-        "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
-        "encoder_seq_length": None, "max_position_embeddings": length,
+        "num_layers": _few_layers(cfg),
+        "encoder_num_layers": None,
+        "num_attention_heads": heads,
+        "num_query_groups": groups if cfg.embeddings.group_query_attention else None,
+        "hidden_size": heads * channels,
+        "kv_channels": channels,
+        "ffn_hidden_size": heads * channels * gated,
+        "seq_length": length,
+        "encoder_seq_length": None,
+        "max_position_embeddings": length,
         "window_size": model.window_size and (length // 4, min(model.window_size[1], length // 4)),
-        "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
+        "make_vocab_size_divisible_by": 8,
+        "vocab_size": VOCAB_SIZE,
         "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings and length,
         "recompute_num_layers": model.recompute_num_layers and min(model.recompute_num_layers, 2),
-    }  # fmt: skip
+    }
 
 
 def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
@@ -188,9 +211,11 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
         num_layers += letters.count("t") + letters.count("f")
         words.append("E" * stage.embedding + letters + "L" * stage.loss)
     return {
-        "num_layers": num_layers, "pipeline_model_parallel_layout": "|".join(words),
-        "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
-    }  # fmt: skip
+        "num_layers": num_layers,
+        "pipeline_model_parallel_layout": "|".join(words),
+        "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
 
 
 def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
@@ -202,9 +227,13 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
     count = min(per_rank, max(enough, group))
     micro = min(cfg.training.micro_batch_size, 2)
     return {
-        "micro_batch_size": micro, "global_batch_size": micro * cfg.data_parallel_size * count, "train_iters": 100,
-        "rampup_batch_size": None, "step_batch_size_schedule": None, "decrease_batch_size_if_needed": False,
-    }  # fmt: skip
+        "micro_batch_size": micro,
+        "global_batch_size": micro * cfg.data_parallel_size * count,
+        "train_iters": 100,
+        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
+        "decrease_batch_size_if_needed": False,
+    }
 
 
 def one_rank(cfg: FlatConfig) -> FlatConfig:
@@ -292,8 +321,13 @@ def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
         reports = []
         for rank in range(world_size):
             read = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-            cells = [[layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
-                      for kind, name, place, error, digest in each[2]] for each in read]  # fmt: skip
+            cells = [
+                [
+                    layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
+                    for kind, name, place, error, digest in each[2]
+                ]
+                for each in read
+            ]
             reports.append([layout_trace.StepReport(each[0], each[1], own) for each, own in zip(read, cells)])
     return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
 

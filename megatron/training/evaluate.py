@@ -48,9 +48,13 @@ class Evaluator:
     """Evaluates a model on data sets. Repeated evaluations of the same weights give identical results."""
 
     def __init__(
-        self, cfg: PretrainConfig, task: Task, model: Sequence[nn.Module], groups: ProcessGroups,
+        self,
+        cfg: PretrainConfig,
+        task: Task,
+        model: Sequence[nn.Module],
+        groups: ProcessGroups,
         on_forward: Callable[[ForwardEvent, bool], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cfg, self.task, self.model, self.groups, self.on_forward = cfg, task, model, groups, on_forward
         self.shard = Shard(cfg.validation.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
 

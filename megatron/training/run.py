@@ -264,9 +264,14 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     scheduler = None if cfg.validation.skip_train else get_optimizer_param_scheduler(cfg.flat, optimizer)
     described = task.description()
     checkpointer = Checkpointer(
-        cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
+        cfg,
+        model,
+        optimizer,
+        scheduler,
+        groups=groups,
+        tokenizer=task.tokenizer,
         architecture=None if described is None else weight_settings(described),
-    )  # fmt: skip
+    )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
     try:
         return _load(parts, cfg)
@@ -317,9 +322,14 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
-        state=parts.state, train_iters=cfg.training.train_iters or 0, rank=launched_rank(),
-        world_size=cfg.world_size, data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
-    )  # fmt: skip
+        state=parts.state,
+        train_iters=cfg.training.train_iters or 0,
+        rank=launched_rank(),
+        world_size=cfg.world_size,
+        data_parallel_rank=parts.groups.dp.rank,
+        device=device.type,
+        device_name=name,
+    )
 
 
 def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:

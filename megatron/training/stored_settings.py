@@ -24,17 +24,33 @@ from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 SIZES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
-    "kv_channels", "max_position_embeddings", "decoder_num_layers", "decoder_seq_length",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "seq_length",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "decoder_num_layers",
+    "decoder_seq_length",
+)
 """Taken from the checkpoint only if the command line does not set them."""
 
 MAIN_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 ARCHITECTURE = tuple(
-    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
-                   *(name for family in families().values() for name in family.weight_settings)))
-)  # fmt: skip
+    dict.fromkeys(
+        (
+            *DECODER_SETTINGS,
+            *ATTENTION_SETTINGS,
+            *LATENT_SETTINGS,
+            *MLP_SETTINGS,
+            *MOE_SETTINGS,
+            *(name for family in families().values() for name in family.weight_settings),
+        )
+    )
+)
 """Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
 checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
 """
@@ -82,9 +98,13 @@ def with_custom_flags(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_architecture(
-    stored: Mapping[str, Any], current: Mapping[str, Any], where: str | os.PathLike, *,
-    architecture: Sequence[str] = ARCHITECTURE, weights_only: bool = False,
-) -> None:  # fmt: skip
+    stored: Mapping[str, Any],
+    current: Mapping[str, Any],
+    where: str | os.PathLike,
+    *,
+    architecture: Sequence[str] = ARCHITECTURE,
+    weights_only: bool = False,
+) -> None:
     """Raise CheckpointError, which lists every difference, if the settings give the weights another meaning.
 
     Args:
@@ -167,9 +187,12 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
             architecture = settings_to_compare(architecture)
             check_width(stored, cfg, directory)
         check_architecture(
-            with_custom_flags(stored), with_custom_flags(config_to_dict(cfg.flat)), directory,
-            architecture=architecture, weights_only=weights_only or cfg.validation.skip_train,
-        )  # fmt: skip
+            with_custom_flags(stored),
+            with_custom_flags(config_to_dict(cfg.flat)),
+            directory,
+            architecture=architecture,
+            weights_only=weights_only or cfg.validation.skip_train,
+        )
     except CheckpointError as error:
         yield str(error)
     if tokenizer is not None and not weights_only:

@@ -110,8 +110,10 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     last_s = torch.arange(length) if cfg.family.is_causal else torch.full((length,), length)
     limit_s = TOLERANCE * max(scale, 1) * (last_s / 256).clamp_min(1)
     error, verdict = error_bs.max().item(), "equal" if bool((error_bs <= limit_s).all()) else "DIFFERENT"
-    say(f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
-        f" token {agree:.1%}")  # fmt: skip
+    say(
+        f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
+        f" token {agree:.1%}"
+    )
     return int(verdict == "DIFFERENT")
 
 

@@ -54,10 +54,12 @@ def main(argv: Sequence[str]) -> int:
     if args.norms:
         progress.finish()
     summary = {
-        "folder": args.folder, "format": kind, "tensors": len(rows),
+        "folder": args.folder,
+        "format": kind,
+        "tensors": len(rows),
         "parameters": sum(math.prod(t.shape) for name, t in source.tensors.items() if name.startswith("model.")),
         "bytes": formats.total_bytes(source.tensors),
-    }  # fmt: skip
+    }
     if "iteration" in source.objects:
         summary["iteration"] = source.objects["iteration"]
     if args.json:
@@ -112,11 +114,14 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
     found: dict[str, Any] = {
         "only in the first": sorted(one.tensors.keys() - other.tensors.keys()),
         "only in the second": sorted(other.tensors.keys() - one.tensors.keys()),
-        "differ": {}, "equal": 0,
-        "settings": {name: [one.settings[name], other.settings[name]]
-                     for name in sorted(one.settings.keys() & other.settings.keys())
-                     if one.settings[name] != other.settings[name]},
-    }  # fmt: skip
+        "differ": {},
+        "equal": 0,
+        "settings": {
+            name: [one.settings[name], other.settings[name]]
+            for name in sorted(one.settings.keys() & other.settings.keys())
+            if one.settings[name] != other.settings[name]
+        },
+    }
     for name in both:
         change = difference(one.tensors[name], other.tensors[name], args.tolerance)
         progress.count(name, tensor_bytes(one.tensors[name]))

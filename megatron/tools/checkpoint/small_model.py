@@ -36,12 +36,19 @@ def shrink(settings: Mapping[str, Any]) -> dict[str, Any]:
     hidden = few_heads * channels + (0 if heads * channels == settings["hidden_size"] else 64)
     ffn = 4 * hidden if settings["ffn_hidden_size"] == 4 * settings["hidden_size"] else 48
     small = {
-        **settings, "num_attention_heads": few_heads, "num_query_groups": few_groups, "hidden_size": hidden,
-        "ffn_hidden_size": ffn, "vocab_size": VOCAB_SIZE, "num_layers": _different_layers(settings),
-        "mtp_num_layers": None, "decoder_num_layers": settings["decoder_num_layers"] and 2,
-        "kv_lora_rank": min(settings["kv_lora_rank"], 24), **_few_experts(settings, ffn),
+        **settings,
+        "num_attention_heads": few_heads,
+        "num_query_groups": few_groups,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "vocab_size": VOCAB_SIZE,
+        "num_layers": _different_layers(settings),
+        "mtp_num_layers": None,
+        "decoder_num_layers": settings["decoder_num_layers"] and 2,
+        "kv_lora_rank": min(settings["kv_lora_rank"], 24),
+        **_few_experts(settings, ffn),
         "q_lora_rank": settings["q_lora_rank"] and min(settings["q_lora_rank"], 20),
-    }  # fmt: skip
+    }
     for name in ("window_attn_skip_freq", "moe_layer_freq"):
         if isinstance(small[name], list):
             small[name] = small[name][: small["num_layers"]]

@@ -44,8 +44,12 @@ def _or_none(check: Check) -> Check:
 
 
 _BY_TYPE: dict[Any, Check] = {
-    int: is_count, float: is_number, str: is_text, int | None: _or_none(is_count), str | None: _or_none(is_text),
-}  # fmt: skip
+    int: is_count,
+    float: is_number,
+    str: is_text,
+    int | None: _or_none(is_count),
+    str | None: _or_none(is_text),
+}
 _TRAIN_STATE: dict[str, Check] = {
     name: is_size if name == "floating_point_operations" else is_count for name in TrainState.__dataclass_fields__
 }
@@ -54,8 +58,10 @@ _SCHEDULER: dict[str, Check] = {
     **{name: _BY_TYPE[kind] for name, kind in get_type_hints(SchedulePlan).items()},
 }
 _SCALER: dict[str, Check] = {
-    "scale": lambda value: is_number(value) and value > 0, "growth_tracker": is_count, "hysteresis_tracker": is_count,
-}  # fmt: skip
+    "scale": lambda value: is_number(value) and value > 0,
+    "growth_tracker": is_count,
+    "hysteresis_tracker": is_count,
+}
 
 
 def _is_scaler(value: Any) -> bool:

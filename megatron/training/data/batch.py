@@ -24,9 +24,12 @@ SEQUENCE_TENSORS = frozenset({
 
 
 def get_batch_on_this_cp_rank(
-    batch: dict[str, Any], cp_group: Any = None, *, sequence_keys: Collection[str] = (),
+    batch: dict[str, Any],
+    cp_group: Any = None,
+    *,
+    sequence_keys: Collection[str] = (),
     whole_keys: Collection[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return this context-parallel rank's tokens of the ``batch``'s sequences (zig-zag split along dim 1), in a new
     dictionary; with one rank return ``batch`` itself. No communication.
 

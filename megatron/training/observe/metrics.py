@@ -177,10 +177,16 @@ def save_record(
     """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training), bytes, GB/s and
     the current wall-clock time."""
     return {
-        "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
-        "background": background, "seconds": seconds, "stall_seconds": stall, "bytes": num_bytes,
+        "kind": "save",
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "time": time.time(),
+        "background": background,
+        "seconds": seconds,
+        "stall_seconds": stall,
+        "bytes": num_bytes,
         "gb_per_second": num_bytes / 1e9 / max(seconds, 1e-9),
-    }  # fmt: skip
+    }
 
 
 def record_losses(record: Record) -> dict[str, float]:

@@ -87,9 +87,14 @@ def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
 
 
 def out_of_memory(
-    error: BaseException, cfg: PretrainConfig, held: HeldMemory, *, vocab_size: int = 0, pipeline_rank: int = 0,
+    error: BaseException,
+    cfg: PretrainConfig,
+    held: HeldMemory,
+    *,
+    vocab_size: int = 0,
+    pipeline_rank: int = 0,
     where: str,
-) -> OutOfMemory:  # fmt: skip
+) -> OutOfMemory:
     """Return (not raise) the error that replaces a failed allocation: requested size, table of memory in use and
     estimate, and the flags that save the most. Without an estimate (custom model) it gives general advice.
 
@@ -99,9 +104,11 @@ def out_of_memory(
     """
     found = _REQUEST.search(str(error))
     request = f" for {_size(found)}" if found else ""
-    total = "" if held.total is None or held.capacity is None else (
-        f" ({held.device}: {held.total / 2**30:.1f} GiB in tensors of {held.capacity / 2**30:.1f})"
-    )  # fmt: skip
+    total = (
+        ""
+        if held.total is None or held.capacity is None
+        else f" ({held.device}: {held.total / 2**30:.1f} GiB in tensors of {held.capacity / 2**30:.1f})"
+    )
     try:
         estimate = estimate_memory(cfg, vocab_size)[pipeline_rank]
         advice = memory_advice(cfg, vocab_size)

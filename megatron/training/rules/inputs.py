@@ -19,8 +19,13 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import misfits
 
 DATA_FLAGS = {
-    "--data-path", "--data-args-path", "--per-split-data-args-path", "--train-data-path", "--split", "--mock-data",
-}  # fmt: skip
+    "--data-path",
+    "--data-args-path",
+    "--per-split-data-args-path",
+    "--train-data-path",
+    "--split",
+    "--mock-data",
+}
 """A problem with one of them leaves open which files are meant."""
 
 

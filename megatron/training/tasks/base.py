@@ -79,9 +79,12 @@ class Task:
         """Return the arguments of a forward-backward function for the next ``number`` micro-batches of ``size``
         samples, including the sequence lengths that pipeline stages must know before they read a batch."""
         return {
-            "data_iterator": data_iterator, "num_microbatches": number, "micro_batch_size": size,
-            "seq_length": self.cfg.data.seq_length, "decoder_seq_length": self.cfg.flat.decoder_seq_length,
-        }  # fmt: skip
+            "data_iterator": data_iterator,
+            "num_microbatches": number,
+            "micro_batch_size": size,
+            "seq_length": self.cfg.data.seq_length,
+            "decoder_seq_length": self.cfg.flat.decoder_seq_length,
+        }
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
         """Return the next micro-batch on this rank's device."""
