@@ -49,7 +49,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         return self.norm_epsilon
 
     @classmethod
-    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
         """Return the arguments ``given`` of Megatron-LM's constructor under the names that they have here, a new dict:
         older names (which win), single values for lists, fused activations, activation functions. Drops settings of the
         training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay unchecked.
