@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from megatron.compat.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.attention.rotary import Llama3Scaling
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.parallel_state import resolve_group
 
 
-def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any = None) -> Tensor:
+def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: AnyGroup = None) -> Tensor:
     """Return this context-parallel rank's positions of a table, along ``seq_dim``."""
     return TokenLayout(resolve_group(cp_group, "cp")).local(pos_emb, seq_dim)
 
@@ -52,7 +54,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.cp_group = further.get("cp_group")
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: AnyGroup = None) -> Tensor:
         """Return [max_seq_len, 1, 1, d], or this context-parallel rank's part of it unless ``packed_seq``."""
         positions = (torch.arange(max_seq_len, device=self.inv_freq.device) + offset).float() / self.factor
         angles = torch.outer(positions, self.inv_freq)
@@ -62,7 +64,12 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
+    t: Tensor,
+    freqs: Tensor,
+    config: TransformerConfig,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: AnyGroup = None,
 ) -> Tensor:
     """Return ``t`` [s, b, heads, channels] rotated, or ``t`` [tokens, heads, channels] of documents with bounds
     ``cu_seqlens``, whose positions each begin at 0 (ValueError under context parallelism). Channels beyond the angles

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def save_native(
     interchange: Interchange,
     target: Target,
     name: str,
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -72,8 +71,8 @@ def save_native(
     """
     folder = target.folder / name
     folder.mkdir(exist_ok=True)
-    files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
+    files: dict[str, object] = {}
+    tensors: dict[str, object] = {}
     for stem in dict.fromkeys(key.partition(".")[0] for key in interchange.tensors):
         members = {key: tensor for key, tensor in interchange.tensors.items() if key.partition(".")[0] == stem}
         for number, group in enumerate(in_files(members, max_file_bytes)):
@@ -95,7 +94,7 @@ def save_native(
     write_file(folder / MANIFEST, encode(manifest))
 
 
-def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, Any]:
+def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, object]:
     """Return the manifest entry of an unsharded tensor (one chunk; none if it is empty)."""
     shape, chunk = list(tensor.shape), {"offsets": [0] * len(tensor.shape), "shape": list(tensor.shape)}
     chunks = [{**chunk, "file": file, "key": key, "start": start, "crc32": blocks}] if 0 not in shape else []

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,6 +45,9 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import ProfilingConfig
 from megatron.training.config.validation import ValidationConfig
 from megatron.training.report.pipeline import run_stages
+
+if TYPE_CHECKING:
+    from megatron.training.verify.layout_trace import Verdict
 
 LEFT_OUT = (
     CheckpointConfig,
@@ -99,7 +102,7 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     return dataclasses.replace(cfg, **values, explicit=frozenset(explicit | {"distributed_backend"}))
 
 
-def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_network(cfg: PretrainConfig) -> dict[str, object]:
     """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
     sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
     model = cfg.model
@@ -129,7 +132,7 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
     """Return few narrow experts, divisible by the EP size and the number of expert groups.
 
     A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
@@ -190,7 +193,7 @@ def _few_layers(cfg: PretrainConfig) -> int:
     return min(model.num_layers, least + model.num_layers % stages)
 
 
-def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_stages(cfg: PretrainConfig) -> dict[str, object]:
     """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
 
     If all layers are identical, one full layer per stage represents all of its full layers."""
@@ -218,7 +221,7 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
     """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size (at
     least 2, or one interleaved group); no batch-size schedule, 100 iterations."""
     per_rank = max(1, cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size))
@@ -304,7 +307,7 @@ def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
     mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
 
 
-def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
+def verify(cfg: FlatConfig, world_size: int, steps: int) -> Verdict:
     """Train ``cfg`` on one rank, then on ``world_size`` ranks, in new processes on the CPU and a temporary folder;
     return the verdict of the comparison in fp64 tolerance. Raises the first failure of a process."""
     import torch
@@ -332,7 +335,7 @@ def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
     return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
 
 
-def table(verdict: Any) -> str:
+def table(verdict: Verdict) -> str:
     """Return a table as text with one row per step: loss (the first one) and gradient norm, each next to the
     reference's, and the largest gradient and weight errors with their names."""
     lines = [f"{'step':>4} {'loss':>12} {'one rank':>12} {'norm':>12} {'one rank':>12}  worst gradient / worst weight"]

@@ -1,7 +1,7 @@
 """Training program. Names that entry scripts import from this package load on first use: ``--help`` needs no torch."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.compat.classic import get_args, get_model, get_timers, get_tokenizer, initialize_megatron, pretrain
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a name of ``__all__`` from its ``megatron.compat`` module on first access. Raises AttributeError for any
     other name. Does not store the result in this module."""
     if name not in __all__:

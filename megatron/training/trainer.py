@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.evaluate import EvalSet, Evaluator
+from megatron.training.evaluate import EvalName, EvalSet, Evaluator
 from megatron.training.exits import conditions
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
@@ -243,7 +242,7 @@ class Trainer:
         if self.flops_per_sample is not None:
             state.floating_point_operations += self.flops_per_sample * size
 
-    def evaluate(self, sets: list[EvalSet] | None = None, name: Any = "validation", final: bool = False) -> None:
+    def evaluate(self, sets: list[EvalSet] | None = None, name: EvalName = "validation", final: bool = False) -> None:
         """Evaluate ``sets`` (None: the validation sets) and call ``on_evaluate`` of the hooks; does nothing without
         sets. First raises for non-finite losses so far. A final validation reuses results of this iteration.
         Collective; waits for the device."""

@@ -5,12 +5,12 @@ At every prefix of the stream each source is within two samples of its share (``
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import MANY_SOURCES, BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample
 from megatron.data import helpers
 from megatron.data.blend import check_weights, normalize
 from megatron.data.index_cache import IndexCache, Layout
@@ -32,7 +32,11 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, datasets: Sequence[Any], weights: Sequence[float], size: int | None, config: BlendedMegatronDatasetConfig
+        self,
+        datasets: Sequence[MegatronDataset],
+        weights: Sequence[float],
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
     ):
         check_weights(weights, [str(dataset.dataset_path) for dataset in datasets])
         self.datasets = list(datasets)
@@ -46,7 +50,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int) -> Sample:
         source = int(self.dataset_index[idx])
         return {"dataset_id": source, **self.datasets[source][int(self.dataset_sample_index[idx])]}
 

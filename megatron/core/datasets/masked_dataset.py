@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, Sample, special_id
 from megatron.data.blend import Split
 from megatron.data.index_cache import Layout
 from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
@@ -135,7 +135,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     def __init__(
         self,
-        indexed_dataset: Any,
+        indexed_dataset: object,
         dataset_path: str | None,
         indexed_indices: np.ndarray,
         num_samples: int | None,
@@ -182,7 +182,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return len(self.sample_index)
 
     @abstractmethod
-    def __getitem__(self, idx: int) -> dict[str, Any]: ...
+    def __getitem__(self, idx: int) -> Sample: ...
 
     def masking_rule(self) -> MaskingRule:
         """Return the masking rule of this data set: probability, n-gram lengths, the table of tokens that begin a word,

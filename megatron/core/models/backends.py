@@ -43,11 +43,11 @@ class Backend:
     """Module classes, or factories, of one layer implementation."""
 
     name: str
-    column_parallel_linear: Callable[..., Any]
-    row_parallel_linear: Callable[..., Any]
-    norm: Callable[..., Any]
-    core_attention: Callable[..., Any]
-    layer: Callable[..., Any]
+    column_parallel_linear: Callable[..., nn.Module]
+    row_parallel_linear: Callable[..., nn.Module]
+    norm: Callable[..., nn.Module]
+    core_attention: Callable[..., nn.Module]
+    layer: Callable[..., nn.Module]
 
 
 def transformer_engine_attention(

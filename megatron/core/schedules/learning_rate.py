@@ -224,6 +224,12 @@ def decay_weight(
     return start + share * (end - start)
 
 
+class HasParamGroups(Protocol):
+    """Optimizer of torch or of the library."""
+
+    param_groups: list[dict[str, Any]]
+
+
 class OptimizerParamScheduler:
     """Scheduler that writes ``lr`` and ``weight_decay`` into the optimizer's parameter groups. A group may have
     ``max_lr`` and ``min_lr`` (decoupled learning rates), ``start_wd`` and ``end_wd``, and the factors ``lr_mult`` and
@@ -239,7 +245,7 @@ class OptimizerParamScheduler:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: HasParamGroups,
         *plan: Any,
         use_checkpoint_opt_param_scheduler: bool = False,
         override_opt_param_scheduler: bool = False,
@@ -280,7 +286,7 @@ class OptimizerParamScheduler:
         """Advance by ``increment`` samples and update all parameter groups."""
         self.set_samples(self.num_steps + increment)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the schedule and the position (``num_steps``, in samples) as plain numbers and strings."""
         return {**asdict(self.plan), "num_steps": self.num_steps}
 
@@ -330,7 +336,7 @@ def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> st
     )
 
 
-def get_optimizer_param_scheduler(config: Any, optimizer: Any) -> OptimizerParamScheduler:
+def get_optimizer_param_scheduler(config: Any, optimizer: HasParamGroups) -> OptimizerParamScheduler:
     """Build the scheduler from the flags in ``config``. Raises UserError for an invalid schedule."""
     return OptimizerParamScheduler(
         optimizer,

@@ -53,7 +53,7 @@ def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(init)
-    def wrapped(self: Any, *args: Any, groups: ProcessGroups | None = None, **given: Any) -> None:
+    def wrapped(self: Any, *args: object, groups: ProcessGroups | None = None, **given: Any) -> None:
         groups = groups or get_process_groups()
         if (tp_group := given.pop("tp_group", None)) is not None:
             groups = replace(groups, tp=resolve_group(tp_group))

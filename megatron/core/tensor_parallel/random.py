@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class CudaRNGStatesTracker:
 _TRACKER = CudaRNGStatesTracker()
 
 
-def get_cuda_rng_tracker(*_: Any, **__: Any) -> CudaRNGStatesTracker:
+def get_cuda_rng_tracker(*_: object, **__: object) -> CudaRNGStatesTracker:
     """Return the tracker of this process; arguments (Transformer Engine, inference, CUDA graphs) are ignored."""
     return _TRACKER
 
@@ -102,7 +101,7 @@ def model_parallel_cuda_manual_seed(
     tp_rank: int | None = None,
     ep_rank: int | None = None,
     etp_rank: int | None = None,
-    **further: Any,
+    **further: object,
 ) -> None:
     """Seed torch on the CPU and on every GPU with ``seed``, equally on all ranks, and replace the named states of the
     tracker by three new ones. Ranks that are not given come from the running program's groups.

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from megatron.core.safe_files import MAX_TEXT_BYTES, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, read_tokenizer_file, sentinel_names
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HFTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class BackendTokenizer(Tokenizer):
     def __init__(
         self,
         tokenizer_type: str,
-        backend: Any,
+        backend: HFTokenizer,
         special_ids: dict[str, int],
         fingerprint: str,
         include_special_tokens: bool = False,
@@ -75,7 +78,7 @@ class BackendTokenizer(Tokenizer):
         """Whether tiktoken encodes most texts."""
         return self._fast is not None
 
-    def accelerate(self, definition: dict[str, Any]) -> None:
+    def accelerate(self, definition: dict[str, object]) -> None:
         """Put tiktoken in front, if ``definition`` (the parsed tokenizer.json) allows it."""
         try:
             self._fast = build_fast_bpe(definition, self._backend)
@@ -316,7 +319,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return _parse(read_file(path, MAX_TEXT_BYTES), path) if path.is_file() else {}
 
 
-def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
+def _special_ids(folder: Path, backend: HFTokenizer) -> dict[str, int]:
     """Return {role: id} (bos, eos, eod, pad, cls, sep, mask, unk) from tokenizer_config.json and
     special_tokens_map.json, then from well-known token names. BERT's cls and sep serve as bos and eos if these are
     missing; eod is eos."""
@@ -373,7 +376,7 @@ def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
             owners[index] = token
 
 
-def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
+def _ids_around_text(backend: HFTokenizer) -> tuple[list[int], list[int]]:
     """Return the ids that the post-processor adds (before, after) a text, found with the text "a"; two empty lists if
     it adds nothing. Raises UserError if it changes the ids of the text itself."""
     with _library_errors():

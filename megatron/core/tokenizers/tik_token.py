@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -127,9 +126,9 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
     return ranks
 
 
-def _parse_lines(raw: bytes) -> list[dict[str, Any]]:
+def _parse_lines(raw: bytes) -> list[dict[str, object]]:
     """The rows of a .tiktoken file; its bytes are in any order among the tokens."""
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for line in raw.splitlines():
         piece, rank = line.split()
         rows.append({"token_bytes": piece, "rank": int(rank)})

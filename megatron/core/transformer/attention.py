@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,7 +33,7 @@ from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, 
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-Slot = ModuleSpec | Callable[..., Any]
+Slot = ModuleSpec | Callable[..., object]
 
 
 @dataclass

@@ -158,7 +158,7 @@ def accepts_context(forward: Callable[..., Any]) -> bool:
     return False
 
 
-def _takes(function: Callable[..., Any], name: str, rest: Any) -> bool:
+def _takes(function: Callable[..., object], name: str, rest: object) -> bool:
     """Return whether ``function`` has a parameter ``name`` or a variadic parameter of the kind ``rest``."""
     found = inspect.signature(function).parameters
     return name in found or any(each.kind == rest for each in found.values())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,10 +31,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 class CrossAttentionSubmodules:
     """Slots of :class:`CrossAttention`."""
 
-    linear_q: ModuleSpec | Callable[..., Any]
-    linear_kv: ModuleSpec | Callable[..., Any]
-    core_attention: ModuleSpec | Callable[..., Any]
-    linear_proj: ModuleSpec | Callable[..., Any]
+    linear_q: ModuleSpec | Callable[..., object]
+    linear_kv: ModuleSpec | Callable[..., object]
+    core_attention: ModuleSpec | Callable[..., object]
+    linear_proj: ModuleSpec | Callable[..., object]
 
 
 class CrossAttention(nn.Module):

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.statistics import StepStatistics
@@ -47,7 +48,7 @@ def mtp_on_this_rank(
     ignore_virtual: bool = True,
     vp_stage: int | None = None,
     *,
-    layout: Any = None,
+    layout: object = None,
     mtp_num_layers: int | None = None,
 ) -> bool:
     """Return whether this rank, or its model chunk ``vp_stage`` with ``ignore_virtual=False``, holds the multi-token
@@ -106,12 +107,12 @@ class _AttachToLosses(torch.autograd.Function):
     """Return ``losses`` unchanged; backward also propagates their mean gradient per valid token to ``total``."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, total: Tensor, num_valid: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, losses: Tensor, total: Tensor, num_valid: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(num_valid, scale)
         return losses.view_as(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         num_valid, scale = ctx.saved_tensors
         # fallback: a context-parallel rank may have valid tokens at a later depth but none in the main loss
         weight = torch.where(num_valid > 0, grad.sum() / num_valid, scale.to(grad.dtype))
@@ -122,10 +123,10 @@ class _AttachToLosses(torch.autograd.Function):
 class MultiTokenPredictionLayerSubmodules:
     """Slots of one depth."""
 
-    mtp_model_layer: ModuleSpec | Callable[..., Any]
-    enorm: ModuleSpec | Callable[..., Any] = build_norm
-    hnorm: ModuleSpec | Callable[..., Any] = build_norm
-    layer_norm: ModuleSpec | Callable[..., Any] = build_norm
+    mtp_model_layer: ModuleSpec | Callable[..., object]
+    enorm: ModuleSpec | Callable[..., object] = build_norm
+    hnorm: ModuleSpec | Callable[..., object] = build_norm
+    layer_norm: ModuleSpec | Callable[..., object] = build_norm
 
 
 @dataclass

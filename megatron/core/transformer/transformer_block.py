@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ class TransformerBlockSubmodules:
     """One spec per layer of the full model, and the final norm."""
 
     layer_specs: Sequence[ModuleSpec]
-    layer_norm: ModuleSpec | Callable[..., Any] = build_norm
+    layer_norm: ModuleSpec | Callable[..., object] = build_norm
 
 
 def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) -> Sequence[ModuleSpec]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class Placement:
         return len(self.parts) == 1 and type(self.parts[0].layout) is TensorLayout and not self.parts[0].is_transposed
 
 
-def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
+def placements(family: Family, settings: Mapping[str, object]) -> list[Placement]:
     """Return the placements of all tensors of a model; ``settings`` must be completed."""
     config = transformer_config(settings)
     return [

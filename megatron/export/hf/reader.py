@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -121,7 +120,7 @@ def _check(
     found: dict[str, LazyTensor],
     wanted: Mapping[str, tuple[int, ...]],
     family: Family,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     folder: Path,
 ) -> list[str]:
     """Delete ignored tensors and equal copies from ``found``; return the deleted names, except MTP copies.

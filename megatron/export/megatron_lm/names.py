@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.export.interchange import Settings
 
 T = TypeVar("T")
 LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.)(.+)")
@@ -226,7 +227,7 @@ def their_name(name: str, experts: bool) -> tuple[str, Row]:
     raise CheckpointError(f"the tensor {name} has no counterpart in Megatron-LM")
 
 
-def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, ...]:
+def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
     """Convert Megatron-LM's unsharded ``shape`` (with all experts) to the local one, without vocabulary padding.
 
     Raises:
@@ -245,7 +246,7 @@ def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Mapping[str,
     return (*start, *dims)
 
 
-def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
+def split_parts(row: Row, settings: Settings) -> int:
     """Return into how many equal parts the local shape splits Megatron-LM's first dimension (1: not split)."""
     if row.fold == "groups":
         grouped = settings.get("group_query_attention") and settings.get("num_query_groups")
@@ -253,7 +254,7 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
     return 2 if row.fold == "gate" and is_gated(settings) else 1
 
 
-def is_gated(settings: Mapping[str, Any]) -> bool:
+def is_gated(settings: Settings) -> bool:
     """Whether MLPs are gated, according to the arguments of either program."""
     return any(settings.get(name) for name in ("swiglu", "quick_geglu", "geglu"))
 
@@ -282,12 +283,12 @@ _NO_COUNTERPART = (
 """Arguments that change the model's output for the same weights, and have no local counterpart."""
 
 
-def arguments_without_counterpart(args: Mapping[str, Any]) -> list[str]:
+def arguments_without_counterpart(args: Settings) -> list[str]:
     """Describe the active arguments in ``args`` whose model cannot be represented by local settings."""
     return [f"{name} is {args[name]!r:.80}" for name in _NO_COUNTERPART if args.get(name) not in (None, False, [], "")]
 
 
-def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Convert Megatron-LM's arguments to settings: plain values only.
 
     None means "not given": Megatron-LM then computes with the value that is the default here. ``num_query_groups``
@@ -300,7 +301,7 @@ def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, 
         Settings; ``vocab_size`` is the true one if the arguments hold it, else the padded one.
     """
     family = detect_family(tensors)
-    settings: dict[str, Any] = {"model_family": family}
+    settings: dict[str, object] = {"model_family": family}
     for name, value in args.items():
         if value is None or (name == "num_query_groups" and not args.get("group_query_attention")):
             continue

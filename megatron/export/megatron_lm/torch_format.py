@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.export.interchange import Interchange, check_names
+from megatron.export.interchange import Interchange, Settings, check_names
 from megatron.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.export.megatron_lm.model import build_interchange, find_folder
 from megatron.export.megatron_lm.names import current_names, detect_family, find_place, is_gated, is_no_weight
@@ -92,7 +92,7 @@ def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
     return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
 
 
-def _rank_file(directory: Path, name: str) -> dict[str, Any]:
+def _rank_file(directory: Path, name: str) -> dict[str, object]:
     """Return the dictionary in the rank folder ``name``, from ``model_optim_rng.pt`` or else ``model_rng.pt``, with
     lazy tensors. Raises CheckpointError if it is another object."""
     folder = directory / name
@@ -108,7 +108,7 @@ def _rank_file(directory: Path, name: str) -> dict[str, Any]:
 def _numbered(
     files: Mapping[tuple[int, int, int], dict[str, Any]],
     sizes: tuple[int, int, int],
-    args: Mapping[str, Any],
+    args: Settings,
     directory: Path,
 ) -> dict[tuple[int, int, int], list[Named]]:
     """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices and
@@ -140,7 +140,7 @@ def _numbered(
     return {rank: [current_names(named, family) for named in chunks] for rank, chunks in result.items()}
 
 
-def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
+def _weights(model: dict[str, object], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
     """Flatten nested names, add the layer offset of each stack and ``first_expert``; return (tensors, number of layers
     per stack). Buffers that are no weights and values that are no tensors are dropped."""
     named: Named = {}
@@ -183,7 +183,7 @@ def _merged(
 # ---- optimizer state
 
 
-def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict[str, Named]:
+def _optimizer(state: dict[str, object], chunks: list[Named], folder: Path) -> dict[str, Named]:
     """Return state kind -> name -> this rank's shard, from ``distrib_optim.pt`` in the rank's ``folder`` if it exists,
     else from ``state["optimizer"]``; empty if no optimizer state was saved. ``chunks``: the rank's weights per virtual
     stage."""

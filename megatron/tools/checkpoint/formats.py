@@ -120,7 +120,7 @@ def total_bytes(tensors: dict[str, LazyTensor]) -> int:
     return sum(map(tensor_bytes, tensors.values()))
 
 
-def stamp(folder: str) -> list[list[Any]]:
+def stamp(folder: str) -> list[list[object]]:
     """Return [path, size, mtime in ns] of every file, to detect whether a folder has changed."""
     path = Path(folder)
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
@@ -197,7 +197,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Format ``value`` as JSON, indented by two spaces, with keys in insertion order."""
     return json.dumps(value, indent=2)
 
@@ -205,7 +205,7 @@ def as_json(value: Any) -> str:
 def in_order(tensors: dict[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
     """Iterate over (name, tensor) sorted by dotted name; numeric components (layer indices) sort as numbers."""
 
-    def key(name: str) -> list[Any]:
+    def key(name: str) -> list[object]:
         return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
     return iter(sorted(tensors.items(), key=lambda item: key(item[0])))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -28,6 +27,7 @@ from megatron.core.distributed import unwrapped
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import alternative, delete_checkpoint, saved_iterations, write_tracker
@@ -87,7 +87,7 @@ class Checkpointer:
         scheduler: OptimizerParamScheduler | None,
         *,
         groups: ProcessGroups,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         architecture: Sequence[str] | None = None,
         fault: Fault = no_fault,
     ) -> None:

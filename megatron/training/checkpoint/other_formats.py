@@ -85,7 +85,7 @@ WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
 
 
-def with_settings(cfg: FlatConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> FlatConfig:
+def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | os.PathLike) -> FlatConfig:
     """Return ``cfg`` (parsed, not yet resolved) with the ``settings`` in `MODEL` that the command line does not set.
     Explicit flags take precedence, except that they must not contradict settings in `FIXED`.
 

@@ -142,7 +142,7 @@ def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
 
 def check_args(
     objects: dict[str, Any],
-    current: dict[str, Any],
+    current: dict[str, object],
     where: str,
     *,
     architecture: Sequence[str] = ARCHITECTURE,
@@ -183,7 +183,7 @@ def check_args(
     ]
 
 
-def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing: set[str], where: str) -> None:
+def _refuse_forgotten(stored: dict[str, object], current: dict[str, Any], differing: set[str], where: str) -> None:
     """Raise CheckpointError for ``FORGOTTEN`` settings that the checkpoint's run set explicitly and this run does
     not."""
     explicit = stored.get("explicit")

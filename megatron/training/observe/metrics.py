@@ -199,7 +199,7 @@ def encode(record: Record) -> bytes:
     """Return a record as one JSON line in UTF-8 with a newline. Floats use repr, which restores the same bits;
     non-finite ones become strings. Values must be plain: tensors raise TypeError."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if isinstance(value, dict):
             return {key: plain(inner) for key, inner in value.items()}
         return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.advice import LIBRARIES_GIB, NONE_FITS, memory_advice
 from megatron.training.report.memory import RankMemory, estimate_memory
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and _CPU in str(error)
 
 
-def measure(model: Iterable[nn.Module], optimizer: Any) -> HeldMemory:
+def measure(model: Iterable[nn.Module], optimizer: MegatronOptimizer) -> HeldMemory:
     """Return the bytes in use on this rank by kind: weights, gradients (``main_grad`` and ``grad``), optimizer state,
     and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Outputs = dict[str, Tensor]
 """Losses of a micro-batch for the log, name -> [sum, count]."""
-Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
+Recorder = Callable[[Callable[[], Outputs], torch.cuda.Stream | None], Callable[[], Outputs]]
 """Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
 
 
@@ -78,7 +78,7 @@ class GraphedForwardBackward:
         device: torch.device,
         *,
         warmup_steps: int,
-        stream: Any = None,
+        stream: torch.cuda.Stream | None = None,
         record: Recorder = record_cuda_graph,
     ) -> None:
         self.plain, self.device, self.record, self.stream = plain, device, record, stream
@@ -93,7 +93,7 @@ class GraphedForwardBackward:
         model: Sequence[nn.Module],
         num_microbatches: int,
         loss_weights: LossWeights,
-        **options: Any,
+        **options: object,
     ) -> list[MicroBatchResult]:
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
         over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; the next one records the first
@@ -157,7 +157,7 @@ def _form(batch: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _on(stream: Any) -> Iterator[None]:
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the body on ``stream``, ordered after earlier and before later work of the current stream."""
     outer = torch.cuda.current_stream()
     stream.wait_stream(outer)

@@ -6,7 +6,6 @@ Legend: s sequence (local), b batch, a heads, d head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.zigzag import Order
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups.process_groups import Group
 
 
@@ -116,10 +116,12 @@ class HeadsAndSequence(torch.autograd.Function):
     [n * s, b, a / n, d] in natural order; else back. n must divide a; UserError if the ranks cannot split s."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, order: Order, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: AutogradContext, group: Group, order: Order, scatter: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.order, ctx.scatter = group, order, scatter
         return _all_to_all(tensors, group, order, scatter)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[object, ...]:  # type: ignore[override]
         return None, None, None, *_all_to_all(grads, ctx.group, ctx.order, not ctx.scatter)

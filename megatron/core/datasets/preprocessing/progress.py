@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.datasets.preprocessing.worker import PartRecord
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.preprocessing.pipeline import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class PreprocessingProgress:
             f"time left {format_seconds(max(left, 0))}"
         )
 
-    def finish(self, totals: Any) -> None:
+    def finish(self, totals: Totals) -> None:
         """Log the summary of ``totals``: documents, sequences, tokens, time, MB/s, omitted documents and lines, parts
         reused from an earlier run."""
         seconds = max(self.seconds, 1e-9)

@@ -20,12 +20,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.attention.context import AttentionContext
 from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.groups.process_groups import ProcessGroups
@@ -50,7 +52,7 @@ def missing_package(reason: str = "the package is not installed") -> ValueError:
     return ValueError(f"--transformer-impl {NAME}: {reason}; install it: {INSTALL}; or take --transformer-impl local")
 
 
-def load_transformer_engine() -> Any:
+def load_transformer_engine() -> ModuleType:
     """Return ``transformer_engine.pytorch``, imported at the first call so that it uses torch's cuDNN if that is loaded
     (:func:`one_cudnn`). Raises ValueError, with the install command, if it is missing or its import fails; UserError if
     libraries of several cuDNN installations are loaded after the import."""
@@ -120,7 +122,7 @@ class NormGemm:
 
 
 def column_parameters(
-    input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
+    input_size: int, size: StackedSize, *, bias: bool, init: Init, config: TransformerConfig, groups: ProcessGroups
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Return weight and bias (zeros; None without ``bias``) of a column-parallel layer, placed as in
     ``tensor_parallel.layers.ColumnParallelLinear``: output dim split over ``tp``, folded to 2-d and 1-d. Raises
@@ -146,7 +148,7 @@ class TEColumnParallelLinear(nn.Module):
         input_size: int,
         output_size: int | StackedSize,
         *,
-        config: Any,
+        config: TransformerConfig,
         init_method: Init,
         bias: bool = True,
         gather_output: bool = False,
@@ -187,7 +189,7 @@ class TERowParallelLinear(RowParallel):
 
     implementation = NAME
 
-    def __init__(self, *sizes: int, config: Any, **options: Any) -> None:
+    def __init__(self, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         super().__init__(*sizes, config=config, **options)
         fused_bias = self.bias if self._bias_is_fused else None
         self._gemm = Gemm(self.weight, fused_bias, fuse_weight_gradient=config.gradient_accumulation_fusion)
@@ -206,7 +208,7 @@ class TENorm(MovableParameters):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         hidden_size: int,
         eps: float,
         *,
@@ -244,7 +246,13 @@ class TEDotProductAttention(nn.Module):
     implementation = NAME
 
     def __init__(
-        self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None, groups: ProcessGroups
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        causal: bool,
+        window: tuple[int, int] | None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
         tp = groups.tp

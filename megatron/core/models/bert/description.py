@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Op, Param, Piece, Saved
@@ -54,7 +53,7 @@ def describe_bert(
     position_embedding_type: str = "learned_absolute",
     num_tokentypes: int = 2,
     add_binary_head: bool = True,
-    spec: Any = None,
+    spec: object = None,
 ) -> ModelDescription:
     """Return the description of the model that :class:`BertModel` builds from the same arguments, for sequences of
     ``seq_length`` tokens without padding. A vocabulary size of 0 means unknown; ``spec`` is as in :func:`describe_gpt`.

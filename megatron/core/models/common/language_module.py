@@ -64,7 +64,7 @@ class LanguageModule(MegatronModule):
         self.dropout_stream = DropoutStream(self.seed)
         self.layout = TokenLayout.of(self.groups, config.sequence_parallel)
         """Tokens that this rank holds of every micro-batch."""
-        self._input_tensor: Any = None
+        self._input_tensor: object = None
         self._forward_calls = 0
 
     # ---- stages
@@ -86,7 +86,7 @@ class LanguageModule(MegatronModule):
             )
         return stages[pp.rank + (self.vp_stage or 0) * pp.size].branches
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: object) -> None:
         """Store the hidden states [s, b, h] received from the previous pipeline stage for the next ``forward``."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.config.errors import UserError
@@ -113,7 +113,7 @@ def takes_settings(order: str) -> Callable[[Init], Init]:
         accepted = Signature([*first, *rest])
 
         @wraps(init)
-        def wrapped(*args: Any, **kwargs: Any) -> None:
+        def wrapped(*args: object, **kwargs: object) -> None:
             given = accepted.bind(*args, **kwargs).arguments
             shared = {each.name: given.pop(each.name) for each in declared if each.name in given}
             init(**given, settings=LanguageModelSettings(**shared))

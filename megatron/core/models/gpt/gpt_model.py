@@ -5,8 +5,6 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,7 @@ class GPTModel(LanguageModule):
         mtp_block_spec: prediction.MultiTokenPredictionBlockSubmodules | None = None,
         *,
         layer_range: range | None = None,
-        pg_collection: Any = None,
+        pg_collection: object = None,
         logit_dtype: torch.dtype | None = None,
     ) -> None:
         """Build this stage's embedding, decoder layers, output layer and prediction depths; the last stage with

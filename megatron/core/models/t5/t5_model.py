@@ -150,7 +150,7 @@ class T5Model(LanguageModule):
         decoder_input_ids: Tensor,
         encoder_attn_mask: Tensor | None = None,
         decoder_attn_mask: Tensor | None = None,
-        encoder_decoder_attn_mask: Any = None,
+        encoder_decoder_attn_mask: object = None,
         lm_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         output_encoder_hidden_only: bool = False,

@@ -5,9 +5,7 @@ Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of te
 A model trained without that head is one of these with a single kind of token, whose embedding is zero.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron.export.hf.attention_settings import equal_heads
 from megatron.export.hf.families import llama
@@ -32,19 +30,19 @@ def has_pairs(masked: str) -> Computed:
     ``bert_binary_head``. 1 means single texts, exported as the architecture ``masked``. Other values raise
     UserError."""
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):
             raise refuse("type_vocab_size", kinds, "which cannot be represented: only 1 and 2 can")
         return {"bert_binary_head": kinds == 2}
 
-    def save(settings: Table) -> dict[str, Any]:
+    def save(settings: Table) -> dict[str, object]:
         pairs = settings["bert_binary_head"]
         return {"type_vocab_size": 2} if pairs else {"type_vocab_size": 1, "architectures": [masked]}
 
     return Computed(("type_vocab_size",), ("bert_binary_head",), load, save)
 
 
-def one_token_type(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def one_token_type(settings: Table) -> dict[str, tuple[int, ...]]:
     """The embedding that a model without pairs lacks."""
     if settings["bert_binary_head"]:
         return {}

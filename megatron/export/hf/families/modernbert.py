@@ -3,8 +3,6 @@ after the embedding is also the first layer's, GELU is gated, and only the outpu
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf import attention_settings as attention
 from megatron.export.hf.attention_settings import FULL, SLIDING
 from megatron.export.hf.families import llama
@@ -15,7 +13,7 @@ from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Igno
 BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
 
-def _load_layers(config: Table) -> dict[str, Any]:
+def _load_layers(config: Table) -> dict[str, object]:
     """Return rotary bases of full and windowed layers and the two-sided window, from ``layer_types`` or the interval of
     full layers. The local base is None without windows. Raises UserError for scaled positions or other tables."""
     count, every = config["num_hidden_layers"], get(config, ("global_attn_every_n_layers",), 3)
@@ -34,7 +32,7 @@ def _load_layers(config: Table) -> dict[str, Any]:
     }
 
 
-def _save_layers(settings: Table) -> dict[str, Any]:
+def _save_layers(settings: Table) -> dict[str, object]:
     """Return window, layer types and rotary bases, in the keys of both older and newer transformers versions. Raises
     UserError for a window of unequal sides."""
     size, local = settings["window_size"], settings["rotary_base_local"] or settings["rotary_base"]

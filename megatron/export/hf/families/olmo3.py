@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf.attention_settings import FULL, SLIDING, Rope, Window, rotary_base, unstretched_base
 from megatron.export.hf.families import llama
 from megatron.export.hf.family import Family
@@ -24,7 +22,7 @@ class FullRope(Rope):
         super().__init__(BASE)
         self.ours = (*self.ours, "rotary_base_local")
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         """Return the rotary settings of full layers (scaled) and ``rotary_base_local`` of windowed layers (never
         scaled; None without windows). Raises UserError for tables of other layer types, or, without tables, for a base
         other than the default."""
@@ -51,7 +49,7 @@ class FullRope(Rope):
         has_windows = WINDOW.load(config)["window_size"] is not None
         return {**settings, "rotary_base_local": local if has_windows else None}
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         """Return the rotary keys, with one ``rope_parameters`` table per layer type; scaling only for full layers.
         Raises UserError if windowed layers would need scaled positions."""
         config, local = super().save(settings), settings["rotary_base_local"]

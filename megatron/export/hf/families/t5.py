@@ -3,21 +3,19 @@ the embedding, with the decoder's output scaled; 1.1: gated GELU and a separate 
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf.attention_settings import equal_heads
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Halves, KeyValue, QueryKeyValue, Weights
 from megatron.export.hf.settings import Choice, Computed, Fixed, Ignored, Same, Table, get, refuse, same
 
 
-def _load_head(config: Table) -> dict[str, Any]:
+def _load_head(config: Table) -> dict[str, object]:
     """Version 5 of ``transformers`` says in the second key what the first one did before."""
     scaled = get(config, ("scale_decoder_outputs", "tie_word_embeddings"), True)
     return {"untie_embeddings_and_output_weights": not scaled, "scale_decoder_outputs": scaled}
 
 
-def _save_head(settings: Table) -> dict[str, Any]:
+def _save_head(settings: Table) -> dict[str, object]:
     scaled = settings["scale_decoder_outputs"]
     if scaled == settings["untie_embeddings_and_output_weights"]:
         raise refuse("scale_decoder_outputs", scaled, "a shared output layer is scaled and has no bias in transformers")
