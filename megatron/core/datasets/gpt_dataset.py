@@ -123,7 +123,9 @@ class GPTDataset(MegatronDataset):
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> "IndexedDataset | MockGPTLowLevelDataset":
+    def build_low_level_dataset(
+        dataset_path: str, config: GPTDatasetConfig
+    ) -> "IndexedDataset | MockGPTLowLevelDataset":
         """Open the indexed data set at ``dataset_path`` (a prefix, also without its default suffix). Raises UserError
         for mock settings, or if it stores several sentences per document; MissingDatasetError if a file is missing."""
         if config.mock:
