@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.datasets.megatron_dataset import MegatronDataset
     from megatron.core.inference.sampling import Sampling
-    from megatron.core.tokenizers.base import Tokenizer
 
 Options = dict[str, Any]
 DataSet: TypeAlias = "tuple[type[MegatronDataset], BlendedMegatronDatasetConfig]"
@@ -37,7 +36,7 @@ class TrainedModel(Protocol):
     @property
     def cfg(self) -> Settings: ...
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True)
