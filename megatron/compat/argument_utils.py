@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.compat.classic import PretrainConfigContainer
 from megatron.compat.program import current_settings
@@ -17,7 +16,9 @@ class GPTModelConfig:
     """The GPT model of a command line, which the training program builds."""
 
 
-def gpt_config_from_args(args: Namespace, config: Any = None, model_config_cls: Any = GPTModelConfig) -> GPTModelConfig:
+def gpt_config_from_args(
+    args: Namespace, config: object = None, model_config_cls: object = GPTModelConfig
+) -> GPTModelConfig:
     """The model that ``args`` describes.
 
     Raises:
@@ -28,7 +29,7 @@ def gpt_config_from_args(args: Namespace, config: Any = None, model_config_cls: 
     return GPTModelConfig()
 
 
-def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
+def pretrain_cfg_container_from_args(args: Namespace, model_cfg: object = None) -> PretrainConfigContainer:
     """Return the settings for :func:`pretrain`: the command line's, updated by the script's changes to ``args``.
 
     ``model_cfg``: of :func:`gpt_config_from_args`; None: :func:`pretrain` gets a ``model_provider``.

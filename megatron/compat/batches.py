@@ -8,15 +8,17 @@ True where hidden, or None) and for documents packed into rows ``cu_seqlens`` [b
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.tensor_parallel.data import broadcast_batch
 from megatron.training.data import batch as batches
+from megatron.training.data.batch import Batch
 
 PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 PER_BATCH = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
@@ -25,8 +27,8 @@ NAMES = (*PER_TOKEN, "attention_mask", *PER_BATCH)
 
 
 def get_batch_on_this_tp_rank(
-    batch: dict[str, Any], has_cu_seqlens: bool | None = False, is_hybrid_cp: bool | None = False, **known: Any
-) -> dict[str, Any]:
+    batch: Batch, has_cu_seqlens: bool | None = False, is_hybrid_cp: bool | None = False, **known: object
+) -> Batch:
     """Return the first tensor-parallel rank's ``batch`` on every rank of its group, with all of :data:`NAMES` (None if
     missing) and its further keys. Collective: the other ranks' ``batch`` is not read.
 
@@ -41,7 +43,7 @@ def get_batch_on_this_tp_rank(
     return shared
 
 
-def with_attention_mask(batch: dict[str, Any]) -> dict[str, Any]:
+def with_attention_mask(batch: Batch) -> Batch:
     """``batch`` with ``attention_mask``: made from our data sets' ``cu_seqlens`` (of the flattened [b * s] tokens)
     if it does not exist yet, else None."""
     mask = batch.get("attention_mask")
@@ -59,9 +61,14 @@ def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
 
 
 def get_batch_on_this_cp_rank(
-    batch: dict[str, Any], is_hybrid_cp: Any = False, cp_group: Any = None, *, sequence_keys: Collection[str] = (),
-    whole_keys: Collection[str] = (), **ignored: Any,
-) -> dict[str, Any]:  # fmt: skip
+    batch: Batch,
+    is_hybrid_cp: AnyGroup | bool = False,
+    cp_group: AnyGroup = None,
+    *,
+    sequence_keys: Collection[str] = (),
+    whole_keys: Collection[str] = (),
+    **ignored: object,
+) -> Batch:
     """Return this context-parallel rank's tokens of the tensors [b, s] of ``batch``: two of 2 x CP chunks of every row,
     also if rows contain several documents (``use_per_sequence_balancing``). Without context parallelism returns
     ``batch`` itself.
@@ -79,7 +86,7 @@ def get_batch_on_this_cp_rank(
     return batch if split is per_token else {**batch, **split}
 
 
-def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
+def flatten_batch_for_packed_sequences(batch: Batch) -> Batch:
     """Return a copy of ``batch`` with its rows concatenated, [1, b * s], and ``cu_seqlens`` [1, n] of all of them;
     ``batch`` itself without ``cu_seqlens``. A row of ``cu_seqlens`` [b, n] counts from 0 to s and may repeat s at its
     end. ``max_seqlen`` becomes its maximum [1]."""

@@ -35,17 +35,17 @@ def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int 
     return Strategy(backend)
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: Any) -> Strategy:
+def get_default_load_sharded_strategy(checkpoint_dir: object) -> Strategy:
     """Return a placeholder: checkpoints are read by all ranks."""
     return Strategy("torch_dist")
 
 
-def FullyParallelSaveStrategyWrapper(strategy: Strategy, *_: Any, **__: Any) -> Strategy:
+def FullyParallelSaveStrategyWrapper(strategy: Strategy, *_: object, **__: object) -> Strategy:
     """Return ``strategy``: all ranks write."""
     return strategy
 
 
-def FullyParallelLoadStrategyWrapper(strategy: Strategy, *_: Any, **__: Any) -> Strategy:
+def FullyParallelLoadStrategyWrapper(strategy: Strategy, *_: object, **__: object) -> Strategy:
     """Return ``strategy``: each rank reads what it needs."""
     return strategy
 
@@ -53,7 +53,7 @@ def FullyParallelLoadStrategyWrapper(strategy: Strategy, *_: Any, **__: Any) -> 
 class _NotStored:
     """Raises :class:`UserError` when it is made."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         fail(type(self).__name__)
 
 

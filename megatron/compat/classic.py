@@ -39,6 +39,7 @@ from megatron.core.pipeline_parallel.loss_weights import MainLoss
 from megatron.core.pipeline_parallel.program_losses import MainLossInput, split_loss, takes_main_loss
 from megatron.core.pipeline_parallel.results import as_sum_and_count
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import exit_on_config_error, validate_args
 from megatron.training.config.flat import FlatConfig
@@ -57,9 +58,18 @@ from megatron.training.tasks.language_model import task_class
 from megatron.training.train_state import TrainState
 
 __all__ = [
-    "ClassicTask", "PretrainConfigContainer", "get_args", "get_model", "get_timers", "get_tokenizer",
-    "initialize_megatron", "parse_and_validate_args", "pretrain", "pretrain_from_flags", "current_settings",
-]  # fmt: skip
+    "ClassicTask",
+    "PretrainConfigContainer",
+    "get_args",
+    "get_model",
+    "get_timers",
+    "get_tokenizer",
+    "initialize_megatron",
+    "parse_and_validate_args",
+    "pretrain",
+    "pretrain_from_flags",
+    "current_settings",
+]
 
 
 class BatchPositionHook(Hook):
@@ -87,7 +97,7 @@ class ClassicTask(Task):
 
     losses = (MAIN_LOSS,)
 
-    def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
+    def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
         self.functions, self.data = functions, ScriptData()
         self._batch: Mapping[str, Any] = {}
@@ -134,7 +144,7 @@ class ClassicTask(Task):
             chunk.scale_gradients(counts[0] / total.clamp(min=1.0))  # type: ignore[operator]
         return torch.stack([total, sums.count()])
 
-    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
+    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, object]:
         """Return the batches of the base class, broadcast to ranks whose data sets the script did not build."""
         self._num_values = None
         return super().micro_batches(self.data.share(data_iterator, number), number, size)
@@ -154,21 +164,23 @@ class ClassicTask(Task):
         output, loss_func = self.functions["forward_step"](batches, model)
         return output, partial(self._losses, loss_func)
 
-    def _losses(self, loss_func: Callable, output: Any) -> dict[str, Any]:
+    def _losses(self, loss_func: Callable, output: Any) -> dict[str, object]:
         """Return the values that the script logs, and the main loss with its number of tokens (1 for a mean)."""
         returned = loss_func(output)
         loss, num_tokens, logged = split_loss(returned, self._num_values)
         self._num_values = len(returned)
-        pairs: dict[str, Any] = {name: as_sum_and_count(value) for name, value in logged.items()}
+        pairs: dict[str, object] = {name: as_sum_and_count(value) for name, value in logged.items()}
         if torch.is_grad_enabled():
             self._main_loss.check(num_tokens if len(returned) == 3 else None)
             pairs[MAIN_LOSS] = loss, num_tokens
         return pairs
 
-    def _note(self, batch: Any) -> None:
+    def _note(self, batch: object) -> None:
         self._batch = batch if isinstance(batch, Mapping) else {}
 
-    def _add_known_facts(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _add_known_facts(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, object]
+    ) -> tuple[tuple, dict[str, object]]:
         """Return (args, kwargs) of the model's forward pass plus the arguments that it takes and the script did not
         give.
 
@@ -177,8 +189,8 @@ class ClassicTask(Task):
         taken as not given, and document boundaries are added. Tensors are this context-parallel rank's, on its
         device."""
         forward = signature(model.forward)
-        given: Mapping[str, Any] = forward.bind_partial(*args, **kwargs).arguments
-        known: dict[str, Any] = {}
+        given: Mapping[str, object] = forward.bind_partial(*args, **kwargs).arguments
+        known: dict[str, object] = {}
         names = ["sample_index"]
         if takes_main_loss(model):  # other models may mean something else by a mask
             names.append("loss_mask")
@@ -206,7 +218,7 @@ class PretrainConfigContainer:
     """The settings of a run and, unless :func:`pretrain` gets a model provider, the model that they describe."""
 
     settings: FlatConfig
-    model: Any = None
+    model: object = None
 
 
 def pretrain(*arguments: Any, **named: Any) -> None:
@@ -242,10 +254,10 @@ def pretrain_from_flags(
     model_type: ModelType,
     forward_step_func: Callable,
     process_non_loss_data_func: Callable | None = None,
-    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
-    args_defaults: dict[str, Any] | None = None,
+    extra_args_provider: Callable[[ArgumentParser], object] | None = None,
+    args_defaults: dict[str, object] | None = None,
     hooks: Sequence[Hook] = (),
-    **optional: Any,
+    **optional: object,
 ) -> None:
     """Parse ``sys.argv`` and train what the four functions describe; see :func:`pretrain`. Wrong flags end the process
     with one message.
@@ -275,7 +287,7 @@ _NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store"
 _NONE_ONLY = {"process_non_loss_data_func", "non_loss_data_func", "p2p_communicator", "pg_collection"}
 
 
-def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, Any]) -> None:
+def _train(cfg: FlatConfig, functions: dict[str, Callable], hooks: Sequence[Hook], options: dict[str, object]) -> None:
     """Run the loop; leave the process (``sys.exit``) with its exit code if that is not 0. Creates the process group of
     a single process unless --dry-run. ``options`` are the other arguments of :func:`pretrain`, of any release:
     TypeError for unknown ones, ValueError for values that are not available."""
@@ -309,9 +321,9 @@ def _checked_forward_step(forward_step: Callable) -> Callable:
 
 
 def initialize_megatron(
-    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
-    args_defaults: dict[str, Any] | None = None,
-    **unused: Any,
+    extra_args_provider: Callable[[ArgumentParser], object] | None = None,
+    args_defaults: dict[str, object] | None = None,
+    **unused: object,
 ) -> None:
     """Parse ``sys.argv`` and initialize this process (logging, process groups, seeds, tokenizer, micro-batch schedule),
     for programs with their own training loop. Raises errors of wrong flags; ``unused`` arguments are ignored.
@@ -330,7 +342,10 @@ def initialize_megatron(
 
 
 def get_model(
-    model_provider_func: Callable[..., nn.Module], model_type: Any = None, wrap_with_ddp: bool = True, **unused: Any
+    model_provider_func: Callable[..., nn.Module],
+    model_type: object = None,
+    wrap_with_ddp: bool = True,
+    **unused: object,
 ) -> list[nn.Module]:
     """Return this rank's model chunks, built by ``model_provider_func``, for programs with their own training loop."""
     program = current_program()

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.config.model_parallel_config import ModelParallelConfig
+
 __all__ = ["StragglerDetector", "divide", "get_attr_wrapped_model", "get_model_config"]
 
 
@@ -34,7 +36,7 @@ def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True,
     Args:
         allow_none: an attribute that is None counts as found; else the search continues below.
     """
-    module: Any = model
+    module: object = model
     while module is not None:
         if hasattr(module, attr) and (allow_none or getattr(module, attr) is not None):
             return module if return_model_obj else getattr(module, attr)
@@ -42,7 +44,7 @@ def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True,
     raise AttributeError(f"neither {type(model).__name__} nor what it wraps has an attribute {attr!r}")
 
 
-def get_model_config(model: nn.Module) -> Any:
+def get_model_config(model: nn.Module) -> ModelParallelConfig:
     """The configuration of a model, wrapped or not."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron.core import parallel_state
 
-_GETTERS: dict[str, Callable[[], Any]] = {
+_GETTERS: dict[str, Callable[[], object]] = {
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
     "mp": parallel_state.get_model_parallel_group,
@@ -32,7 +31,7 @@ _GETTERS: dict[str, Callable[[], Any]] = {
 class ProcessGroupCollection:
     """Torch process groups by Megatron-LM's short names (``tp``, ``dp_cp``, ``expt_dp``, ...)."""
 
-    def __init__(self, **groups: Any) -> None:
+    def __init__(self, **groups: object) -> None:
         if unknown := sorted(groups.keys() - _GETTERS.keys()):
             raise ValueError(f"ProcessGroupCollection: unknown groups {', '.join(unknown)}; choose from {_NAMES}")
         vars(self).update(groups)

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 
-def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
+def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., object]) -> tuple[Callable[..., object], None]:
     """Return ``pretrain`` unchanged and no store; ``--inprocess-restart`` is rejected when flags are parsed."""
     return pretrain, None

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stages, virtual_pipeline_size
 
 
-def get_num_layers_to_build(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
     """Number of layers of a stage: of pipeline rank ``pp_rank`` (this rank's) and its chunk ``vp_stage``."""
     return len(_layers(config, vp_stage, pp_rank))
 
 
-def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+def get_transformer_layer_offset(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
     """Return the number of layers on the stages before the one of :func:`get_num_layers_to_build`."""
     return _layers(config, vp_stage, pp_rank).start
 
 
-def _layers(config: Any, vp_stage: int | None, pp_rank: int | None) -> range:
+def _layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
     """Return the layers of a stage, numbered from 0; ``pp_rank`` None: this rank, ``vp_stage`` None: the first virtual
     stage. Raises UserError for stages balanced by FLOPs, which the configuration does not determine, or a layout that
     cuts a layer."""

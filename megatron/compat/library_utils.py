@@ -19,41 +19,41 @@ from megatron.core.config.errors import UserError
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.recompute import recompute, recompute_from_split_input
 
-AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
 
 
 # ---- groups
 
 
-def get_pg_size(group: Any = None) -> int:
+def get_pg_size(group: dist.ProcessGroup | None = None) -> int:
     """Number of ranks of a torch group; 1 for None and without torch.distributed."""
     return group.size() if group is not None and dist.is_initialized() else 1
 
 
-def get_pg_rank(group: Any = None) -> int:
+def get_pg_rank(group: dist.ProcessGroup | None = None) -> int:
     """This process's rank in a torch group; 0 for None and without torch.distributed."""
     return group.rank() if group is not None and dist.is_initialized() else 0
 
 
 def get_tensor_model_parallel_group_if_none(
-    tp_group: Any = None, is_expert: bool = False, check_initialized: bool = True
+    tp_group: dist.ProcessGroup | None = None, is_expert: bool = False, check_initialized: bool = True
 ) -> Any:
     """Return ``tp_group``, or if None the running program's tensor-parallel group (``is_expert``: the experts' group);
     that fails outside a program if ``check_initialized``, else gives None."""
     if tp_group is not None:
         return tp_group
-    getter = parallel_state.get_expert_tensor_parallel_group if is_expert else (
-        parallel_state.get_tensor_model_parallel_group
-    )  # fmt: skip
+    getter = (
+        parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
+    )
     return getter(check_initialized=check_initialized)
 
 
-def is_pp_first_stage(pp_group: Any) -> bool:
+def is_pp_first_stage(pp_group: dist.ProcessGroup | None) -> bool:
     """Whether this process is the first of a torch group of pipeline stages."""
     return get_pg_rank(pp_group) == 0
 
 
-def is_pp_last_stage(pp_group: Any) -> bool:
+def is_pp_last_stage(pp_group: dist.ProcessGroup | None) -> bool:
     """Whether this process is the last of a torch group of pipeline stages."""
     return get_pg_rank(pp_group) == get_pg_size(pp_group) - 1
 
@@ -84,7 +84,7 @@ class WrappedTensor:
         return self._wrapper.pop()
 
 
-def to_local_if_dtensor(tensor: Any) -> Any:
+def to_local_if_dtensor(tensor: object) -> Any:
     """Return this rank's part of a DTensor, any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -99,13 +99,13 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
     return partial(nn.init.normal_, mean=0.0, std=sigma / math.sqrt(multiplier * num_layers))
 
 
-def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+def checkpoint(function: Callable[..., object], distribute_saved_activations: bool, *args: object) -> Any:
     """Recompute ``function(*args)`` in backward: only the arguments are saved, each tensor-parallel rank a part of them
     with ``distribute_saved_activations``. The random tracker's states are restored from the first run."""
     tracker, runs = get_cuda_rng_tracker(), 0
     before = tracker.get_states()
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: object) -> Any:
         nonlocal runs
         runs += 1
         if runs == 1:
@@ -148,7 +148,7 @@ def nvtx_decorator(message: str | None = None, color: str | None = None) -> Call
 
     def decorate(function: AnyFunction) -> AnyFunction:
         @wraps(function)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: object, **kwargs: object) -> Any:
             nvtx_range_push(message or function.__name__)
             try:
                 return function(*args, **kwargs)
@@ -175,12 +175,12 @@ def set_experimental_flag(flag: bool) -> None:
 # ---- without fp8
 
 
-def is_float8tensor(tensor: Any) -> bool:
+def is_float8tensor(tensor: object) -> bool:
     """False: there are no fp8 parameters."""
     return False
 
 
-def get_fp8_context(config: Any = None, *_: Any, **__: Any) -> AbstractContextManager[None]:
+def get_fp8_context(config: object = None, *_: object, **__: object) -> AbstractContextManager[None]:
     """Return a context that changes nothing; settings of fp8 are rejected by the configuration."""
     return nullcontext()
 

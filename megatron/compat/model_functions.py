@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.sharding.placement import ParameterSpec, Shard
 
 ShardedStateDict = dict[str, Any]
@@ -22,12 +23,12 @@ def correct_amax_history_if_needed(model: Sequence[nn.Module]) -> None:
     """Do nothing: weights here have no fp8 history."""
 
 
-def has_config_logger_enabled(config: Any) -> bool:
+def has_config_logger_enabled(config: object) -> bool:
     """Return False: configurations are logged by the training program."""
     return False
 
 
-def log_config_to_disk(*args: Any, **kwargs: Any) -> None:
+def log_config_to_disk(*args: object, **kwargs: object) -> None:
     """Do nothing; see :func:`has_config_logger_enabled`."""
 
 
@@ -36,7 +37,7 @@ def jit_fuser(function: Callable) -> Callable:
     return function
 
 
-def deprecate_inference_params(inference_context: Any, inference_params: Any) -> Any:
+def deprecate_inference_params(inference_context: object, inference_params: object) -> Any:
     """The context, under its newer or older name."""
     return inference_params if inference_context is None else inference_context
 
@@ -79,7 +80,7 @@ def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_chec
         for _, param in chunk.named_parameters():
             digest.update(param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     group = parallel_state.get_process_groups().dp_cp
-    found: list[Any] = [digest.hexdigest()] * group.size
+    found: list[object] = [digest.hexdigest()] * group.size
     if group.size > 1:
         dist.all_gather_object(found, digest.hexdigest(), group=group.handle)
     return len(set(found)) == 1
@@ -89,7 +90,7 @@ class Float16Module(nn.Module):
     """A model in the 16-bit format that ``config.bf16`` or ``config.fp16`` names: floating-point inputs are converted
     to it, and outputs of the last pipeline stage to fp32. State dicts equal the wrapped model's."""
 
-    def __init__(self, config: Any, module: nn.Module) -> None:
+    def __init__(self, config: ModelParallelConfig, module: nn.Module) -> None:
         """Convert ``module`` in place to fp16 or bf16 (fp16 if both are set) and wrap it. Raises ValueError if
         ``config`` has neither."""
         super().__init__()
@@ -99,28 +100,28 @@ class Float16Module(nn.Module):
         self.vp_stage = getattr(module, "vp_stage", None)
         self.module = module.to(self.dtype)
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: object) -> None:
         """Hand the previous stage's output to the model."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         named = {name: _to(x, self.dtype) for name, x in kwargs.items()}
         outputs = self.module(*(_to(x, self.dtype) for x in inputs), **named)
         is_last = getattr(self.module, "post_process", True)
         return _to(outputs, torch.float32) if is_last else outputs
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> Any:
         """Return the model's state dict."""
         return self.module.sharded_state_dict(*args, **kwargs)  # type: ignore[operator]
 
 
-def _to(x: Any, dtype: torch.dtype) -> Any:
+def _to(x: object, dtype: torch.dtype) -> Any:
     """Floating-point tensors of ``x``, also inside tuples, as ``dtype``."""
     if isinstance(x, tuple) and not hasattr(x, "_fields"):
         return tuple(_to(each, dtype) for each in x)

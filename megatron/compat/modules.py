@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.norm import build_norm
 
@@ -17,7 +18,7 @@ from megatron.core.transformer.norm import build_norm
 class WrappedTorchNorm:
     """The norm that ``config.normalization`` names, as the library builds it."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: object) -> Any:
         return build_norm(config, hidden_size, eps, groups=parallel_state.get_process_groups())
 
 
@@ -36,7 +37,9 @@ class BaseInferenceContext:
     """Base of contexts of inference, for annotations and instance checks."""
 
 
-def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any = None) -> Tensor:
+def fused_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, tp_group: AnyGroup = None
+) -> Tensor:
     """``vocab_parallel_cross_entropy`` without smoothing; fused where the device has such a kernel."""
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=tp_group)
 
@@ -57,9 +60,12 @@ def fast_gelu(x: Tensor) -> Tensor:
 
 
 def roll_tensor(
-    tensor: Tensor, shifts: int = -1, dims: int = -1, cp_group: Any = None,
+    tensor: Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: AnyGroup = None,
     packed_seq_params: PackedSeqParams | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return (``tensor`` shifted one place to the left along ``dims``, with zeros at the end and at the end of each
     document; the sum of the result). ``tensor`` is not changed. Raises ValueError for other shifts, or with context
     parallelism."""

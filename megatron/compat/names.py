@@ -68,7 +68,7 @@ def _absent(name: str, reason: str) -> Any:
     """Return a class (for a capitalized name) or a function that raises ``UserError``, with ``reason``, when it is
     called."""
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         from megatron.core.config.errors import UserError
 
         raise UserError(f"{name}: not available here; {reason}")

@@ -9,7 +9,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron.core.config import absent
 from megatron.core.config.cli import normalize
@@ -20,6 +19,7 @@ from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.arguments import exit_on_config_error, flag_specs, parse_args, validate_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
 from megatron.training.checkpoint.settings import apply_checkpoint_args
@@ -27,7 +27,7 @@ from megatron.training.config.flat import FlatConfig, optional_groups
 from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 
-RETIRED_ARGS: dict[str, Any] = {
+RETIRED_ARGS: dict[str, object] = {
     "use_mcore_models": True,
     "renormalize_blend_weights": True,
     "s3_cache_path": None,
@@ -42,12 +42,12 @@ class Program:
     """A program whose command line has been read."""
 
     args: Namespace
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     timers: Timers
     cfg: PretrainConfig
 
     @classmethod
-    def of(cls, cfg: PretrainConfig, tokenizer: Any = None, timers: Timers | None = None) -> Program:
+    def of(cls, cfg: PretrainConfig, tokenizer: Tokenizer | None = None, timers: Timers | None = None) -> Program:
         """A program with the resolved settings ``cfg``."""
         timers = timers or Timers(
             cfg.logging.timing_log_level, cfg.logging.timing_log_option, cfg.logging.barrier_with_L1_time
@@ -59,7 +59,7 @@ class Current:
     """Global, because autograd's threads, which recompute layers on GPUs, have separate contexts."""
 
     program: Program | None = None
-    parsed: tuple[FlatConfig, dict[str, Any]] | None = None
+    parsed: tuple[FlatConfig, dict[str, object]] | None = None
     """Settings of the command line before they were resolved, and ``vars(args)`` as the script got them."""
 
 
@@ -75,7 +75,7 @@ def get_args() -> Namespace:
     return current_program().args
 
 
-def get_tokenizer() -> Any:
+def get_tokenizer() -> Tokenizer | None:
     """The tokenizer of the running program."""
     program = current_program()
     if program.tokenizer is None and program.cfg.tokenizer.tokenizer_type is not None:
@@ -88,7 +88,7 @@ def get_timers() -> Timers:
     return current_program().timers
 
 
-def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
+def as_namespace(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> Namespace:
     """Return a resolved configuration as a new namespace under the names that entry scripts read: its fields, the
     script's own flags, names of older releases and derived names. ``vocab_size`` is the tokenizer's, if there is
     one."""
@@ -103,7 +103,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     return Namespace(**values)
 
 
-def _derived(cfg: FlatConfig) -> dict[str, Any]:
+def _derived(cfg: FlatConfig) -> dict[str, object]:
     """Return names that follow from other settings or from the process (ranks, dtype, experts, virtual stages) and
     counters of 0, which later assignments cannot change."""
     chunks = virtual_pipeline_size(cfg)
@@ -120,7 +120,7 @@ def _derived(cfg: FlatConfig) -> dict[str, Any]:
 
 
 def parse_script_args(
-    args_defaults: dict[str, Any] | None, extra_args_provider: Callable[[ArgumentParser], Any] | None
+    args_defaults: dict[str, object] | None, extra_args_provider: Callable[[ArgumentParser], object] | None
 ) -> FlatConfig:
     """Return the settings of an entry script's command line, not yet resolved. The script names no model family: it is
     the first one that has all groups of the given flags, or else the default one."""
@@ -135,9 +135,9 @@ def parse_script_args(
 
 
 def parse_and_validate_args(
-    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    extra_args_provider: Callable[[ArgumentParser], object] | None = None,
     ignore_unknown_args: bool = False,
-    args_defaults: dict[str, Any] | None = None,
+    args_defaults: dict[str, object] | None = None,
 ) -> Namespace:
     """Parse ``sys.argv`` and return every setting; :func:`get_args` returns the same object until training starts. Also
     applies the settings of a checkpoint or Hugging Face folder if flags ask for them. Wrong flags end the process with

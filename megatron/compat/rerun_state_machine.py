@@ -23,8 +23,8 @@ class RerunStateMachine:
 
     def validate_result(
         self,
-        result: Any,
-        rejection_func: Callable[[Any], Any],
+        result: object,
+        rejection_func: Callable[[Any], object],
         message: str = "unexpected result",
         comparison_func: Callable[[Any, Any], float] | None = None,
         tolerance: float = 0.0,

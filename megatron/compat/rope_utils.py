@@ -23,9 +23,12 @@ def _rotate_half(x: Tensor, rotary_interleaved: bool) -> Tensor:
 
 
 def _apply_rotary_pos_emb_bshd(
-    t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, multi_latent_attention: bool = False,
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
     mscale: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Rotate the first r channels of ``t`` [s, b, heads, d] by the angles ``freqs`` [s, b or 1, 1, r]."""
     rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
     if multi_latent_attention:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from megatron.compat.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.attention.rotary import Llama3Scaling
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.parallel_state import resolve_group
 
 
-def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any = None) -> Tensor:
+def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: AnyGroup = None) -> Tensor:
     """Return this context-parallel rank's positions of a table, along ``seq_dim``."""
     return TokenLayout(resolve_group(cp_group, "cp")).local(pos_emb, seq_dim)
 
@@ -28,10 +30,16 @@ class RotaryEmbedding(nn.Module):
     inv_freq: Tensor
 
     def __init__(
-        self, kv_channels: int, rotary_percent: float = 1.0, rotary_interleaved: bool = False,
-        seq_len_interpolation_factor: float | None = None, rotary_base: float = 10000, rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0, **further: Any,
-    ) -> None:  # fmt: skip
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        **further: Any,
+    ) -> None:
         """Compute the frequencies fp32 [d / 2] of the first ``kv_channels * rotary_percent`` channels, with LLaMA 3's
         scaling if ``rope_scaling``. ``further`` may hold ``use_cpu_initialization`` (ignored) and ``cp_group``; else
         TypeError."""
@@ -46,7 +54,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.cp_group = further.get("cp_group")
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: AnyGroup = None) -> Tensor:
         """Return [max_seq_len, 1, 1, d], or this context-parallel rank's part of it unless ``packed_seq``."""
         positions = (torch.arange(max_seq_len, device=self.inv_freq.device) + offset).float() / self.factor
         angles = torch.outer(positions, self.inv_freq)
@@ -56,7 +64,12 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, cp_group: Any = None
+    t: Tensor,
+    freqs: Tensor,
+    config: TransformerConfig,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: AnyGroup = None,
 ) -> Tensor:
     """Return ``t`` [s, b, heads, channels] rotated, or ``t`` [tokens, heads, channels] of documents with bounds
     ``cu_seqlens``, whose positions each begin at 0 (ValueError under context parallelism). Channels beyond the angles

@@ -33,10 +33,10 @@ class AbsentData:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return {"loss_mask": np.zeros(1, np.float32)}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, object]]:
         """Endless, as data sets of ``--dataloader-type external`` are."""
         return itertools.repeat({})
 
@@ -47,7 +47,7 @@ class HostTensor(Tensor):
     # results of operations are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def cuda(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def cuda(self, *args: object, **kwargs: object) -> Tensor:  # type: ignore[override]
         return self.as_subclass(Tensor)
 
 
@@ -58,7 +58,7 @@ class ScriptData:
         self.source: int | None = None
         """Place in the model-parallel group of the rank that holds the data; None: every rank holds it."""
 
-    def build(self, provider: Callable, num_samples: NumSamples) -> tuple[Any, ...]:
+    def build(self, provider: Callable, num_samples: NumSamples) -> tuple[object, ...]:
         """Return the data sets of ``provider``, built on every rank where they use our builder. If only some ranks of a
         model replica hold them, the first one with the most becomes :attr:`source`, and the others get stand-ins of
         equal length. Collective over the replica.
@@ -86,7 +86,7 @@ class ScriptData:
                 )
         return tuple(_stand_in(each, length) for each, length in zip(datasets, wanted))
 
-    def share(self, batches: Iterator[Any], number: int) -> Iterator[Any]:
+    def share(self, batches: Iterator[object], number: int) -> Iterator[Any]:
         """Return the next ``number`` micro-batches, broadcast from :attr:`source` to the other ranks of the model
         replica (collective; may be fewer at the end of the data). Without a source returns ``batches`` itself."""
         if self.source is None:
@@ -97,14 +97,14 @@ class ScriptData:
         return iter(drawn[0])
 
 
-def _lengths(dataset: Any) -> Any:
+def _lengths(dataset: object) -> Any:
     """Return None for no data, else the length of a data set (0 if it has no length), or a list of lengths."""
     if isinstance(dataset, list | tuple):
         return [_lengths(each) for each in dataset]
     return None if dataset is None else len(dataset) if hasattr(dataset, "__len__") else 0
 
 
-def _stand_in(dataset: Any, lengths: Any) -> Any:
+def _stand_in(dataset: object, lengths: Any) -> Any:
     if dataset is not None or lengths is None:
         return dataset
     return [_stand_in(None, each) for each in lengths] if isinstance(lengths, list) else AbsentData(lengths)
@@ -120,13 +120,13 @@ class ScriptBatch(dict[str, Any]):
         return self["dec_mask"][:, :, None] * self["enc_mask"][:, None]
 
 
-class MicroBatches(Iterator[Any]):
+class MicroBatches(Iterator[object]):
     """Micro-batches that every rank of a model replica reads, so that scripts need not broadcast.
 
     ``on_read`` gets each of them before the script does. On a CPU their tensors are :class:`HostTensor`.
     """
 
-    def __init__(self, batches: Iterator[Any], on_read: Callable[[Any], None]) -> None:
+    def __init__(self, batches: Iterator[object], on_read: Callable[[object], None]) -> None:
         self.batches, self.on_read = batches, on_read
 
     def __next__(self) -> Any:

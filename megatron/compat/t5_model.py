@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.t5 import t5_model
 
@@ -12,6 +10,10 @@ class T5Model(t5_model.T5Model):
     """Our model; without ``encoder_config``, which releases before 0.9 did not pass, encoder and decoder share one."""
 
     def __init__(
-        self, config: TransformerConfig, encoder_config: TransformerConfig | None = None, *args: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        encoder_config: TransformerConfig | None = None,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         super().__init__(config, encoder_config or config, *args, **kwargs)

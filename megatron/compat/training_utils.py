@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,28 +15,34 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.stage_model import unwrapped
 from megatron.core.tensor_parallel.data import broadcast_batch
 from megatron.data.blend import get_blend_and_blend_per_split
-from megatron.training.data.batch import to_device
+from megatron.training.data.batch import Batch, to_device
 from megatron.training.initialize import training_device
 
 __all__ = [
-    "average_losses_across_data_parallel_group", "get_batch_on_this_cp_rank", "get_batch_on_this_tp_rank",
-    "get_blend_and_blend_per_split", "get_ltor_masks_and_position_ids", "is_first_or_last_pipeline_stage",
-    "print_rank_0", "print_rank_last", "unwrap_model",
-]  # fmt: skip
+    "average_losses_across_data_parallel_group",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split",
+    "get_ltor_masks_and_position_ids",
+    "is_first_or_last_pipeline_stage",
+    "print_rank_0",
+    "print_rank_last",
+    "unwrap_model",
+]
 
 
 def _rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def print_rank_0(message: Any) -> None:
+def print_rank_0(message: object) -> None:
     """To stdout, from rank 0 only."""
     if _rank_and_world_size()[0] == 0:
         sys.stdout.write(f"{message}\n")
         sys.stdout.flush()
 
 
-def print_rank_last(message: Any) -> None:
+def print_rank_last(message: object) -> None:
     """To stdout, from the last rank only."""
     rank, world_size = _rank_and_world_size()
     if rank == world_size - 1:
@@ -45,7 +50,7 @@ def print_rank_last(message: Any) -> None:
         sys.stdout.flush()
 
 
-def get_batch_on_this_tp_rank(data_iterator: Iterator[dict] | None, mtp_on_this_rank: bool = False) -> dict[str, Any]:
+def get_batch_on_this_tp_rank(data_iterator: Iterator[dict] | None, mtp_on_this_rank: bool = False) -> Batch:
     """Return the next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in
     the order in which scripts unpack ``values()``.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.config.transformer_config import TransformerConfig, config_from_settings
 
 
-def core_transformer_config_from_yaml(args: Any, transfomer_key: str = "language_model") -> TransformerConfig:
+def core_transformer_config_from_yaml(args: object, transfomer_key: str = "language_model") -> TransformerConfig:
     """Call ``config_from_settings``; the key, which existing programs pass, has no effect."""
     return config_from_settings(args)

@@ -38,4 +38,5 @@ class AttnType(Enum):
     self_attn = 1
     cross_attn = 2
 
+
 serve_other_names(__name__)

@@ -38,11 +38,11 @@ class _State:
     grid: process_groups.RankGrid
     groups: process_groups.ProcessGroups
     virtual_pipeline_size: int | None
-    alone: Any
+    alone: dist.ProcessGroup | None
     """Handle of a group of this rank only, of a world of several ranks: to torch.distributed, None means the world."""
     virtual_pipeline_rank: int | None = None
     """The model chunk that is being built; None outside of model building."""
-    further: dict[Any, Any] = field(default_factory=dict)
+    further: dict[tuple[int | str | tuple[int, ...], ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups that getters made, by ranks."""
 
 
@@ -64,7 +64,7 @@ def initialize_model_parallel(
     nccl_communicator_config_path: str | None = None,
     copy_engines: bool = True,
     group_of_one: bool = True,
-    **without_effect: Any,
+    **without_effect: object,
 ) -> process_groups.ProcessGroups:
     """Build the process groups of every axis, keep them for the getters of this module, and return this process's
     groups. Collective: every process of the world calls it with the same arguments. Starts torch.distributed if needed;
@@ -103,7 +103,7 @@ def initialize_model_parallel(
         start_single_process_group()
     rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
+    def new_group(name: str, rank_lists: list[list[int]]) -> process_groups.Handles:
         return _new_subgroups(name, rank_lists, timeout, settings.get(name, {}))
 
     groups = process_groups.SINGLE_PROCESS
@@ -154,7 +154,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-def _explain_keywords(given: dict[str, Any]) -> None:
+def _explain_keywords(given: dict[str, object]) -> None:
     """Raise TypeError for keywords that ``initialize_model_parallel`` does not know, listing all of them. Log why a
     known keyword with a true value has no effect."""
     unknown = sorted(set(given) - set(_WITHOUT_EFFECT))
@@ -166,8 +166,8 @@ def _explain_keywords(given: dict[str, Any]) -> None:
 
 
 def _new_subgroups(
-    name: str, rank_lists: list[list[int]], timeout: timedelta, settings: dict[str, Any]
-) -> tuple[Any, Any]:
+    name: str, rank_lists: list[list[int]], timeout: timedelta, settings: dict[str, object]
+) -> process_groups.Handles:
     """Create one torch group per rank list of axis ``name`` and return this rank's (handle, gloo handle of the same
     ranks). The second is the handle itself over gloo, and None over NCCL except for axes that move CPU tensors. Uses
     the world group for "world". Collective over the world: all ranks take part in each group."""
@@ -257,7 +257,7 @@ def _handle(group: process_groups.Group) -> Any:
     return _current().alone or dist.group.WORLD
 
 
-def resolve_group(given: Any = None, axis: str = "tp") -> process_groups.Group:
+def resolve_group(given: process_groups.AnyGroup = None, axis: str = "tp") -> process_groups.Group:
     """Return the group that a public function works on, with this process's rank in it. A ``Group`` is returned as it
     is; a torch group that belongs to an axis gives the axis's group, any other torch group a new ``Group``. No
     collective.
@@ -297,9 +297,11 @@ def _getters(axis: str) -> tuple[Callable[..., Any], Callable[[], int], Callable
 
 
 get_tensor_model_parallel_group, get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _getters("tp")
-get_pipeline_model_parallel_group, get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = (
-    _getters("pp")
-)
+(
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_world_size,
+    get_pipeline_model_parallel_rank,
+) = _getters("pp")
 get_context_parallel_group, get_context_parallel_world_size, get_context_parallel_rank = _getters("cp")
 (
     get_tensor_and_context_parallel_group,
@@ -309,9 +311,11 @@ get_context_parallel_group, get_context_parallel_world_size, get_context_paralle
 get_model_parallel_group, _, _ = _getters("tp_pp")
 get_embedding_group, _, _ = _getters("embedding")
 get_expert_model_parallel_group, get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _getters("ep")
-get_expert_tensor_parallel_group, get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = (
-    _getters("etp")
-)
+(
+    get_expert_tensor_parallel_group,
+    get_expert_tensor_parallel_world_size,
+    get_expert_tensor_parallel_rank,
+) = _getters("etp")
 _, get_expert_data_parallel_world_size, get_expert_data_parallel_rank = _getters("edp")
 (
     get_expert_tensor_and_model_parallel_group,
@@ -402,14 +406,18 @@ def get_position_embedding_group(check_initialized: bool = True) -> Any:
     return None if _state is None and not check_initialized else _handle(process_groups.SINGLE_PROCESS.embedding)
 
 
-def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> dist.ProcessGroup:
     """Return the group of ranks that hold the same parameters with other data. ``with_context_parallel`` adds the
     context-parallel ranks; ``partial_data_parallel``: the ranks, context-parallel ones included, that share one copy of
     the optimizer state."""
     return _handle(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
-def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> dist.ProcessGroup:
     """:func:`get_data_parallel_group` for CPU tensors."""
     return _host_handle(_data_parallel(with_context_parallel, partial_data_parallel))
 
@@ -454,7 +462,7 @@ def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_cont
     return _find_group(next(ranks for ranks in lists if state.groups.world.ranks[state.groups.world.rank] in ranks))
 
 
-def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> dist.ProcessGroup:
     """Return the group over which fp8 statistics are reduced: tensor-parallel ranks, and data-parallel ranks unless
     ``tp_only_amax_red``; ``with_context_parallel`` adds context-parallel ranks. The first call may create the group
     collectively."""
@@ -463,7 +471,7 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
-def _find_group(ranks: list[int]) -> Any:
+def _find_group(ranks: list[int]) -> dist.ProcessGroup:
     """Return the torch.distributed group with exactly these ``ranks``: the handle of an axis with the same ranks, or a
     new group, created at the first call and cached. Creating it is collective over ``ranks``."""
     state = _current()
@@ -475,7 +483,7 @@ def _find_group(ranks: list[int]) -> Any:
     return state.further[tuple(ranks)]
 
 
-def _host_handle(group: process_groups.Group) -> Any:
+def _host_handle(group: process_groups.Group) -> dist.ProcessGroup:
     """Return a torch.distributed group of ``group``'s ranks that moves CPU tensors: its gloo handle, its handle if that
     supports gloo, or a new gloo group, created at the first call and cached. Creating it is collective over these
     ranks."""
@@ -490,7 +498,7 @@ def _host_handle(group: process_groups.Group) -> Any:
     return state.further["gloo", group.ranks]
 
 
-def get_hierarchical_context_parallel_groups() -> list[Any]:
+def get_hierarchical_context_parallel_groups() -> list[dist.ProcessGroup]:
     """Return the inner (all-to-all) and the outer (ring) group of two-level context parallelism, in this order."""
     groups = _current().groups
     return [_handle(groups.cp_a2a), _handle(groups.cp_p2p)]

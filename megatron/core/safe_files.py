@@ -17,9 +17,13 @@ from typing import Any, BinaryIO, TypeAlias
 
 Path: TypeAlias = str | os.PathLike
 _KINDS = {
-    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder",
-}  # fmt: skip
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+}
 CHUNK_BYTES = 1 << 20
 MAX_TEXT_BYTES = 1 << 30
 
@@ -94,7 +98,7 @@ def parse_json(data: str | bytes, *, unique: bool = False) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return the JSON object of ``pairs`` as a dictionary. Raises ValueError for the first key that occurs twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
@@ -104,7 +108,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _reject_constant(text: str) -> Any:
+def _reject_constant(text: str) -> object:
     raise ValueError(f"{text} is not a JSON number")
 
 

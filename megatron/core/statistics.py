@@ -114,8 +114,12 @@ def total_losses(totals: Totals) -> dict[str, Tensor]:
 def invalid_values(totals: Totals) -> dict[str, Tensor]:
     """Return ``description -> [NaN or 0, 1]`` for each ``nonfinite_*`` statistic: NaN if the module has counted any
     non-finite value in the global batch, else 0; fp64 on the device. Empty without such statistics. No host sync."""
-    counts = {f"a {name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
-              for label, sums in totals.items() for name in sums if name.startswith("nonfinite_")}
+    counts = {
+        f"a {name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
+        for label, sums in totals.items()
+        for name in sums
+        if name.startswith("nonfinite_")
+    }
     if not counts:
         return {}
     flat = torch.cat(list(counts.values()))

@@ -7,7 +7,7 @@ import enum
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def split_range(bounds: tuple[float, float], num_elements: int) -> tuple[int, in
     return int(round(bounds[0] * float(num_elements))), int(round(bounds[1] * float(num_elements)))
 
 
-def get_blend_from_list(blend: Sequence[Any] | None, flag: str = "--data-path") -> Blend | None:
+def get_blend_from_list(blend: Sequence[object] | None, flag: str = "--data-path") -> Blend | None:
     """Return ``[prefix, ...]`` as (prefixes, None), ``[weight, prefix, weight, prefix, ...]`` as (prefixes, weights as
     given, not normalized); None for None. Raises UserError for an empty list, some weights only, numbers as prefixes,
     or weights that are not finite and above zero. A single entry is always a prefix. Opens no file."""
@@ -107,7 +107,26 @@ def _as_number(entry: str) -> float | None:
         return None
 
 
-def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
+class BlendSettings(Protocol):
+    """Flags that name the data."""
+
+    @property
+    def data_path(self) -> list[str] | None: ...
+    @property
+    def data_args_path(self) -> str | None: ...
+    @property
+    def train_data_path(self) -> list[str] | None: ...
+    @property
+    def valid_data_path(self) -> list[str] | None: ...
+    @property
+    def test_data_path(self) -> list[str] | None: ...
+    @property
+    def per_split_data_args_path(self) -> str | None: ...
+    @property
+    def mock_data(self) -> bool: ...
+
+
+def get_blend_and_blend_per_split(args: BlendSettings) -> tuple[Blend | None, list[Blend | None] | None]:
     """Return the data source that the flags name, as ``(blend, None)`` or ``(None, blend of each split)``; ``(None,
     None)`` without one or with mock data. Reads the files of ``data_args_path`` and ``per_split_data_args_path``.
     Raises UserError for more than one source, or a malformed one; the three per-split paths count as one source and may

@@ -96,9 +96,14 @@ def build_gpt_indices(
     random_state = np.random.RandomState(seed)
     document_index = build_document_index(documents, plan, random_state)
     sample_index = helpers.build_sample_idx(
-        sequence_lengths, document_index, sequence_length, plan.num_epochs, plan.tokens_per_epoch,
-        drop_last_partial_sequence, bool(extra_token),
-    )  # fmt: skip
+        sequence_lengths,
+        document_index,
+        sequence_length,
+        plan.num_epochs,
+        plan.tokens_per_epoch,
+        drop_last_partial_sequence,
+        bool(extra_token),
+    )
     num_samples = len(sample_index) - 1
     num_first = num_samples if plan.samples_before_final_epoch is None else plan.samples_before_final_epoch
     return GPTIndices(document_index, sample_index, build_shuffle_index(num_first, num_samples, random_state))

@@ -20,7 +20,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -40,7 +40,7 @@ Bounds = Mapping[str, Sequence[tuple[int, int]]]
 """Smallest and largest value of each column (the last axis; one of a vector) of each array."""
 
 
-def describe(identity: dict[str, Any]) -> tuple[str, str]:
+def describe(identity: Mapping[str, object]) -> tuple[str, str]:
     """Return a readable description of the cached arrays and its md5, which is the key of the files."""
     text = json.dumps(identity, indent=4)
     return text, hashlib.md5(text.encode("utf-8"), usedforsecurity=False).hexdigest()
@@ -64,7 +64,12 @@ class IndexCache:
     """
 
     def __init__(
-        self, folder: str | None, kind: str, identity: dict[str, Any], layout: Layout, bounds: Bounds | None = None
+        self,
+        folder: str | None,
+        kind: str,
+        identity: Mapping[str, object],
+        layout: Layout,
+        bounds: Bounds | None = None,
     ):
         self.folder, self.layout, self.bounds = folder, layout, bounds or {}
         self.damage = ""
@@ -125,7 +130,7 @@ class IndexCache:
             self.damage = str(error)
             return None
 
-    def _checksums(self, found: bytes) -> dict[str, Any]:
+    def _checksums(self, found: bytes) -> dict[str, object]:
         """Return {array: checksum} from the content ``found`` of the description file. Raises ValueError if its
         checksum, in the last line, or the description does not match; the arrays are not read."""
         body, _, own = found.rpartition(b"\n")
@@ -137,7 +142,7 @@ class IndexCache:
             raise ValueError(f"{self.base}-description.txt is not what was written")
         return checksums
 
-    def _read(self, name: str, checksum: Any) -> np.ndarray:
+    def _read(self, name: str, checksum: object) -> np.ndarray:
         """Return one array, mapped read-only. Reads all of it; raises ValueError, with the file, if shape, dtype,
         checksum or the range of its numbers differs from what is expected, OSError if it is missing."""
         path = f"{self.base}-{name}.npy"

@@ -18,9 +18,9 @@ The ``.bin`` is the bare concatenation of the tokens.
 import enum
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from megatron.core.config.errors import UserError
 from megatron.data.mapping import map_file
@@ -49,22 +49,22 @@ class DType(enum.Enum):
     uint16 = 8
 
     @classmethod
-    def code_from_dtype(cls, value: Any) -> int:
+    def code_from_dtype(cls, value: DTypeLike) -> int:
         """The code of a numpy type or dtype."""
         return cls[np.dtype(value).name].value
 
     @classmethod
-    def dtype_from_code(cls, value: int) -> Any:
+    def dtype_from_code(cls, value: int) -> type[np.generic]:
         """The numpy type of a code."""
         return np.dtype(cls(value).name).type
 
     @staticmethod
-    def size(key: Any) -> int:
+    def size(key: DTypeLike | int) -> int:
         """Bytes of a code, numpy type or dtype."""
         return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
 
     @staticmethod
-    def optimal_dtype(cardinality: int | None) -> Any:
+    def optimal_dtype(cardinality: int | None) -> type[np.generic]:
         """uint16 for a vocabulary below 65500 ids, else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
@@ -83,7 +83,7 @@ def get_bin_path(path_prefix: str) -> str:
 class Index:
     """An opened ``.idx``. The arrays are read-only views of the mapped file, which they keep alive."""
 
-    dtype: Any
+    dtype: type[np.generic]
     sequence_lengths: np.ndarray
     """int32[S], tokens."""
     sequence_pointers: np.ndarray
@@ -138,7 +138,7 @@ def read_index(idx_path: str, bin_bytes: int, multimodal: bool = False) -> Index
     return index
 
 
-def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[Any, int, int]:
+def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[type[np.generic], int, int]:
     """Return (token dtype, number of sequences, number of stored document boundaries). Raises the index error for a
     file that is too short, has another magic or version, is byte-swapped, has an unknown dtype or no boundaries."""
     if len(buffer) < HEADER_BYTES:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from megatron.core.safe_files import open_regular
 from megatron.data.index_format import (
@@ -27,9 +28,14 @@ from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.data.mapping import map_file
 
 __all__ = [
-    "DType", "IndexedDataset", "IndexedDatasetBuilder", "IndexedDatasetError", "get_bin_path", "get_idx_path",
+    "DType",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "IndexedDatasetError",
+    "get_bin_path",
+    "get_idx_path",
     "resolve_prefix",
-]  # fmt: skip
+]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ class MissingDatasetError(IndexedDatasetError, FileNotFoundError):
 class MemoryMappedTokens:
     """The whole ``.bin`` as one read-only array; slices are views and keep the mapping alive."""
 
-    def __init__(self, bin_path: str, dtype: Any):
+    def __init__(self, bin_path: str, dtype: DTypeLike):
         self.tokens = map_file(bin_path).view(dtype)
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -56,7 +62,7 @@ class MemoryMappedTokens:
 class FileTokens:
     """The ``.bin`` read with ``pread``: no file position, so forked workers may share the descriptor."""
 
-    def __init__(self, bin_path: str, dtype: Any):
+    def __init__(self, bin_path: str, dtype: DTypeLike):
         self.bin_path, self.dtype = bin_path, np.dtype(dtype)
         with open_regular(bin_path, buffering=0) as file:
             self.descriptor = os.dup(file.fileno())
@@ -122,7 +128,7 @@ class IndexedDataset:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __getitem__(self, idx: Any) -> Any:
+    def __getitem__(self, idx: int | np.integer | slice) -> Any:
         """Return sequence ``idx`` (negative: from the end), or the list of sequences of a slice with step 1, cut to the
         data set; with modes as second result if multimodal. Mapped data gives read-only views, else new arrays. Raises
         IndexError outside the data set, TypeError for other indices, ValueError for another step."""

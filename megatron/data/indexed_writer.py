@@ -11,10 +11,11 @@ import os
 import shutil
 import struct
 import weakref
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import create_file, open_regular
@@ -76,7 +77,7 @@ class IndexedDatasetBuilder:
         ValueError: a token does not fit ``dtype``, or lengths do not sum to the number of tokens.
     """
 
-    def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False):
+    def __init__(self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False):
         """Create the temporary files next to ``bin_path``, whose folder must exist; an older data set stays until
         ``finalize``. They are also removed when this object is deleted. Raises KeyError for an unknown dtype."""
         self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
@@ -96,11 +97,11 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._open:
             self.abort()
 
-    def add_item(self, tensor: Any, mode: int = 0) -> None:
+    def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
         """Append one sequence to the open document; ``end_document`` closes it. ``mode`` is ignored unless multimodal.
         Raises UserError for ids that do not fit the dtype; OSError, after removing all files, if writing fails."""
         tokens = self._as_tokens(tensor)
@@ -115,7 +116,9 @@ class IndexedDatasetBuilder:
         with self._reporting():
             self._documents.append(self._lengths.count)
 
-    def add_document(self, tensor: Any, lengths: Any, modes: Any = None) -> None:
+    def add_document(
+        self, tensor: ArrayLike, lengths: Sequence[int] | np.ndarray, modes: Sequence[int] | np.ndarray | None = None
+    ) -> None:
         """Append a complete document: its tokens, the lengths of its sequences, and their modes if multimodal (default
         0). Raises ValueError if the lengths do not sum to the number of tokens, UserError for ids that do not fit the
         dtype; single lengths are not checked."""
@@ -131,7 +134,7 @@ class IndexedDatasetBuilder:
                 for mode in modes if modes is not None else [0] * len(lengths):
                     self._modes.append(mode)
 
-    def add_documents(self, tensor: Any, lengths: Any) -> None:
+    def add_documents(self, tensor: ArrayLike, lengths: ArrayLike) -> None:
         """Append many documents of one sequence each: the tokens of all, and the length of each; modes are 0. Raises
         ValueError for negative lengths, or if they do not sum to the number of tokens; UserError for ids that do not
         fit the dtype."""
@@ -218,7 +221,7 @@ class IndexedDatasetBuilder:
             for modes in self._modes.chunks():
                 stream.write(modes.tobytes())
 
-    def _as_tokens(self, values: Any) -> np.ndarray:
+    def _as_tokens(self, values: ArrayLike) -> np.ndarray:
         """Return ``values`` as a contiguous array of the data set's dtype, without a copy if possible. Raises UserError
         if an integer does not fit; floating-point values are cast unchecked."""
         given = np.asarray(values)

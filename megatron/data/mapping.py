@@ -10,8 +10,8 @@ import functools
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from tokenize import TokenError
-from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,14 @@ _FAILED = ctypes.c_void_p(-1).value
 class _Mapping:
     """The owner of a mapping: the base of every array made of it."""
 
-    def __init__(self, address: int, size: int, unmap: Any):
+    def __init__(self, address: int, size: int, unmap: Callable[..., int]):
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
         release = weakref.finalize(self, unmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
         release.atexit = False  # arrays may still be read while the interpreter shuts down
 
 
 @functools.cache
-def _c_library() -> Any:
+def _c_library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]

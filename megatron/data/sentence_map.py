@@ -132,9 +132,15 @@ def no_samples_reason(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) 
 
 
 def build_mapping_numpy(
-    bounds: np.ndarray, sizes: np.ndarray, num_epochs: int, max_samples: int, max_length: int, short_ratio: int,
-    seed: int, min_sentences: int,
-) -> np.ndarray:  # fmt: skip
+    bounds: np.ndarray,
+    sizes: np.ndarray,
+    num_epochs: int,
+    max_samples: int,
+    max_length: int,
+    short_ratio: int,
+    seed: int,
+    min_sentences: int,
+) -> np.ndarray:
     """Return the same shuffled rows as ``build_mapping`` in C++: (first sentence, end, target length). Ends after the
     epoch that reaches ``max_samples``, or one that adds none; a target is short with probability 1 /
     ``short_ratio``."""
@@ -159,9 +165,15 @@ def build_mapping_numpy(
 
 
 def build_blocks_mapping_numpy(
-    bounds: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, num_epochs: int, max_samples: int,
-    max_length: int, seed: int, min_sentences: int,
-) -> np.ndarray:  # fmt: skip
+    bounds: np.ndarray,
+    sizes: np.ndarray,
+    title_sizes: np.ndarray,
+    num_epochs: int,
+    max_samples: int,
+    max_length: int,
+    seed: int,
+    min_sentences: int,
+) -> np.ndarray:
     """Return the same shuffled rows as ``build_blocks_mapping`` in C++: (first sentence, end, document, block number
     within the epoch). Targets are ``max_length`` minus the length of the document's title."""
     titles = title_sizes.tolist()

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 import torch
 from torch import Tensor
@@ -139,6 +139,16 @@ def read_shards(index: Path, read: Callable[[Path], dict[str, LazyTensor]] = rea
     return found
 
 
+class WrittenFile(TypedDict):
+    """Journal entry of a file."""
+
+    bytes: int
+    header_bytes: int
+    header_crc32: int
+    tensors: dict[str, tuple[int, list[int]]]
+    """Start and CRC-32 of each block by name; lists when read from the journal."""
+
+
 class Target:
     """Output folder of a conversion: write to ``folder``, then :meth:`publish` renames it to ``final`` atomically.
 
@@ -154,12 +164,12 @@ class Target:
         CheckpointError: ``final`` exists, cannot be written (CheckpointWriteError), or another process is writing it.
     """
 
-    def __init__(self, final: str | os.PathLike, identity: Any = None) -> None:
+    def __init__(self, final: str | os.PathLike, identity: object = None) -> None:
         self.final = Path(os.path.abspath(final))
         self.folder = self.final.with_name(f".{self.final.name}{HIDDEN}")
         self._path = self.folder.with_name(f"{self.folder.name}.journal")
         self._check_final()
-        self.done: dict[str, dict[str, Any]] = {}
+        self.done: dict[str, WrittenFile] = {}
         self._identity = json.loads(json.dumps(identity))
         try:
             make_durable_folder(self.final.parent)
@@ -196,7 +206,7 @@ class Target:
         if os.path.lexists(self.final) and not empty:
             raise CheckpointError(f"{self.final}: exists already; choose another name, or remove it")
 
-    def _resume(self, identity: Any) -> None:
+    def _resume(self, identity: object) -> None:
         """Set ``done`` to the files of an earlier attempt with the same ``identity`` whose checksums match; remove
         everything else in the folder and rewrite the journal. If ``identity`` is None or another one, empty the folder.
         Reads all kept files."""
@@ -206,7 +216,7 @@ class Target:
         for line in self._journal.read().splitlines():
             with suppress(ValueError):  # a partial last line of a killed process
                 lines.append(parse_json(line))
-        completed: dict[str, dict[str, Any]] = {}
+        completed: dict[str, WrittenFile] = {}
         if identity is not None and lines and lines[0] == identity:
             completed = {line[0]: line[1] for line in lines[1:] if _is_entry(line)}
         else:
@@ -227,12 +237,12 @@ class Target:
                 if path.is_symlink() or not (path.is_dir() or str(path.relative_to(self.folder)) in names):
                     path.unlink()
 
-    def _append(self, value: Any) -> None:
+    def _append(self, value: object) -> None:
         self._journal.write(json.dumps(value).encode() + b"\n")
         self._journal.flush()
         os.fsync(self._journal.fileno())
 
-    def _matches(self, name: str, entry: dict[str, Any]) -> bool:
+    def _matches(self, name: str, entry: WrittenFile) -> bool:
         """Whether a file's size and all checksums match its journal entry; reads the full file. A missing or unreadable
         file, a symbolic link or a malformed entry gives False, not an error."""
         try:
@@ -247,7 +257,7 @@ class Target:
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return False
 
-    def write(self, name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    def write(self, name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> WrittenFile:
         """Write and fsync the safetensors file ``name`` (a path below the folder); record it in the journal and return
         its entry.
 
@@ -262,11 +272,16 @@ class Target:
         path.parent.mkdir(parents=True, exist_ok=True)
         with create_file(path) as file:
             file.write(header)
-            blocks = {key: [start, list(_write(file, key, tensors[key]))] for key, start in zip(tensors, starts)}
+            blocks = {key: (start, list(_write(file, key, tensors[key]))) for key, start in zip(tensors, starts)}
             file.flush()
             os.fsync(file.fileno())
-            sizes = {"bytes": file.tell(), "header_bytes": len(header), "header_crc32": zlib.crc32(header)}
-        entry = {**sizes, "tensors": blocks}
+            size = file.tell()
+        entry: WrittenFile = {
+            "bytes": size,
+            "header_bytes": len(header),
+            "header_crc32": zlib.crc32(header),
+            "tensors": blocks,
+        }
         fsync_path(path.parent)
         self.done[name] = entry
         self._append([name, entry])
@@ -286,7 +301,7 @@ class Target:
             total = sum(tensor_bytes(tensor) for tensor in tensors.values())
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
 
-    def write_json(self, name: str, value: Any) -> None:
+    def write_json(self, name: str, value: object) -> None:
         """Write ``value`` as indented JSON to the file ``name``; not recorded in the journal."""
         write_file(self.folder / name, json.dumps(value, indent=2).encode() + b"\n")
 
@@ -301,12 +316,16 @@ class Target:
         self._path.unlink()
 
 
-def _is_entry(line: Any) -> bool:
+def _is_entry(line: object) -> bool:
     """Whether a journal line is ``[name, entry]`` with a path inside of the folder."""
     return (
-        isinstance(line, list) and len(line) == 2 and isinstance(line[0], str) and isinstance(line[1], dict)
-        and ".." not in Path(line[0]).parts and not os.path.isabs(line[0])
-    )  # fmt: skip
+        isinstance(line, list)
+        and len(line) == 2
+        and isinstance(line[0], str)
+        and isinstance(line[1], dict)
+        and ".." not in Path(line[0]).parts
+        and not os.path.isabs(line[0])
+    )
 
 
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:

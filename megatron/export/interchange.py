@@ -21,6 +21,10 @@ COUNTER = "router.last_choices"
 """Suffix of the routers' int64 counters, which start at zero and exist only in native checkpoints."""
 
 
+Settings = Mapping[str, Any]
+"""Fields of a model's configuration, or Megatron-LM's arguments, by name."""
+
+
 @dataclass
 class Interchange:
     """A model, with training state if the format stores it."""

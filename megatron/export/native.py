@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,18 +43,27 @@ def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
         return part
 
     tensors = {
-        name: LazyTensor(reader.shape(name), DTYPES[reader.manifest["tensors"][name]["dtype"]],
-                         partial(reader.read, name), partial(rows, name))
-        for name in reader.names if not name.startswith("rng.")
-    }  # fmt: skip
+        name: LazyTensor(
+            reader.shape(name),
+            DTYPES[reader.manifest["tensors"][name]["dtype"]],
+            partial(reader.read, name),
+            partial(rows, name),
+        )
+        for name in reader.names
+        if not name.startswith("rng.")
+    }
     assets = {name: reader.directory / name for name in reader.manifest["assets"]}
     return Interchange(dict(args) if isinstance(args, dict) else {}, tensors, dict(reader.objects), assets)
 
 
 def save_native(
-    interchange: Interchange, target: Target, name: str, objects: Mapping[str, Any], *,
+    interchange: Interchange,
+    target: Target,
+    name: str,
+    objects: Mapping[str, object],
+    *,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:  # fmt: skip
+) -> None:
     """Write the checkpoint directory ``name`` with the JSON ``objects`` below ``target``; does not publish ``target``.
 
     Resumes an earlier attempt: complete files are kept. One tensor is in memory at a time. A file exceeds
@@ -63,8 +71,8 @@ def save_native(
     """
     folder = target.folder / name
     folder.mkdir(exist_ok=True)
-    files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
+    files: dict[str, object] = {}
+    tensors: dict[str, object] = {}
     for stem in dict.fromkeys(key.partition(".")[0] for key in interchange.tensors):
         members = {key: tensor for key, tensor in interchange.tensors.items() if key.partition(".")[0] == stem}
         for number, group in enumerate(in_files(members, max_file_bytes)):
@@ -74,14 +82,19 @@ def save_native(
             for key, tensor in group.items():
                 tensors[key] = _stored(key, tensor, file, *entry["tensors"][key])
     manifest = {
-        "format": FORMAT, "format_version": FORMAT_VERSION, "run_id": uuid.uuid4().hex, "world_size": 1,
-        "objects": dict(objects), "files": files, "tensors": tensors,
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "run_id": uuid.uuid4().hex,
+        "world_size": 1,
+        "objects": dict(objects),
+        "files": files,
+        "tensors": tensors,
         "assets": {asset: copy_asset(source, folder / asset) for asset, source in interchange.assets.items()},
-    }  # fmt: skip
+    }
     write_file(folder / MANIFEST, encode(manifest))
 
 
-def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, Any]:
+def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, object]:
     """Return the manifest entry of an unsharded tensor (one chunk; none if it is empty)."""
     shape, chunk = list(tensor.shape), {"offsets": [0] * len(tensor.shape), "shape": list(tensor.shape)}
     chunks = [{**chunk, "file": file, "key": key, "start": start, "crc32": blocks}] if 0 not in shape else []

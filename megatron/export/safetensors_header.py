@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -63,7 +63,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointDamagedError(f"{path}: {error}") from None
 
 
-def _entries(header: dict[str, Any], origin: int, total: int) -> dict[str, Entry]:
+def _entries(header: dict[str, object], origin: int, total: int) -> dict[str, Entry]:
     """Return the tensors of a header by name; removes its metadata entry. Raises _MalformedError unless the tensors
     fill bytes ``origin`` to ``total`` without gaps and overlaps."""
     metadata = header.pop(METADATA, None) or {}
@@ -83,7 +83,7 @@ def _entries(header: dict[str, Any], origin: int, total: int) -> dict[str, Entry
     return found
 
 
-def _entry(name: str, value: Any, origin: int) -> Entry:
+def _entry(name: str, value: object, origin: int) -> Entry:
     """Return dtype, shape and absolute byte range of one tensor. Raises _MalformedError for an unknown dtype, other
     types of values, or a range whose size is not that of the shape."""
     if isinstance(value, dict):
@@ -96,5 +96,5 @@ def _entry(name: str, value: Any, origin: int) -> Entry:
     raise _MalformedError(f"the entry of tensor {name:.200} is malformed: {str(value):.120}")
 
 
-def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)

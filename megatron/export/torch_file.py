@@ -189,7 +189,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     return _with_lazy_tensors(value, path, records)
 
 
-def _read_zip(file: _Range) -> tuple[Any, dict[str, _Record]]:
+def _read_zip(file: _Range) -> tuple[object, dict[str, _Record]]:
     """Return (the unpickled value, records by storage key) of a zip file of ``torch.save``. Raises
     CheckpointDamagedError for compressed, encrypted or repeated records, another byte order, or a storage without a
     record."""
@@ -203,9 +203,13 @@ def _read_zip(file: _Range) -> tuple[Any, dict[str, _Record]]:
                 reason = "there twice" if entry.filename in records else "compressed or encrypted"
                 raise CheckpointDamagedError(f"{file.path}: its record {entry.filename!r:.80} is {reason}")
             records[entry.filename] = _Record(
-                file.path, entry.filename, (file.start, file.length), entry.header_offset, entry.file_size,
+                file.path,
+                entry.filename,
+                (file.start, file.length),
+                entry.header_offset,
+                entry.file_size,
                 entry.CRC if has_checksums else None,
-            )  # fmt: skip
+            )
     names = [name for name in records if name.endswith("/data.pkl")]
     if len(names) != 1:
         raise CheckpointDamagedError(f"{file.path}: not a file of torch.save (no data.pkl)")
@@ -222,7 +226,7 @@ def _read_zip(file: _Range) -> tuple[Any, dict[str, _Record]]:
     return value, {name.removeprefix(start): each for name, each in records.items() if name.startswith(start)}
 
 
-def _read_old(file: _Range) -> tuple[Any, dict[str, _Record]]:
+def _read_old(file: _Range) -> tuple[object, dict[str, _Record]]:
     """Return (the unpickled value, records by storage key) of a file in the legacy format: pickles of magic number,
     version, system info, value and storage keys; then per key an int64 element count and the bytes. Raises
     CheckpointDamagedError for another file, another byte order, or storages that do not match the keys. These records
@@ -254,14 +258,14 @@ def _read_old(file: _Range) -> tuple[Any, dict[str, _Record]]:
     return value, records
 
 
-def _with_lazy_tensors(value: Any, path: Path, records: Mapping[str, _Record]) -> Any:
+def _with_lazy_tensors(value: object, path: Path, records: Mapping[str, _Record]) -> object:
     """Return ``value`` with every :class:`StoredTensor` replaced by a :class:`LazyTensor`; lists, dictionaries (not
     their keys) and Records are changed in place, tuples become lists. One tensor in two places stays one; cycles are
     allowed."""
     found: dict[int, LazyTensor] = {}
-    alive: list[Any] = []  # keep references: an id is unique only while its object exists
+    alive: list[object] = []  # keep references: an id is unique only while its object exists
 
-    def swap(item: Any) -> Any:
+    def swap(item: object) -> object:
         if isinstance(item, StoredTensor):
             if id(item) not in found:
                 found[id(item)] = _lazy(item, path, records)

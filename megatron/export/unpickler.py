@@ -15,7 +15,7 @@ from __future__ import annotations
 import pickle
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -56,7 +56,7 @@ class Kind:
     """A class or function named in a pickle; ``build`` replaces its constructor."""
 
     name: str
-    build: Callable[..., Any]
+    build: Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class StoredTensor:
     stride: tuple[int, ...]
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> StoredTensor:
     """Return the description of a strided tensor in ``storage``. Raises CheckpointDamagedError for malformed sizes,
     elements outside the storage, or overlapping views with far more elements than the storage."""
     if not isinstance(storage, Storage):
@@ -95,11 +95,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stor
     return StoredTensor(storage, offset, tuple(shape), tuple(stride))
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**62
 
 
-def _tensor_with_dtype(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
+def _tensor_with_dtype(storage: object, offset: object, shape: object, stride: object, *rest: object) -> StoredTensor:
     """Replacement of ``torch._utils._rebuild_tensor_v3``: an untyped (uint8) storage plus a dtype argument."""
     dtype = rest[2] if len(rest) > 2 else None
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
@@ -107,11 +107,11 @@ def _tensor_with_dtype(storage: Any, offset: Any, shape: Any, stride: Any, *rest
     return _tensor(Storage(storage.key, dtype, storage.numel // dtype.itemsize), offset, shape, stride)
 
 
-def _tensor_with_type(_function: Any, _type: Any, args: Any, _state: Any = None) -> StoredTensor:
+def _tensor_with_type(_function: object, _type: object, args: object, _state: object = None) -> StoredTensor:
     return _tensor(*args) if isinstance(args, tuple) and 4 <= len(args) < 10 else _tensor(None, 0, (), ())
 
 
-def _scalar(kind: Any, data: Any) -> Any:
+def _scalar(kind: object, data: object) -> object:
     code = kind.args[0] if isinstance(kind, Record) and kind.args else ""
     if code not in ("f4", "f8", "i4", "i8", "b1", "u4", "u8") or not isinstance(data, bytes):
         raise CheckpointDamagedError("a number of numpy of an unknown type")
@@ -122,10 +122,10 @@ def _encoded(text: str, _encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _items(kind: type) -> Callable[..., Any]:
+def _items(kind: type) -> Callable[..., object]:
     """Return a constructor of ``kind`` that accepts only lists and tuples: a string would give one item per letter."""
 
-    def build(*args: Any) -> Any:
+    def build(*args: object) -> object:
         if len(args) > 1 or not all(isinstance(each, list | tuple) for each in args):
             raise CheckpointDamagedError(f"a {kind.__name__} of something else than items")
         return kind(*args)
@@ -134,41 +134,68 @@ def _items(kind: type) -> Callable[..., Any]:
 
 
 ORDERED = "collections.OrderedDict"
-_BUILT: dict[str, Callable[..., Any]] = {
-    ORDERED: lambda *_: {}, "collections.defaultdict": lambda *_: {},
-    "builtins.set": _items(tuple), "builtins.frozenset": _items(tuple), "builtins.list": _items(list),
-    "builtins.tuple": _items(tuple), "builtins.complex": lambda *args: Record("builtins.complex", args),
+_BUILT: dict[str, Callable[..., object]] = {
+    ORDERED: lambda *_: {},
+    "collections.defaultdict": lambda *_: {},
+    "builtins.set": _items(tuple),
+    "builtins.frozenset": _items(tuple),
+    "builtins.list": _items(list),
+    "builtins.tuple": _items(tuple),
+    "builtins.complex": lambda *args: Record("builtins.complex", args),
     "builtins.bytearray": lambda *args: args[0] if args and isinstance(args[0], bytes) else _encoded(*args),
     "builtins.bytes": lambda *args: args[0] if args and isinstance(args[0], bytes) else b"",
     "_codecs.encode": _encoded,
-    "torch.Size": _items(tuple), "torch._utils._rebuild_tensor": _tensor, "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch.Size": _items(tuple),
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _tensor_with_type,
-    "numpy._core.multiarray.scalar": _scalar, "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray._reconstruct": lambda *_: Record("numpy.ndarray"),
     "numpy.core.multiarray._reconstruct": lambda *_: Record("numpy.ndarray"),
     "numpy._core.numeric._frombuffer": lambda *_: Record("numpy.ndarray"),
-}  # fmt: skip
+}
 """Name in a pickle -> replacement constructor. Subclasses of dict become dicts, sets become tuples."""
 
 _INERT = (
-    "argparse.Namespace", "torch.device", "torch.serialization._get_layout", "numpy.ndarray", "numpy.dtype",
-    "pathlib.PosixPath", "pathlib.PurePosixPath", "datetime.timedelta", "types.SimpleNamespace", "signal.Signals",
-    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.torch_version.TorchVersion", "_io.BytesIO",
+    "argparse.Namespace",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "datetime.timedelta",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.torch_version.TorchVersion",
+    "_io.BytesIO",
     "functools.partial",
-)  # fmt: skip
+)
 _INERT_MODULES = ("torch.distributed.checkpoint.", "torch.nn.", "torch._C._nn.")
 """Prefixes of names that a run's arguments may contain (layers, activations, initializers); they become Records."""
 _STORAGES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "IntStorage": torch.int32, "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
-}  # fmt: skip
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
 
 
-def find_kind(module: str, name: str) -> Any:
+def find_kind(module: str, name: str) -> object:
     """Return the :class:`Kind` for ``module.name``, whose ``build`` makes plain data for names in the tables and an
     inert Record for classes of other packages; a torch dtype is returned itself. Imports nothing.
 
@@ -196,16 +223,16 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     The inherited opcodes only move data."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
-    stack: list[Any]
-    metastack: list[list[Any]]
-    pop_mark: Callable[[], list[Any]]
+    stack: list[object]
+    metastack: list[list[object]]
+    pop_mark: Callable[[], list[object]]
 
     def __init__(self, file: BinaryIO, num_bytes: int) -> None:
         super().__init__(file)
         self.items_left, self.num_tuple_keys = ITEMS_PER_BYTE * num_bytes + FREE_ITEMS, 0
         self.storages: dict[str, Storage] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         return find_kind(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -228,7 +255,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         if self.items_left < 0:
             raise CheckpointDamagedError("a pickle that expands to far more than its bytes")
 
-    def _call(self, kind: Any, args: Any) -> Any:
+    def _call(self, kind: object, args: object) -> object:
         """Return the object of a constructor call: a tensor or plain data for known names, else an inert Record. Never
         calls a function that the file names. Counts the arguments against the work limit. Raises CheckpointDamagedError
         for other callables."""
@@ -240,11 +267,11 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
             return self._dictionary(each for pair in args[0] for each in _pair(pair))
         return kind.build(*args)
 
-    def _dictionary(self, items: Any) -> dict:
+    def _dictionary(self, items: Iterable[object]) -> dict:
         alternating = iter(items)
         return {self._key(key): value for key, value in zip(alternating, alternating)}
 
-    def _key(self, key: Any) -> Any:
+    def _key(self, key: object) -> object:
         """Check a dictionary key and return it: its hash must be cheap and free of crafted collisions.
 
         Allows plain values and tuples, three levels deep; hashing deeper tuples recurses in C without limit.
@@ -256,7 +283,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         self._check_key(key, 0)
         return key
 
-    def _check_key(self, key: Any, depth: int) -> None:
+    def _check_key(self, key: object, depth: int) -> None:
         """Raise CheckpointDamagedError unless ``key`` is plain, a Record, or a tuple of such, at most three deep, and
         integers are bounded: other keys could make hashing expensive. Counts items of tuples against the work limit."""
         if isinstance(key, tuple) and depth < 3:
@@ -360,19 +387,19 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         dispatch[_code[0]] = _step  # type: ignore[assignment]
 
 
-def _pair(pair: Any) -> Any:
+def _pair(pair: object) -> Any:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise CheckpointDamagedError("a dictionary of something else than pairs")
     return pair
 
 
-def _children(item: Any) -> list[Any]:
+def _children(item: Any) -> list[object]:
     if isinstance(item, dict):
         return [*item.keys(), *item.values()]
     return [item.args, item.attributes] if isinstance(item, Record) else list(item)
 
 
-def _check_tree(value: Any, limit: int) -> None:
+def _check_tree(value: object, limit: int) -> None:
     """Raise CheckpointDamagedError if ``value`` contains itself, exceeds ``MAX_DEPTH`` or ``limit`` (tree items).
 
     Shared objects count once per reference, as when the value is printed or written as JSON."""
@@ -380,10 +407,10 @@ def _check_tree(value: Any, limit: int) -> None:
     open_ids: set[int] = set()  # ids on the path from the root to the current object
     todo = [value]
 
-    def is_container(item: Any) -> bool:
+    def is_container(item: object) -> bool:
         return isinstance(item, list | tuple | dict | Record)
 
-    def measure(item: Any) -> tuple[int, int]:
+    def measure(item: object) -> tuple[int, int]:
         if is_container(item):
             return sizes[id(item)]
         return 1 + (len(item) // 64 if isinstance(item, str | bytes) else 0), 0

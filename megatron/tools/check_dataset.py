@@ -90,11 +90,15 @@ def print_sentences(data: IndexedDataset) -> None:
     starts = np.concatenate([[0], np.cumsum(data.sequence_lengths, dtype=np.int64)])
     textless = np.flatnonzero((counts > 0) & (starts[bounds[1:]] == starts[bounds[:-1]]))
     print(f"  sentences  {counts.mean():.1f} per document, {data.sequence_lengths.mean():.1f} tokens each")
-    print(f"  pairs      from {int(((counts >= 2) & ~long).sum()):,} documents: {int((counts == 1).sum()):,} have one "
-          f"sentence, {int((long & (counts >= 2)).sum()):,} one of more than {LONG_SENTENCE} tokens")  # fmt: skip
+    print(
+        f"  pairs      from {int(((counts >= 2) & ~long).sum()):,} documents: {int((counts == 1).sum()):,} have one "
+        f"sentence, {int((long & (counts >= 2)).sum()):,} one of more than {LONG_SENTENCE} tokens"
+    )
     if len(textless):
-        print(f"  no text    in {len(textless):,} documents of empty sentences, the first is document {textless[0]}: "
-              "T5 rejects them, BERT trains on nothing there")  # fmt: skip
+        print(
+            f"  no text    in {len(textless):,} documents of empty sentences, the first is document {textless[0]}: "
+            "T5 rejects them, BERT trains on nothing there"
+        )
 
 
 def check(path: str, vocab_size: int | None) -> None:

@@ -55,9 +55,15 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
             length, chunk = event.end - event.start, event.action.chunk
             shade = 1.0 - 0.6 * chunk / timeline.schedule.num_chunks
             axes.barh(
-                rank, length, left=event.start, height=0.9, color=COLORS[event.action.kind], alpha=shade,
-                edgecolor="white", linewidth=0.4,
-            )  # fmt: skip
+                rank,
+                length,
+                left=event.start,
+                height=0.9,
+                color=COLORS[event.action.kind],
+                alpha=shade,
+                edgecolor="white",
+                linewidth=0.4,
+            )
             if length > timeline.duration / 160:
                 middle = event.start + length / 2
                 axes.text(middle, rank, str(event.action.microbatch), ha="center", va="center", fontsize=6)
@@ -66,9 +72,14 @@ def draw(timeline: Timeline, title: str, path: Path) -> None:
     axes.invert_yaxis()
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     axes.legend(
-        handles, ["F forward", "B backward", "W weight gradients"], loc="lower right", ncols=3, fontsize=7,
-        bbox_to_anchor=(1.0, 1.0), frameon=False,
-    )  # fmt: skip
+        handles,
+        ["F forward", "B backward", "W weight gradients"],
+        loc="lower right",
+        ncols=3,
+        fontsize=7,
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

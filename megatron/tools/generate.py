@@ -36,9 +36,11 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all tokens")
     parser.add_argument(
-        "--top-p", type=float, default=0.9,
+        "--top-p",
+        type=float,
+        default=0.9,
         help="sample from the most likely tokens of this total probability; 0: all tokens",
-    )  # fmt: skip
+    )
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     return parser.parse_args(argv)
 

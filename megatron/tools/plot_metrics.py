@@ -17,11 +17,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError, counted
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # palette of Okabe and Ito: distinguishable with color blindness and in grayscale
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31"]
@@ -210,7 +213,7 @@ def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float
         pyplot.close(figure)
 
 
-def draw_panel(axes: Any, runs: list[Run], key: str, smooth: float | None, x_label: str, is_main: bool) -> None:
+def draw_panel(axes: Axes, runs: list[Run], key: str, smooth: float | None, x_label: str, is_main: bool) -> None:
     """Draw one metric of all runs: raw training curve, smoothed curve on top, evaluations with markers."""
     noisy, limit = key.endswith(("loss", "norm")), spike_limit(runs, key)
     for run, color in zip(runs, colors_for(len(runs))):
@@ -221,10 +224,19 @@ def draw_panel(axes: Any, runs: list[Run], key: str, smooth: float | None, x_lab
             draw_line(axes, series, color, f"{prefix}training", smooth if noisy else None, limit)
         for (name, points), marker in zip(sets, "osD^vP*X" * len(sets)):
             axes.plot(
-                points.x, points.y, color=color, label=f"{prefix}{name}, last {points.y[-1]:.4g}", zorder=4,
-                linestyle="--" if len(points.x) > 1 else "none", linewidth=1.2, marker=marker, markersize=5,
-                markeredgecolor="white", markeredgewidth=0.6, markevery=max(1, len(points.x) // 40),
-            )  # fmt: skip
+                points.x,
+                points.y,
+                color=color,
+                label=f"{prefix}{name}, last {points.y[-1]:.4g}",
+                zorder=4,
+                linestyle="--" if len(points.x) > 1 else "none",
+                linewidth=1.2,
+                marker=marker,
+                markersize=5,
+                markeredgecolor="white",
+                markeredgewidth=0.6,
+                markevery=max(1, len(points.x) // 40),
+            )
     title = TITLES.get(key, key)
     axes.set_ylabel(wrapped(f"{title} (mean per token)" if key.endswith("loss") else title, 24))
     axes.set_xlabel(x_label)
@@ -245,8 +257,14 @@ def draw_panel(axes: Any, runs: list[Run], key: str, smooth: float | None, x_lab
         handles, labels = axes.get_legend_handles_labels()
         columns = 2 if max(map(len, labels), default=0) > 30 else 3
         # below the panel: inside, it would cover curves
-        axes.figure.legend(handles, [wrapped(label, 60) for label in labels], frameon=False, fontsize=8, ncols=columns,
-                           loc="outside lower left")  # fmt: skip
+        axes.figure.legend(
+            handles,
+            [wrapped(label, 60) for label in labels],
+            frameon=False,
+            fontsize=8,
+            ncols=columns,
+            loc="outside lower left",
+        )
 
 
 def wrapped(text: str, width: int) -> str:
@@ -265,7 +283,7 @@ def spike_limit(runs: list[Run], key: str) -> float:
     return limit if values[-1] > limit else math.inf
 
 
-def cut_spikes(axes: Any, runs: list[Run], key: str, limit: float) -> None:
+def cut_spikes(axes: Axes, runs: list[Run], key: str, limit: float) -> None:
     """End the y axis at ``limit`` and print the number and maximum of the larger values in the panel title."""
     values = [y for run in runs for y in run.train[key].y if limit < y < math.inf]
     axes.set_ylim(bottom=0, top=limit)
@@ -273,11 +291,11 @@ def cut_spikes(axes: Any, runs: list[Run], key: str, limit: float) -> None:
     axes.set_title(said, loc="right", fontsize=8)
 
 
-def draw_line(axes: Any, series: Series, color: str, label: str, smooth: float | None, limit: float) -> None:
+def draw_line(axes: Axes, series: Series, color: str, label: str, smooth: float | None, limit: float) -> None:
     """Draw a curve; with ``smooth`` (half-life; 0: 1% of the points) also its average over values up to ``limit``.
 
     A single point is drawn as a dot."""
-    marker = {"marker": "o", "markersize": 4} if len(series.x) == 1 else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 4} if len(series.x) == 1 else {}
     if smooth is None or len(series.x) < 3:
         axes.plot(series.x, series.y, color=color, linewidth=1.4, label=label, **marker)
         return
@@ -360,9 +378,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--labels", nargs="+", help="a name for each run; default: the part of the path that differs")
     parser.add_argument(
-        "--smooth", nargs="?", type=float, const=0.0, metavar="HALF_LIFE",
+        "--smooth",
+        nargs="?",
+        type=float,
+        const=0.0,
+        metavar="HALF_LIFE",
         help="add a moving average of training values; half-life in iterations, default a 100th of the run",
-    )  # fmt: skip
+    )
     parser.add_argument("--x", choices=sorted(X_LABELS), default="iteration", help="what the x axis counts")
     options = parser.parse_args(arguments)
     if options.output is None and not options.text:

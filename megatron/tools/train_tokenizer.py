@@ -41,8 +41,13 @@ def main(argv: Sequence[str]) -> int:
         description=as_typed(__doc__ or ""), allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines, parquet or .txt: files, globs, folders")
-    parser.add_argument("--text-documents", "--text_documents", choices=["blank-line", "line"], default="blank-line",
-                        help="separator of documents in .txt files [blank-line]")  # fmt: skip
+    parser.add_argument(
+        "--text-documents",
+        "--text_documents",
+        choices=["blank-line", "line"],
+        default="blank-line",
+        help="separator of documents in .txt files [blank-line]",
+    )
     parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
     parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257 (bpe) or 64")
     parser.add_argument("--output", required=True, help="output folder, created if missing")

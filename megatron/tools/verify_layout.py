@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -46,10 +46,19 @@ from megatron.training.config.training import ProfilingConfig
 from megatron.training.config.validation import ValidationConfig
 from megatron.training.report.pipeline import run_stages
 
+if TYPE_CHECKING:
+    from megatron.training.verify.layout_trace import Verdict
+
 LEFT_OUT = (
-    CheckpointConfig, DataConfig, LearningRateConfig, LoggingConfig, MixedPrecisionConfig, ProfilingConfig,
-    TokenizerConfig, ValidationConfig,
-)  # fmt: skip
+    CheckpointConfig,
+    DataConfig,
+    LearningRateConfig,
+    LoggingConfig,
+    MixedPrecisionConfig,
+    ProfilingConfig,
+    TokenizerConfig,
+    ValidationConfig,
+)
 """Configuration groups that are reset to their defaults, because they do not affect the layout."""
 VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements; small enough that the shrunken model has several buckets
@@ -72,18 +81,28 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
     values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved)
     values |= _small_stages(resolved) if resolved.family.shrink is None else resolved.family.shrink(resolved, values)
     values |= {
-        "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
-        "train_samples": None, "lr": 1e-2,
-        "adam_eps": 1e-5, "dry_run": False, "needs_data": False, "grad_reduce_in_bf16": False,
-        "ddp_reduce_scatter_with_fp32_accumulation": False, "yaml_cfg": None,
-    }  # fmt: skip
+        "bf16": False,
+        "fp16": False,
+        "fp64": True,
+        "distributed_backend": "gloo",
+        "num_workers": 0,
+        "eval_iters": 0,
+        "train_samples": None,
+        "lr": 1e-2,
+        "adam_eps": 1e-5,
+        "dry_run": False,
+        "needs_data": False,
+        "grad_reduce_in_bf16": False,
+        "ddp_reduce_scatter_with_fp32_accumulation": False,
+        "yaml_cfg": None,
+    }
     if cfg.overlap_grad_reduce and cfg.ddp_num_buckets is None:
         values["ddp_bucket_size"] = LARGEST_BUCKET
     explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
     return dataclasses.replace(cfg, **values, explicit=frozenset(explicit | {"distributed_backend"}))
 
 
-def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_network(cfg: PretrainConfig) -> dict[str, object]:
     """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
     sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
     model = cfg.model
@@ -95,18 +114,25 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     gated = 2 if model.swiglu or model.quick_geglu or model.geglu else 4
     length = math.lcm(2 * cp * tp, 16)
     return {
-        "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,
-        "num_query_groups": groups if cfg.embeddings.group_query_attention else None, "hidden_size": heads * channels,
-        "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
-        "encoder_seq_length": None, "max_position_embeddings": length,
+        "num_layers": _few_layers(cfg),
+        "encoder_num_layers": None,
+        "num_attention_heads": heads,
+        "num_query_groups": groups if cfg.embeddings.group_query_attention else None,
+        "hidden_size": heads * channels,
+        "kv_channels": channels,
+        "ffn_hidden_size": heads * channels * gated,
+        "seq_length": length,
+        "encoder_seq_length": None,
+        "max_position_embeddings": length,
         "window_size": model.window_size and (length // 4, min(model.window_size[1], length // 4)),
-        "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
+        "make_vocab_size_divisible_by": 8,
+        "vocab_size": VOCAB_SIZE,
         "yarn_original_max_position_embeddings": model.yarn_original_max_position_embeddings and length,
         "recompute_num_layers": model.recompute_num_layers and min(model.recompute_num_layers, 2),
-    }  # fmt: skip
+    }
 
 
-def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
     """Return few narrow experts, divisible by the EP size and the number of expert groups.
 
     A capacity factor is raised so that no token is dropped: capacity is per rank, so drops depend on the layout."""
@@ -167,7 +193,7 @@ def _few_layers(cfg: PretrainConfig) -> int:
     return min(model.num_layers, least + model.num_layers % stages)
 
 
-def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_stages(cfg: PretrainConfig) -> dict[str, object]:
     """Return a pipeline layout with the same cuts if stages cut layers in two; else nothing.
 
     If all layers are identical, one full layer per stage represents all of its full layers."""
@@ -188,12 +214,14 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
         num_layers += letters.count("t") + letters.count("f")
         words.append("E" * stage.embedding + letters + "L" * stage.loss)
     return {
-        "num_layers": num_layers, "pipeline_model_parallel_layout": "|".join(words),
-        "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
-    }  # fmt: skip
+        "num_layers": num_layers,
+        "pipeline_model_parallel_layout": "|".join(words),
+        "num_virtual_stages_per_pipeline_rank": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
 
 
-def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
+def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
     """Return micro-batches of at most 2 sequences, and their number: the user's, up to twice the pipeline size (at
     least 2, or one interleaved group); no batch-size schedule, 100 iterations."""
     per_rank = max(1, cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size))
@@ -202,9 +230,13 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
     count = min(per_rank, max(enough, group))
     micro = min(cfg.training.micro_batch_size, 2)
     return {
-        "micro_batch_size": micro, "global_batch_size": micro * cfg.data_parallel_size * count, "train_iters": 100,
-        "rampup_batch_size": None, "step_batch_size_schedule": None, "decrease_batch_size_if_needed": False,
-    }  # fmt: skip
+        "micro_batch_size": micro,
+        "global_batch_size": micro * cfg.data_parallel_size * count,
+        "train_iters": 100,
+        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
+        "decrease_batch_size_if_needed": False,
+    }
 
 
 def one_rank(cfg: FlatConfig) -> FlatConfig:
@@ -275,7 +307,7 @@ def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
     mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
 
 
-def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
+def verify(cfg: FlatConfig, world_size: int, steps: int) -> Verdict:
     """Train ``cfg`` on one rank, then on ``world_size`` ranks, in new processes on the CPU and a temporary folder;
     return the verdict of the comparison in fp64 tolerance. Raises the first failure of a process."""
     import torch
@@ -292,13 +324,18 @@ def verify(cfg: FlatConfig, world_size: int, steps: int) -> Any:
         reports = []
         for rank in range(world_size):
             read = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-            cells = [[layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
-                      for kind, name, place, error, digest in each[2]] for each in read]  # fmt: skip
+            cells = [
+                [
+                    layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
+                    for kind, name, place, error, digest in each[2]
+                ]
+                for each in read
+            ]
             reports.append([layout_trace.StepReport(each[0], each[1], own) for each, own in zip(read, cells)])
     return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
 
 
-def table(verdict: Any) -> str:
+def table(verdict: Verdict) -> str:
     """Return a table as text with one row per step: loss (the first one) and gradient norm, each next to the
     reference's, and the largest gradient and weight errors with their names."""
     lines = [f"{'step':>4} {'loss':>12} {'one rank':>12} {'norm':>12} {'one rank':>12}  worst gradient / worst weight"]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn
 
 from megatron import serve_other_names
 from megatron.core.config import absent, cli
@@ -45,7 +45,7 @@ DESCRIPTION = (
 SECONDS_TO_SPEAK = 0.5
 """Delay of other ranks: the launcher ends rank 0, which reports for all, as soon as another rank has exited."""
 
-ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], object]
 
 
 def flag_specs(model_family: str | None = None) -> tuple[FlagSpec, ...]:
@@ -56,7 +56,7 @@ def flag_specs(model_family: str | None = None) -> tuple[FlagSpec, ...]:
 def parse_args(
     argv: Sequence[str] | None = None,
     *,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
     needs_data: bool = True,
     model_family: str | None = None,
@@ -194,7 +194,7 @@ def _problems_after_misread(cfg: FlatConfig, problems: list[Problem]) -> list[Pr
     return found + input_problems(resolved, problems + found)
 
 
-def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:
+def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, object], list[Problem]]:
     """Read the file of --yaml-cfg; return (field -> value, problems), both empty for None. A missing PyYAML, an
     unreadable file, or content that is no mapping gives one problem and no values; otherwise each bad entry gives a
     problem with the path in front. Does not raise."""
@@ -220,7 +220,7 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, A
 class _RaisingParser(argparse.ArgumentParser):
     """Parser that raises ValueError instead of exiting."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
@@ -231,7 +231,7 @@ class _ExtraFlags:
         # building a parser of all flags is slow, and most runs need none
         self.parser = cli.make_parser(specs, description=DESCRIPTION) if provider or wants_help else _RaisingParser()
         self.actions: list[argparse.Action] = []
-        self.defaults: dict[str, Any] = {}
+        self.defaults: dict[str, object] = {}
         if provider is None:
             self.names: frozenset[str] = frozenset()
             return
@@ -243,7 +243,7 @@ class _ExtraFlags:
         changed = {name: self.parser.get_default(name) for name in fields}
         self.defaults = {name: value for name, value in changed.items() if value != fields[name]}
 
-    def read(self, found: Sequence[Segment]) -> tuple[dict[str, Any], list[Problem]]:
+    def read(self, found: Sequence[Segment]) -> tuple[dict[str, object], list[Problem]]:
         """Parse the segments ``found`` with the script's custom flags only. Return (values by dest, including defaults,
         no problems), or ({}, [one problem]) if argparse rejects them. Without custom flags both are empty. Does not
         exit."""

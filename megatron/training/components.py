@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.core.distributed import DataParallel
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.training.checkpoint.checkpointer import Checkpointer
@@ -25,11 +25,11 @@ class Components:
     task: Task
     groups: ProcessGroups
     model: list[DataParallel]
-    optimizer: Any
+    optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler | None
     state: TrainState
     checkpointer: Checkpointer
-    datasets: tuple[Any, Any, Any] = (None, None, None)
+    datasets: tuple[object, object, object] = (None, None, None)
     """Training, validation and test data, as provided by the task."""
     reader: BatchReader | None = None
     """Training batches; None with --skip-train."""

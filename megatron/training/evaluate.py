@@ -21,6 +21,8 @@ from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import EvalResult
 from megatron.training.tasks.base import Task
 
+EvalName = Literal["validation", "test"]
+
 
 @dataclass(frozen=True)
 class EvalSet:
@@ -30,7 +32,7 @@ class EvalSet:
     name: str | None = None
 
 
-def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
+def eval_sets(dataset: object, names: list[str] | None = None) -> list[EvalSet]:
     """Return a provider's validation or test data (None, one data set or a list) as named sets. A single data set has
     no name; lists use ``names`` or their indices and drop None entries. Raises UserError if the number of names
     differs."""
@@ -48,9 +50,13 @@ class Evaluator:
     """Evaluates a model on data sets. Repeated evaluations of the same weights give identical results."""
 
     def __init__(
-        self, cfg: PretrainConfig, task: Task, model: Sequence[nn.Module], groups: ProcessGroups,
+        self,
+        cfg: PretrainConfig,
+        task: Task,
+        model: Sequence[nn.Module],
+        groups: ProcessGroups,
         on_forward: Callable[[ForwardEvent, bool], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cfg, self.task, self.model, self.groups, self.on_forward = cfg, task, model, groups, on_forward
         self.shard = Shard(cfg.validation.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
 
@@ -61,9 +67,7 @@ class Evaluator:
             return len(eval_set.dataset)
         return min(eval_samples(self.cfg.validation), len(eval_set.dataset))
 
-    def evaluate(
-        self, sets: list[EvalSet], name: Literal["validation", "test"], final: bool = False
-    ) -> list[EvalResult]:
+    def evaluate(self, sets: list[EvalSet], name: EvalName, final: bool = False) -> list[EvalResult]:
         """Return the mean losses of every set. Switches the model to evaluation mode and back. Collective over all
         ranks; waits for the device. Raises UserError if no token contributes to the loss."""
         for chunk in self.model:

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.exchange import together
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
@@ -36,7 +37,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
 from megatron.training.data.loader import BatchReader, EpochShuffle, Shard, TrainSampler, build_loader, sequential
 from megatron.training.data.samples import check_first_sample
-from megatron.training.evaluate import eval_sets
+from megatron.training.evaluate import EvalName, EvalSet, eval_sets
 from megatron.training.exits.conditions import ExitConditions, ExitReason
 from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook, RunInfo, check_methods
@@ -67,7 +68,7 @@ NO_FINAL_EVALUATION = "the final evaluation is not complete: the run was interru
 UNSAVED_EXIT_CODE = 75
 """sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and can be resumed."""
 
-TaskFactory = Callable[[PretrainConfig, Any], Task]
+TaskFactory = Callable[[PretrainConfig, Tokenizer | None], Task]
 
 
 def run(given: FlatConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
@@ -215,14 +216,14 @@ def log_environment() -> None:
     )
 
 
-def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
+def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
     """Return the tokenizer. Before anything is built or written, raise a UserError with all problems of tokenizer, data
     and --save; the first rank checks files for all. Collective over ``world``."""
-    built = []
+    built: list[Tokenizer | None] = []
 
     def check() -> None:
         inputs = partial(check_inputs, cfg, samples_per_split(cfg), files=world.is_first)
-        calls: list[Callable[[], Any]] = [lambda: built.append(inputs())]
+        calls: list[Callable[[], object]] = [lambda: built.append(inputs())]
         call_all(calls + [partial(check_save_folder, cfg)] * world.is_first)
 
     try:
@@ -245,7 +246,8 @@ def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
             if parts.state.iteration >= cfg.training.train_iters:  # a signal arrived in the last iteration
                 logger.warning(NO_FINAL_EVALUATION)
             return code
-    for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):
+    finals: tuple[tuple[list[EvalSet], EvalName], ...] = (parts.valid_sets, "validation"), (parts.test_sets, "test")
+    for sets, name in finals:
         if exits.interrupted():
             logger.warning(NO_FINAL_EVALUATION)
             break
@@ -264,9 +266,14 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     scheduler = None if cfg.validation.skip_train else get_optimizer_param_scheduler(cfg.flat, optimizer)
     described = task.description()
     checkpointer = Checkpointer(
-        cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
+        cfg,
+        model,
+        optimizer,
+        scheduler,
+        groups=groups,
+        tokenizer=task.tokenizer,
         architecture=None if described is None else weight_settings(described),
-    )  # fmt: skip
+    )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
     try:
         return _load(parts, cfg)
@@ -317,9 +324,14 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
-        state=parts.state, train_iters=cfg.training.train_iters or 0, rank=launched_rank(),
-        world_size=cfg.world_size, data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
-    )  # fmt: skip
+        state=parts.state,
+        train_iters=cfg.training.train_iters or 0,
+        rank=launched_rank(),
+        world_size=cfg.world_size,
+        data_parallel_rank=parts.groups.dp.rank,
+        device=device.type,
+        device_name=name,
+    )
 
 
 def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:

@@ -18,29 +18,46 @@ from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import default_family, families, known_family
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 SIZES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
-    "kv_channels", "max_position_embeddings", "decoder_num_layers", "decoder_seq_length",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "seq_length",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "decoder_num_layers",
+    "decoder_seq_length",
+)
 """Taken from the checkpoint only if the command line does not set them."""
 
 MAIN_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 ARCHITECTURE = tuple(
-    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
-                   *(name for family in families().values() for name in family.weight_settings)))
-)  # fmt: skip
+    dict.fromkeys(
+        (
+            *DECODER_SETTINGS,
+            *ATTENTION_SETTINGS,
+            *LATENT_SETTINGS,
+            *MLP_SETTINGS,
+            *MOE_SETTINGS,
+            *(name for family in families().values() for name in family.weight_settings),
+        )
+    )
+)
 """Settings that define the meaning of the built-in layers' weights. --use-checkpoint-args takes them from the
 checkpoint; loading fails if they differ. A custom model's description names further settings of its layers.
 """
 
 
-def config_to_dict(cfg: FlatConfig) -> dict[str, Any]:
+def config_to_dict(cfg: FlatConfig) -> dict[str, object]:
     """Return all settings as plain JSON values, for checkpoints and logs."""
     values = cfg.values()
     values["explicit"] = sorted(values["explicit"])
@@ -54,7 +71,7 @@ def weight_settings(model: ModelDescription) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
 
 
-def stored_family(stored: Mapping[str, Any], where: str | os.PathLike) -> ModelFamily:
+def stored_family(stored: Mapping[str, object], where: str | os.PathLike) -> ModelFamily:
     """Return the model family of stored settings, the default one if they name none; raise CheckpointError for an
     unknown family. Imports no module that a file names."""
     name = stored.get("model_family", default_family())
@@ -63,7 +80,7 @@ def stored_family(stored: Mapping[str, Any], where: str | os.PathLike) -> ModelF
     return family
 
 
-def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
+def refuse_other_family(stored: Mapping[str, object], model_family: str, where: str | os.PathLike) -> None:
     """Raise ``CheckpointError`` if the stored settings belong to another model family; the message names the programs
     that train it. Settings without ``model_family`` belong to the default family. Compares nothing else."""
     family = stored.get("model_family", default_family())
@@ -75,16 +92,20 @@ def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str
         raise CheckpointError(f"{said}, this run trains {model_family!r}")
 
 
-def with_custom_flags(args: dict[str, Any]) -> dict[str, Any]:
+def with_custom_flags(args: dict[str, object]) -> dict[str, object]:
     """Return settings with the custom flags of a script (``extra``) at the top level."""
     own = args.get("extra")
     return {**own, **args} if isinstance(own, dict) else args
 
 
 def check_architecture(
-    stored: Mapping[str, Any], current: Mapping[str, Any], where: str | os.PathLike, *,
-    architecture: Sequence[str] = ARCHITECTURE, weights_only: bool = False,
-) -> None:  # fmt: skip
+    stored: Mapping[str, object],
+    current: Mapping[str, Any],
+    where: str | os.PathLike,
+    *,
+    architecture: Sequence[str] = ARCHITECTURE,
+    weights_only: bool = False,
+) -> None:
     """Raise CheckpointError, which lists every difference, if the settings give the weights another meaning.
 
     Args:
@@ -111,7 +132,7 @@ def other_tokenizer(stored: str | None, current: str | None, where: str | os.Pat
     return [f"{where} was trained with another tokenizer: use its own, or --finetune"]
 
 
-def is_dense(args: Any) -> bool:
+def is_dense(args: object) -> bool:
     """Whether checkpoint settings ``args`` describe a model without experts; False for damaged settings."""
     return isinstance(args, dict) and args.get("num_moe_experts") is None
 
@@ -121,7 +142,7 @@ def settings_to_compare(architecture: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in architecture if "moe_" not in name and name != "ffn_hidden_size")
 
 
-def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
+def check_width(args: Mapping[str, object], cfg: PretrainConfig, where: str) -> None:
     """For upcycling, raise CheckpointError unless the dense checkpoint's ffn_hidden_size equals --moe-ffn-hidden-size x
     --moe-upcycling-granularity. Passes if either width is unknown. The message names a fix."""
     dense, width, slices = (
@@ -138,7 +159,7 @@ def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> Non
     )
 
 
-def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterator[str]:
+def misfits(cfg: PretrainConfig, tokenizer: Tokenizer | None, *, consistent: bool) -> Iterator[str]:
     """Yield a message for each reason why the checkpoint of --load or --pretrained-checkpoint does not fit the run.
 
     Only the checkpoint that the tracker or --ckpt-step names is compared, and only if it is complete. In all other
@@ -167,9 +188,12 @@ def misfits(cfg: PretrainConfig, tokenizer: Any, *, consistent: bool) -> Iterato
             architecture = settings_to_compare(architecture)
             check_width(stored, cfg, directory)
         check_architecture(
-            with_custom_flags(stored), with_custom_flags(config_to_dict(cfg.flat)), directory,
-            architecture=architecture, weights_only=weights_only or cfg.validation.skip_train,
-        )  # fmt: skip
+            with_custom_flags(stored),
+            with_custom_flags(config_to_dict(cfg.flat)),
+            directory,
+            architecture=architecture,
+            weights_only=weights_only or cfg.validation.skip_train,
+        )
     except CheckpointError as error:
         yield str(error)
     if tokenizer is not None and not weights_only:

@@ -14,6 +14,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import get_family
 from megatron.core.tokenizers import build_tokenizer
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.export.hf import load_hf_settings
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
@@ -39,7 +40,7 @@ class TrainedModel:
     """A model in evaluation mode, its settings and its tokenizer."""
 
     cfg: PretrainConfig
-    tokenizer: Any
+    tokenizer: Tokenizer
     model: nn.Module
 
 
@@ -88,7 +89,7 @@ def _load_hugging_face(folder: str, tool: str) -> TrainedModel:
     return built
 
 
-def _checked_family(settings: Mapping[str, Any], folder: str, tool: str) -> ModelFamily:
+def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> ModelFamily:
     """Return the model family of ``settings``; raise UserError if it is unknown or another tool serves it."""
     family = stored_family(settings, f"--load {folder}")
     if family.tool != tool:

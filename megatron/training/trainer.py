@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, check_has_tokens, named_by_origin
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.evaluate import EvalSet, Evaluator
+from megatron.training.evaluate import EvalName, EvalSet, Evaluator
 from megatron.training.exits import conditions
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
@@ -130,9 +129,12 @@ class Trainer:
         sums.pairs |= total_losses(statistics)
         self.return_memory(1)
         metrics = StepMetrics(
-            losses=sums.means(), num_tokens=counts[0], learning_rate=0.0, global_batch_size=size,
+            losses=sums.means(),
+            num_tokens=counts[0],
+            learning_rate=0.0,
+            global_batch_size=size,
             statistics=summaries(statistics),
-        )  # fmt: skip
+        )
         invalid = invalid_values(statistics)
         losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
         if self.finite is None:
@@ -140,9 +142,11 @@ class Trainer:
             check_has_tokens(counts.sum().item(), where)
             if self.cfg.training.check_for_nan_in_loss_and_grad:
                 check_finite(
-                    {name: pair[0] for name, pair in losses.items()}, iteration=self.state.iteration + 1,
-                    rank=global_rank(), consumed_samples=self.state.consumed_train_samples,
-                )  # fmt: skip
+                    {name: pair[0] for name, pair in losses.items()},
+                    iteration=self.state.iteration + 1,
+                    rank=global_rank(),
+                    consumed_samples=self.state.consumed_train_samples,
+                )
             with self.timers("optimizer", log_level=1):
                 updated, metrics.grad_norm, metrics.num_zeros = optimizer.step()
             metrics.skipped = not updated
@@ -151,7 +155,10 @@ class Trainer:
                 update = optimizer.update(self.finite.skip_update(sums.pairs | invalid, counts.sum()))
             metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
-                self.state.iteration + 1, self.state.consumed_train_samples, losses, counts.sum(),
+                self.state.iteration + 1,
+                self.state.consumed_train_samples,
+                losses,
+                counts.sum(),
                 update.found_nonfinite,
             )
             self.finite.read(keep=1)
@@ -169,11 +176,14 @@ class Trainer:
         batches, counts = self._read(size)
         counts = global_counts(counts, parts.groups, self.device)
         task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
-        return {
-            "forward_step_func": task.forward_step, "model": parts.model, "loss_weights": task.loss_weights,
+        work = {
+            "forward_step_func": task.forward_step,
+            "model": parts.model,
+            "loss_weights": task.loss_weights,
             "on_forward": parts.on_forward,
             **task.micro_batches(batches, self._num_microbatches(size), cfg.training.micro_batch_size),
-        }, counts  # fmt: skip
+        }
+        return work, counts
 
     def _reduce(self, local: dict[str, Tensor], counts: Tensor) -> tuple[LossSums, Tensor]:
         """Complete the gradients, and the loss sums over all ranks: collective over data-parallel ranks and the
@@ -213,9 +223,13 @@ class Trainer:
             next(batches)
         self.state.skipped_train_samples += size
         return StepMetrics(
-            losses={}, num_tokens=0, learning_rate=0.0, global_batch_size=size,
-            loss_scale=self.parts.optimizer.get_loss_scale(), skipped=True,
-        )  # fmt: skip
+            losses={},
+            num_tokens=0,
+            learning_rate=0.0,
+            global_batch_size=size,
+            loss_scale=self.parts.optimizer.get_loss_scale(),
+            skipped=True,
+        )
 
     def _count(self, size: int, metrics: StepMetrics) -> None:
         """Advance ``state`` by one iteration of ``size`` samples and, if the task counts them, its FLOPs. A skipped
@@ -228,7 +242,7 @@ class Trainer:
         if self.flops_per_sample is not None:
             state.floating_point_operations += self.flops_per_sample * size
 
-    def evaluate(self, sets: list[EvalSet] | None = None, name: Any = "validation", final: bool = False) -> None:
+    def evaluate(self, sets: list[EvalSet] | None = None, name: EvalName = "validation", final: bool = False) -> None:
         """Evaluate ``sets`` (None: the validation sets) and call ``on_evaluate`` of the hooks; does nothing without
         sets. First raises for non-finite losses so far. A final validation reuses results of this iteration.
         Collective; waits for the device."""
@@ -285,10 +299,14 @@ class Trainer:
             self.hooks.on_saved(report.state)
             self.hooks.on_save_timed(
                 save_record(
-                    report.state.iteration, report.state.consumed_train_samples, seconds=report.seconds,
-                    stall=report.stall, num_bytes=report.num_bytes, background=report.background,
+                    report.state.iteration,
+                    report.state.consumed_train_samples,
+                    seconds=report.seconds,
+                    stall=report.stall,
+                    num_bytes=report.num_bytes,
+                    background=report.background,
                 )
-            )  # fmt: skip
+            )
 
     def unsaved(self) -> conditions.ExitReason | None:
         """Return the reason to stop after too many failed saves, or None."""

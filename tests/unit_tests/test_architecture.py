@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = {
     "config": "",
     "safe_files": "",
+    "autograd_context": "",
     "groups": "config safe_files",
     "fusions": "config",
-    "random": "fusions",
+    "random": "autograd_context fusions",
     "schedules": "config",
     "timers": "config",
     "enums": "",
@@ -30,15 +31,15 @@ CORE = {
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups safe_files sharding",
     "distributed": "config dist_checkpointing fp8 fusions groups parallel_state sharding statistics",
-    "tensor_parallel": "config extensions fusions groups parallel_state random sharding",
+    "tensor_parallel": "autograd_context config extensions fusions groups parallel_state random sharding",
     "fp8": "config extensions fusions groups sharding tensor_parallel",
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",
     "pipeline_parallel": "config groups parallel_state tensor_parallel",
     "description": "config pipeline_parallel",
-    "attention": "config description enums extensions fusions groups random sharding",
+    "attention": "autograd_context config description enums extensions fusions groups random sharding",
     "transformer":
-        "attention config description enums extensions fp8 fusions groups parallel_state pipeline_parallel random "
-        "sharding statistics tensor_parallel",
+        "attention autograd_context config description enums extensions fp8 fusions groups parallel_state "
+        "pipeline_parallel random sharding statistics tensor_parallel",
     # modules with parameters, where its neighbours know kernels alone
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":

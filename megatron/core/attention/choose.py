@@ -60,9 +60,13 @@ class KernelChoice(NamedTuple):
 
 
 def build_request(
-    config: TransformerConfig, window: Window | None, form: Form = "whole", channels: int | None = None, *,
+    config: TransformerConfig,
+    window: Window | None,
+    form: Form = "whole",
+    channels: int | None = None,
+    *,
     biased: bool = False,
-) -> Request:  # fmt: skip
+) -> Request:
     """Build the request of a layer of ``config`` with ``window`` on this machine. Reads the current GPU's capability
     and may import flash-attn 4, which takes seconds. ``channels``: head dim if not ``config.kv_channels``. ``biased``:
     scores get a bias by distance."""
@@ -190,9 +194,7 @@ def build_kernel(
     has_bands = request.form == "ring" and request.window is not None and choice.kernel != "unfused"
     if has_bands and not _flash_bands_are_correct(choice.kernel, request.channels, request.dtype):
         reason = "this GPU's flash kernels are wrong on the bands of a ring with a sliding window"
-        logger.warning(
-            "context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason
-        )
+        logger.warning("context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason)
         choice = KernelChoice("unfused", reason)
     return choice, _build(choice, request, scale, config, layer_number)
 

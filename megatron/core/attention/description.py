@@ -39,9 +39,13 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     query = heads // tp * channels
     key_value = 2 * max(groups // tp, 1) * channels
     qkv = linear(
-        "linear_qkv", (groups, (heads // groups + 2) * channels), hidden, 0,
-        bias=config.add_bias_linear or config.add_qkv_bias, shared=2 * channels,
-    )  # fmt: skip
+        "linear_qkv",
+        (groups, (heads // groups + 2) * channels),
+        hidden,
+        0,
+        bias=config.add_bias_linear or config.add_qkv_bias,
+        shared=2 * channels,
+    )
     proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     inputs = (query + key_value) * item
     kept = Saved("query, key and value", inputs)

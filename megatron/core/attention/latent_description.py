@@ -51,8 +51,11 @@ def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
     order, with one fused down-projection if configured, and a plain query projection without ``q_lora_rank``.
     ``tokens`` is the sequence length. Down-projections are not sharded."""
     hidden, heads, query_rank, rank = (
-        config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
-    )  # fmt: skip
+        config.hidden_size,
+        config.num_attention_heads,
+        config.q_lora_rank,
+        config.kv_lora_rank,
+    )
     key, key_value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.qk_head_dim + config.v_head_dim
     fused, both = config.mla_down_proj_fusion, rank + config.qk_pos_emb_head_dim
     params: list[Param] = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import AnyGroup
 
 
 def is_on_host(x: Tensor) -> bool:
@@ -74,7 +74,7 @@ class PackedSeqParams:
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Cached result of :meth:`ranges`, used by all layers."""
     local_cp_size: int | None = field(default=None, kw_only=True)
-    cp_group: Any = field(default=None, kw_only=True)
+    cp_group: AnyGroup = field(default=None, kw_only=True)
     total_tokens: int | None = field(default=None, kw_only=True)
     seq_idx: Tensor | None = field(default=None, kw_only=True)
     pad_between_seqs: bool | None = field(default=None, kw_only=True)

@@ -33,9 +33,12 @@ def add_sink(module: nn.Module, config: TransformerConfig, groups: ProcessGroups
     heads = config.num_attention_heads
     if config.softmax_type == "learnable":
         module.softmax_offset = parameter(
-            (heads,), init=Normal(config.init_method_std), groups=groups, mesh={"tp": Shard(0)},
+            (heads,),
+            init=Normal(config.init_method_std),
+            groups=groups,
+            mesh={"tp": Shard(0)},
             dtype=config.params_dtype,
-        )  # fmt: skip
+        )
     else:
         zeros = torch.zeros(heads // groups.tp.size) if has_sink(config) else None
         module.register_buffer("softmax_offset", zeros, persistent=False)

@@ -135,7 +135,10 @@ def _documents(bounds: Bounds, length: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _row_tiles(
-    row: int | None, queries: Spans, keys: Spans, visibility: Visibility,
+    row: int | None,
+    queries: Spans,
+    keys: Spans,
+    visibility: Visibility,
     document: tuple[tuple[int, int], tuple[int, int]] | tuple[None, None] = (None, None),
 ) -> Iterator[Tile]:
     """Yield the visible tiles of one row: every span of queries with every span of keys, both clipped to ``document``.
@@ -148,9 +151,16 @@ def _row_tiles(
             first_key, last_key = _clipped(key_start, key_stop, document[1])
             if first_query < last_query and first_key < last_key:
                 whole = Tile(
-                    row, query_offset + first_query - query_start, last_query - first_query,
-                    key_offset + first_key - key_start, last_key - first_key, None, None, first_query, first_key,
-                )  # fmt: skip
+                    row,
+                    query_offset + first_query - query_start,
+                    last_query - first_query,
+                    key_offset + first_key - key_start,
+                    last_key - first_key,
+                    None,
+                    None,
+                    first_query,
+                    first_key,
+                )
                 yield from _visible_part(whole, *visibility.limits)
             key_offset += key_stop - key_start
         query_offset += query_stop - query_start
@@ -175,9 +185,14 @@ def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator
         return
     left, right = skipped_keys - low - skipped_queries, high + skipped_queries - skipped_keys
     visible = tile._replace(
-        query=tile.query + skipped_queries, num_queries=num_queries, key=tile.key + skipped_keys, num_keys=num_keys,
-        query_position=tile.query_position + skipped_queries, key_position=tile.key_position + skipped_keys,
-        left=None if left >= num_queries - 1 else left, right=None if right >= num_keys - 1 else right,
+        query=tile.query + skipped_queries,
+        num_queries=num_queries,
+        key=tile.key + skipped_keys,
+        num_keys=num_keys,
+        query_position=tile.query_position + skipped_queries,
+        key_position=tile.key_position + skipped_keys,
+        left=None if left >= num_queries - 1 else left,
+        right=None if right >= num_keys - 1 else right,
     )
     if visible.left is None or num_queries <= num_keys:
         yield from _split_at_the_diagonal(visible)
@@ -207,6 +222,8 @@ def _split_at_the_diagonal(tile: Tile) -> Iterator[Tile]:
     yield below._replace(num_queries=side, right=None if side == 1 else 0)
     if side < tile.num_queries:
         yield below._replace(
-            query=tile.query + side, query_position=tile.query_position + side,
-            num_queries=tile.num_queries - side, right=None,
-        )  # fmt: skip
+            query=tile.query + side,
+            query_position=tile.query_position + side,
+            num_queries=tile.num_queries - side,
+            right=None,
+        )

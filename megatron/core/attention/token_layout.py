@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.exchange import HeadsAndSequence
 from megatron.core.attention.context_parallel.zigzag import CHUNKS, Order, Spans
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 
@@ -145,7 +145,7 @@ class _Full(torch.autograd.Function):
     """:meth:`TokenLayout.full` of several ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
         group = layout.group
         ctx.layout, ctx.dim = layout, dim
         parts = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
@@ -153,7 +153,7 @@ class _Full(torch.autograd.Function):
         return zigzag.merge_parts(parts.chunk(group.size), dim, layout.order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return ctx.layout.sum_local(grad, ctx.dim), None, None
 
 

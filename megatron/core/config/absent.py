@@ -37,7 +37,7 @@ class Absent:
     names: tuple[str, ...]
     status: str
     nargs: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     answer: str
 
     @property
@@ -67,7 +67,7 @@ class Absent:
         return cli.Problem(typed, reason, fix=self.answer or LEAVE_OUT)
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     """A number, list, bool or None where ``text`` spells one, else ``text``."""
     try:
         return ast.literal_eval(text)
@@ -100,7 +100,7 @@ def settings() -> dict[str, Absent]:
     return {name: row for row in rows() for name in row.settings}
 
 
-def _answer_to(row: Absent, value: Any) -> Absent:
+def _answer_to(row: Absent, value: object) -> Absent:
     """Return the row of this value if it exists, else ``row``."""
     return by_name().get(f"{row.names[0]}={value}", row) if row.names else row
 
@@ -118,9 +118,20 @@ def _spec(row: Absent) -> cli.FlagSpec:
     nargs = None if row.nargs in ("", "1") else row.nargs
     on = next((name for name in row.names if default is True and name[2:].replace("-", "_") == field), None)
     return cli.FlagSpec(
-        field, tuple(name for name in row.names if name != on), default, _value, "custom" if row.nargs else "bool", (),
-        nargs, True, None, on, None, None, Absent,
-    )  # fmt: skip
+        field=field,
+        names=tuple(name for name in row.names if name != on),
+        default=default,
+        convert=_value,
+        type_name="custom" if row.nargs else "bool",
+        choices=(),
+        nargs=nargs,
+        optional=True,
+        metavar=None,
+        on=on,
+        range=None,
+        verify=None,
+        group=Absent,
+    )
 
 
 @functools.cache
@@ -172,7 +183,7 @@ def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.S
     return first + kept, notices, problems + bad_operands
 
 
-def answers(values: Mapping[str, Any]) -> tuple[list[str], list[cli.Problem]]:
+def answers(values: Mapping[str, object]) -> tuple[list[str], list[cli.Problem]]:
     """Return (notices, problems) for the settings of this table among ``values``: a problem for each that is not
     available yet, a notice for each without effect. Values equal to the default need neither."""
     notices: list[str] = []
@@ -189,7 +200,7 @@ def answers(values: Mapping[str, Any]) -> tuple[list[str], list[cli.Problem]]:
     return notices, problems
 
 
-def defaults() -> dict[str, Any]:
+def defaults() -> dict[str, object]:
     """Return the values that a program reads for settings without a field: every capability is off."""
     foreign = (name[2:].replace("-", "_") for row in rows() if row.status == "foreign" for name in row.names)
     return dict.fromkeys(foreign) | {name: row.settings[name] for name, row in settings().items()}
@@ -219,11 +230,11 @@ class TakesSettings(type):
                 if setting not in members.get("__annotations__", {}):
                     setattr(cls, setting, row.settings[setting])
 
-    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
         """The constructor's arguments in this library's words; a class may say what else they mean."""
         return given
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
+    def __call__(cls, *args: object, **given: object) -> object:
         """Create an object of ``cls``, also from settings of Megatron-LM. Older names are translated; settings that
         exist only there must have their default value (ConfigError otherwise) and become attributes of the object."""
         given = cls.in_our_words(given)
@@ -236,7 +247,7 @@ class TakesSettings(type):
         return made
 
 
-def _rejected(name: str, value: Any) -> Iterator[cli.Problem]:
+def _rejected(name: str, value: object) -> Iterator[cli.Problem]:
     """Yield a problem if the setting ``name``, which has no field here, has a value other than its default: for names
     outside the table any true value, for ``not yet`` rows any value but the default and None. Rows without effect
     pass."""

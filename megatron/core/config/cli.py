@@ -27,7 +27,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.ranges import Range
 
 _UNSET: Any = dataclasses.MISSING
-_NO_VALUE: Any = object()
+_NO_VALUE: object = object()
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Problem:
 
     flag: str
     reason: str
-    value: Any = _NO_VALUE
+    value: object = _NO_VALUE
     fix: str = ""
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ def _clipped(text: str, longest: int = 200) -> str:
     return text if len(text) <= longest else f"{text[: longest - 50]} ... ({len(text)} characters)"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value the way a user would type it."""
     if isinstance(value, list | tuple):
         return " ".join(show(item) for item in value) or "(empty)"
@@ -66,10 +66,10 @@ def show(value: Any) -> str:
 
 def flag(
     *names: str,
-    default: Any = None,
-    default_factory: Callable[[], Any] | None = None,
+    default: object = None,
+    default_factory: Callable[[], object] | None = None,
     nargs: int | str | None = None,
-    parse: Callable[[str], Any] | None = None,
+    parse: Callable[[str], object] | None = None,
     metavar: str | None = None,
     on: str | None = None,
     check: Callable[[str], object] | None = None,
@@ -91,14 +91,20 @@ def flag(
         meant: choice to suggest for names that other programs use, in lower case.
     """
     metadata = {
-        "names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on, "check": check, "meant": meant,
-    }  # fmt: skip
+        "names": names,
+        "nargs": nargs,
+        "parse": parse,
+        "metavar": metavar,
+        "on": on,
+        "check": check,
+        "meant": meant,
+    }
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def derived(default: Any = _UNSET, factory: Callable[[], Any] = _UNSET) -> Any:
+def derived(default: Any = _UNSET, factory: Callable[[], object] = _UNSET) -> Any:
     """A dataclass field that follows from others and has no flag."""
     return dataclasses.field(default=default, default_factory=factory, metadata={"flag": False})
 
@@ -109,10 +115,10 @@ class FlagSpec:
 
     field: str
     names: tuple[str, ...]
-    default: Any
-    convert: Callable[[str], Any]
+    default: object
+    convert: Callable[[str], object]
     type_name: str
-    choices: tuple[Any, ...]
+    choices: tuple[object, ...]
     nargs: int | str | None
     optional: bool
     metavar: str | None
@@ -134,7 +140,7 @@ class FlagSpec:
         text = " ".join(field_docs(self.group).get(self.field, "").split())
         return f"Disable: {text[:1].lower()}{text[1:]}" if self.is_bool and self.default is True else text
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: Any) -> object:
         """Return ``value``, converted earlier, after checks. Raises ValueError, with the nearest choice if there is
         one, for a value that is not among the choices, fails the field's own check, is not finite or outside the
         range."""
@@ -153,7 +159,7 @@ class FlagSpec:
             raise ValueError(reason)
         return value
 
-    def refusal(self, value: Any) -> str:
+    def refusal(self, value: object) -> str:
         """Return why a value that a program set (not text) is invalid, checking each item of a list; empty if it is
         valid or None."""
         try:
@@ -164,11 +170,11 @@ class FlagSpec:
             return str(error)
         return ""
 
-    def problem(self, value: Any, reason: str, fix: str = "") -> Problem:
+    def problem(self, value: object, reason: str, fix: str = "") -> Problem:
         """Return a problem of this flag with its value, which switches and unset flags do not show."""
         return Problem(self.names[0], reason, _NO_VALUE if self.is_bool or value is None else value, fix)
 
-    def from_text(self, text: str) -> Any:
+    def from_text(self, text: str) -> object:
         """Convert one operand to the field's type and check it. Raises ValueError with the reason."""
         try:
             value = self.convert(text)
@@ -212,11 +218,11 @@ def _annotated_range(annotation: Any) -> Range | None:
     return next((found for part in get_args(annotation) if (found := _annotated_range(part))), None)
 
 
-def _plain(annotation: Any) -> Any:
+def _plain(annotation: object) -> object:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]]:
+def _scalar(annotation: object) -> tuple[Callable[[str], object], str, tuple[Any, ...]]:
     """Return (converter from text, type name, choices) of an annotation without None and list. Raises TypeError for
     types other than Literal, int, float, str and bool."""
     if get_origin(annotation) is Literal:
@@ -227,17 +233,17 @@ def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]
     raise TypeError(f"a field of type {annotation} needs flag(parse=...)")
 
 
-def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
+def _spec(cls: type, field: dataclasses.Field, annotation: object) -> FlagSpec:
     """Return the flag specification of a dataclass field: type and choices from its annotation, name and default from
     the field, exceptions from :func:`flag`. Raises TypeError for a bool without default."""
     meta = field.metadata
-    default: Any = field.default_factory() if callable(field.default_factory) else field.default
+    default: object = field.default_factory() if callable(field.default_factory) else field.default
     nargs, optional, valid = meta.get("nargs"), False, _annotated_range(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not types.NoneType]
         optional = len(members) < len(get_args(annotation))
         annotation = members[0] if len(members) == 1 else annotation
-    convert: Callable[[str], Any]
+    convert: Callable[[str], object]
     if parse := meta.get("parse"):
         convert, type_name, choices = parse, "custom", ()
     else:
@@ -250,9 +256,21 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     spelled = field.name.replace("_", "-")
     names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)
     return FlagSpec(
-        field.name, tuple(names), default, convert, type_name, choices, nargs, optional, meta.get("metavar"),
-        meta.get("on"), valid, meta.get("check"), cls, meta.get("meant") or {},
-    )  # fmt: skip
+        field=field.name,
+        names=tuple(names),
+        default=default,
+        convert=convert,
+        type_name=type_name,
+        choices=choices,
+        nargs=nargs,
+        optional=optional,
+        metavar=meta.get("metavar"),
+        on=meta.get("on"),
+        range=valid,
+        verify=meta.get("check"),
+        group=cls,
+        meant=meta.get("meant") or {},
+    )
 
 
 @functools.cache
@@ -325,7 +343,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(names)}?" if names else NO_SUGGESTION
 
 
-def _read(spec: FlagSpec, segment: Segment) -> Any:
+def _read(spec: FlagSpec, segment: Segment) -> object:
     """Return the value that one segment gives to its flag: for a switch the opposite of its default, or True for its
     ``on`` spelling; else the converted operand, a list of them if the flag has ``nargs``. Raises ValueError, with the
     reason, for a wrong number of operands or a wrong value."""
@@ -349,7 +367,7 @@ def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[
     """Return (values by field of a command line, all its problems). Only fields that occur are there, the last of
     repeated flags wins; a problem (unknown flag, wrong value) leaves its value out."""
     table = flag_table(specs)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     problems: list[Problem] = []
     for segment in found:
         spec = table.get(segment.name)
@@ -359,7 +377,7 @@ def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[
         try:
             values[spec.field] = _read(spec, segment)
         except ValueError as error:
-            given: Any = list(segment.operands) if segment.operands else _NO_VALUE
+            given: object = list(segment.operands) if segment.operands else _NO_VALUE
             problems.append(Problem(spec.names[0], str(error), given))
     return values, problems
 
@@ -369,16 +387,16 @@ def flag_table(specs: Iterable[FlagSpec]) -> dict[str, FlagSpec]:
     return {normalize(name): spec for spec in specs for name in (*spec.names, *([spec.on] if spec.on else []))}
 
 
-def flatten(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(mapping: Mapping[str, object]) -> dict[str, object]:
     """Nested groups of settings to one level; a key counts, the path to it does not."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in mapping.items():
         flat.update(flatten(value) if isinstance(value, Mapping) else {str(key): value})
     return flat
 
 
 def read_mapping(
-    specs: Iterable[FlagSpec], mapping: Mapping[str, Any], renamed: Mapping[str, str] | None = None
+    specs: Iterable[FlagSpec], mapping: Mapping[str, object], renamed: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return (values by field, problems) of settings from a file, nested tables flattened. Keys are field or flag names
     with ``-`` or ``_``; ``renamed`` maps older flag names. The key of a negative flag (``no_...``) inverts its value.
@@ -404,7 +422,7 @@ def read_mapping(
     return values, problems
 
 
-def from_object(spec: FlagSpec, value: Any) -> Any:
+def from_object(spec: FlagSpec, value: object) -> Any:
     """Return a value of a settings file in the field's type, checked like the text on a command line; a single value of
     a flag with ``nargs`` becomes a list. Raises ValueError, with the reason, also for null unless the field is
     optional."""
@@ -436,7 +454,7 @@ def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description:
         if spec.group not in groups:
             title = (spec.group.__doc__ or spec.group.__name__).strip().splitlines()[0].rstrip(".")
             groups[spec.group] = parser.add_argument_group(as_typed(title))
-        options: dict[str, Any] = {"dest": spec.field, "default": spec.default, "help": _help_text(spec)}
+        options: dict[str, object] = {"dest": spec.field, "default": spec.default, "help": _help_text(spec)}
         if spec.is_bool:
             options["action"] = "store_false" if spec.default else "store_true"
         else:
@@ -452,7 +470,7 @@ def _help_text(spec: FlagSpec) -> str:
     return (as_typed(spec.help) + values).replace("%", "%%")
 
 
-def _metavar(spec: FlagSpec) -> Any:
+def _metavar(spec: FlagSpec) -> object:
     """Return the placeholder of a flag's values in ``--help``: its choices in braces, a tuple with one name per value
     for a fixed number of values, else the type's name."""
     if spec.choices:
@@ -469,7 +487,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, indent_increment=2, max_help_position=10, width=110)
 
-    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+    def add_usage(self, usage: object, actions: object, groups: object, prefix: object = None) -> None:
         self._add_item(lambda: f"usage: {self._prog} [--flag value ...]\n\n", [])
 
     def _get_help_string(self, action: argparse.Action) -> str:

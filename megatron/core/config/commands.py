@@ -8,12 +8,21 @@ import re
 import sys
 
 SUBCOMMANDS = {
-    "preprocess_data": "preprocess", "train_tokenizer": "train-tokenizer", "check_dataset": "check-data",
-    "merge_datasets": "merge-data", "make_corpus": "make-corpus", "checkpoint/convert": "convert",
-    "checkpoint/inspect_checkpoint": "inspect", "checkpoint/verify": "verify", "generate": "generate",
-    "fill_mask": "fill-mask", "plot_metrics": "plot", "verify_layout": "verify-layout",
-    "draw_schedule": "draw-schedule", "unigram_baseline": "unigram-baseline",
-}  # fmt: skip
+    "preprocess_data": "preprocess",
+    "train_tokenizer": "train-tokenizer",
+    "check_dataset": "check-data",
+    "merge_datasets": "merge-data",
+    "make_corpus": "make-corpus",
+    "checkpoint/convert": "convert",
+    "checkpoint/inspect_checkpoint": "inspect",
+    "checkpoint/verify": "verify",
+    "generate": "generate",
+    "fill_mask": "fill-mask",
+    "plot_metrics": "plot",
+    "verify_layout": "verify-layout",
+    "draw_schedule": "draw-schedule",
+    "unigram_baseline": "unigram-baseline",
+}
 """Script below tools/, without .py -> subcommand of ``megatron``."""
 
 _TOOL = re.compile(r"(?:python )?\btools/([a-z_/]+)\.py\b")

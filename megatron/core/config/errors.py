@@ -1,7 +1,7 @@
 """Errors that the user can fix: one class, which every other module may import."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -73,7 +73,7 @@ def call_all(calls: Iterable[Callable[[], Result]]) -> list[Result]:
     return results
 
 
-def listed(items: Iterable[Any], between: str = ", ", most: int = 20) -> str:
+def listed(items: Iterable[object], between: str = ", ", most: int = 20) -> str:
     """The first of ``items`` for a message, with an ellipsis where there are more."""
     found = list(map(str, items))
     return between.join(found[:most]) + (f"{between}…" if len(found) > most else "")

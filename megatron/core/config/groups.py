@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Group = TypeVar("Group", bound="FlagGroup")
 
@@ -12,13 +12,13 @@ Group = TypeVar("Group", bound="FlagGroup")
 class FlagGroup:
     """Base class of groups. Objects that belong to the configuration of a run are frozen."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if "frozen" in self.__dict__:
             raise AttributeError(f"the configuration is frozen: {name} cannot be set to {value!r} any more")
         super().__setattr__(name, value)
 
 
-def frozen_group(kind: type[Group], values: Mapping[str, Any]) -> Group:
+def frozen_group(kind: type[Group], values: Mapping[str, object]) -> Group:
     """Return a frozen object of ``kind`` with its fields taken from ``values``, else at their defaults. Bypasses the
     constructor, because values that contradict each other are reported by rules, all at once."""
     made = kind.__new__(kind)

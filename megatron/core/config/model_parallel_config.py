@@ -112,23 +112,23 @@ def parameter_dtype(fp16: bool, bf16: bool, fp64: bool) -> torch.dtype:
 class _FollowingDtype:
     """A field whose value, while it is None, follows from other fields; computed on reading, which imports torch."""
 
-    def __init__(self, follow: Callable[[Any], torch.dtype]) -> None:
+    def __init__(self, follow: Callable[[ModelParallelConfig], torch.dtype]) -> None:
         self.follow = follow
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, config: Any, owner: type | None = None) -> Any:
+    def __get__(self, config: ModelParallelConfig | None, owner: type | None = None) -> object:
         if config is None:  # the default, which dataclasses ask the class for
             return None
         value = vars(config).get(self.name)
         return self.follow(config) if value is None else value
 
-    def __set__(self, config: Any, value: Any) -> None:
+    def __set__(self, config: ModelParallelConfig, value: object) -> None:
         vars(config)[self.name] = value
 
 
-def _dtype_between_stages(config: Any) -> torch.dtype:
+def _dtype_between_stages(config: ModelParallelConfig) -> torch.dtype:
     """fp32 where the residual stream, which stages pass on, is in fp32; else the parameters' dtype."""
     import torch
 
@@ -153,9 +153,9 @@ class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSet
     """Whether micro-batches of a pipeline differ in their shapes, which stages then send ahead. Without a pipeline it
     changes nothing."""
 
-    grad_scale_func: Any = None
+    grad_scale_func: Callable[..., object] | None = None
     """For custom training loops: function that schedules apply to the loss of each micro-batch before backward."""
 
-    finalize_model_grads_func: Any = None
+    finalize_model_grads_func: Callable[..., object] | None = None
     """For custom training loops: function that schedules call after the last backward pass, with the model chunks and
     the number of tokens that the losses were summed over."""

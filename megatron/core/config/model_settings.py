@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.fp8 import Fp8Config
@@ -43,7 +42,7 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
     return max(64, int(hidden_size * 4 * 2 / 3) // 64 * 64)
 
 
-def following_sizes(settings: ModelSettings) -> dict[str, Any]:
+def following_sizes(settings: ModelSettings) -> dict[str, object]:
     """Return {name: value} for the number of query groups, head dim, FFN size, embedding init std and (with experts)
     expert FFN size, each only if it is None in ``settings``, derived from the others; None if these are missing too.
     Changes nothing."""

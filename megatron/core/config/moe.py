@@ -4,12 +4,15 @@ torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.config.attention import parse_layer_pattern
 from megatron.core.config.cli import flag
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.ranges import Dim, NonNegativeFloat, NumRanks, PositiveFloat, Probability
+
+if TYPE_CHECKING:
+    from megatron.core.config.model_settings import ModelSettings
 
 TokenDispatcher = Literal["allgather", "alltoall", "flex"]
 Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
@@ -126,7 +129,7 @@ class MoEConfig(OptionalGroup):
     time."""
 
 
-def expert_tensor_ranks(config: Any) -> int:
+def expert_tensor_ranks(config: ModelSettings) -> int:
     """Ranks over which each expert's matrices are split; ``config`` has the fields of tensor parallelism too."""
     return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 

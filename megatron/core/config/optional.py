@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
@@ -26,7 +26,7 @@ class OptionalGroup(FlagGroup):
     """Field of another group -> (value that requires this group, fix)."""
 
 
-def used_fields(group: type[OptionalGroup], settings: Any) -> Iterator[str]:
+def used_fields(group: type[OptionalGroup], settings: object) -> Iterator[str]:
     """Yield the fields by which ``settings`` use ``group``: fields of the group that are not at a default or neutral
     value, and fields of other groups at a value that requires the group. Includes harmless fields."""
     for field in fields(group):  # type: ignore[arg-type]  # subclasses are dataclasses

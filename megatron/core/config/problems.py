@@ -67,9 +67,11 @@ def flag_names(cfg: Settings, *fields: str) -> str:
 def collect_rules(*files: ModuleType) -> tuple[Rule, ...]:
     """Return every public generator function that these modules define, in order."""
     return tuple(
-        member for file in files for name, member in vars(file).items()
+        member
+        for file in files
+        for name, member in vars(file).items()
         if isgeneratorfunction(member) and member.__module__ == file.__name__ and not name.startswith("_")
-    )  # fmt: skip
+    )
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

@@ -10,10 +10,17 @@ from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import Dim, Range
 
 TokenizerType = Literal[
-    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
     "ByteLevelTokenizer",
-]  # fmt: skip
+]
 
 TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
     "BertWordPieceLowerCase": ("vocab_file",),
@@ -34,11 +41,16 @@ _HUGGING_FACE = (
     "gptneoxtokenizer", "gptneoxtokenizerfast", "t5tokenizer", "t5tokenizerfast", "bloomtokenizerfast", "bpe",
 )  # fmt: skip
 OTHER_NAMES = dict.fromkeys(_HUGGING_FACE, "HuggingFaceTokenizer") | {
-    "tiktoken": "TikTokenizer", "sentencepiece": "SentencePieceTokenizer", "spm": "SentencePieceTokenizer",
-    "bytetokenizer": "ByteLevelTokenizer", "byt5tokenizer": "ByteLevelTokenizer", "gpt2": "GPT2BPETokenizer",
-    "berttokenizer": "BertWordPieceLowerCase", "berttokenizerfast": "BertWordPieceLowerCase",
+    "tiktoken": "TikTokenizer",
+    "sentencepiece": "SentencePieceTokenizer",
+    "spm": "SentencePieceTokenizer",
+    "bytetokenizer": "ByteLevelTokenizer",
+    "byt5tokenizer": "ByteLevelTokenizer",
+    "gpt2": "GPT2BPETokenizer",
+    "berttokenizer": "BertWordPieceLowerCase",
+    "berttokenizerfast": "BertWordPieceLowerCase",
     "wordpiece": "BertWordPieceLowerCase",
-}  # fmt: skip
+}
 """--tokenizer-type to suggest for names of other libraries, in lower case."""
 
 

@@ -22,8 +22,13 @@ _RENAMED = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-_ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu",
-                ("relu", False): "relu", ("fast_gelu", True): "geglu"}  # fmt: skip
+_ACTIVATIONS = {
+    ("silu", True): "swiglu",
+    ("quick_gelu", True): "quick_geglu",
+    ("squared_relu", False): "squared_relu",
+    ("relu", False): "relu",
+    ("fast_gelu", True): "geglu",
+}
 """Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
 
 
@@ -45,7 +50,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         return self.norm_epsilon
 
     @classmethod
-    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def in_our_words(cls, given: dict[str, object]) -> dict[str, object]:
         """Return the arguments ``given`` of Megatron-LM's constructor under the names that they have here, a new dict:
         older names (which win), single values for lists, fused activations, activation functions. Drops settings of the
         training loop and, without CUDA graphs, cuda_graph_* settings. Other names stay unchecked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
+from megatron.core.datasets.megatron_dataset import Sample
 from megatron.data.word_masking import mask_words
 
 KEEP_BELOW = 0.8
@@ -52,7 +54,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     config: BERTMaskedWordPieceDatasetConfig
     takes_empty_samples = True  # cls and sep remain, and no label
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int) -> Sample:
         """Return sample ``idx``: ``text``, ``types``, ``labels`` (-1 where not masked), ``padding_mask`` and
         ``loss_mask``, int64 [s], and the numbers ``is_random`` (segments swapped) and ``truncated``. Text is [cls]
         first [sep] second [sep] (without pairs [cls] text [sep]), truncated to the sample's target length, masked,
@@ -104,7 +106,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
             return behind, before, True
         return before, behind, False
 
-    def _replacement(self, random_state: np.random.RandomState) -> Any:
+    def _replacement(self, random_state: np.random.RandomState) -> Callable[[int], Any]:
         """Return a function from the id of a token to be masked to its replacement: the mask token with probability
         0.8, else with equal probability the token itself or a random id. Draws from ``random_state``."""
         uniform, randint = random_state.random_sample, random_state.randint

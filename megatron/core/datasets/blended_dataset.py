@@ -5,12 +5,12 @@ At every prefix of the stream each source is within two samples of its share (``
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import MANY_SOURCES, BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset, Sample
 from megatron.data import helpers
 from megatron.data.blend import check_weights, normalize
 from megatron.data.index_cache import IndexCache, Layout
@@ -32,7 +32,11 @@ class BlendedDataset:
     """
 
     def __init__(
-        self, datasets: Sequence[Any], weights: Sequence[float], size: int | None, config: BlendedMegatronDatasetConfig
+        self,
+        datasets: Sequence[MegatronDataset],
+        weights: Sequence[float],
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
     ):
         check_weights(weights, [str(dataset.dataset_path) for dataset in datasets])
         self.datasets = list(datasets)
@@ -46,7 +50,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int) -> Sample:
         source = int(self.dataset_index[idx])
         return {"dataset_id": source, **self.datasets[source][int(self.dataset_sample_index[idx])]}
 
@@ -94,11 +98,22 @@ class BlendedDataset:
             logger.log(
                 logging.DEBUG if many else logging.INFO,
                 "%s blend: %s gives %d of %d samples (weight %.6f), %.2f epochs",
-                name, dataset.dataset_path, count, len(self), weight / total, passes,
-            )  # fmt: skip
+                name,
+                dataset.dataset_path,
+                count,
+                len(self),
+                weight / total,
+                passes,
+            )
         if many:
             most, path = max((passes, str(dataset.dataset_path)) for passes, dataset in zip(epochs, self.datasets))
             logger.info(
                 "%s blend: %d sources give %d samples, %.2f to %.2f epochs of each (most of %s; --logging-level 10"
-                " lists all)", name, len(epochs), len(self), min(epochs), most, path,
-            )  # fmt: skip
+                " lists all)",
+                name,
+                len(epochs),
+                len(self),
+                min(epochs),
+                most,
+                path,
+            )

@@ -121,7 +121,7 @@ class BlendedMegatronDatasetBuilder:
             return self.config.blend_per_split[split.value]
         return self.config.blend
 
-    def _build_split(self, split: Split) -> Any:
+    def _build_split(self, split: Split) -> object:
         """Return :meth:`_build_wanted`; for a test split without documents that no flag names, log a warning and return
         None."""
         try:
@@ -134,7 +134,7 @@ class BlendedMegatronDatasetBuilder:
             logger.warning("no test evaluation at the end, since there is no test data: %s", error)
             return None
 
-    def _build_wanted(self, split: Split) -> Any:
+    def _build_wanted(self, split: Split) -> object:
         """Return the data set of ``split``: one data set, a blend, or a list for --multiple-validation-sets. None if no
         samples are wanted, or (with a warning) if no data is assigned to the split."""
         size, config = self.sizes[split.value], self.config
@@ -187,21 +187,27 @@ class BlendedMegatronDatasetBuilder:
             logger.warning(
                 "%s: %d samples asked for, but a blend without weights is one pass and holds %d: "
                 "give weights to repeat data",
-                split.name, size, sum(lengths),
-            )  # fmt: skip
+                split.name,
+                size,
+                sum(lengths),
+            )
         return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), self.config)
 
     def _build_sources(
-        self, prefixes: list[str], split: Split, bounds: tuple[float, float], sizes: Sequence[int | None],
+        self,
+        prefixes: list[str],
+        split: Split,
+        bounds: tuple[float, float],
+        sizes: Sequence[int | None],
         skip_empty: bool = False,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Build one data set per prefix in parallel threads and return them in order. With ``skip_empty``, sources
         without a sample are left out with a warning; else they raise EmptySplitError. All threads finish before an
         error is raised."""
 
         left_out: list[EmptySplitError] = []
 
-        def build(prefix: str, size: int | None) -> Any:
+        def build(prefix: str, size: int | None) -> object:
             try:
                 return self._build_source(prefix, split, bounds, size)
             except EmptySplitError as error:
@@ -220,13 +226,13 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_source(
         self, prefix: str | None, split: Split, bounds: tuple[float, float], size: int | None, make: Any = None
-    ) -> Any:
+    ) -> object:
         source = self._open(prefix)
         first, last = split_range(bounds, self.cls.numel_low_level_dataset(source))
         dtype = np.int32 if last <= np.iinfo(np.int32).max else np.int64
         return (make or self.cls)(source, prefix, np.arange(first, last, dtype=dtype), size, split, self.config)
 
-    def _open(self, prefix: str | None) -> Any:
+    def _open(self, prefix: str | None) -> object:
         """Return the low-level data set of ``prefix``, opened once and shared by all splits. Thread-safe: of two
         threads that open it at once, both return the first result."""
         with self._lock:

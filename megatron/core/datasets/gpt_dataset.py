@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, Sample, special_id
 from megatron.data.blend import Split
 from megatron.data.gpt_index import EpochPlan, GPTIndices, build_gpt_indices, plan_epochs
 from megatron.data.helpers import count_samples
@@ -83,7 +83,7 @@ class GPTDataset(MegatronDataset):
 
     def __init__(
         self,
-        indexed_dataset: Any,
+        indexed_dataset: object,
         dataset_path: str | None,
         indexed_indices: np.ndarray,
         num_samples: int | None,
@@ -109,16 +109,23 @@ class GPTDataset(MegatronDataset):
         logger.log(
             config.source_log_level(index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
-            type(self).__name__, index_split.name, dataset_path or "mock data", len(indexed_indices),
-            self.tokens_per_epoch, len(self), self.plan.num_epochs,
-        )  # fmt: skip
+            type(self).__name__,
+            index_split.name,
+            dataset_path or "mock data",
+            len(indexed_indices),
+            self.tokens_per_epoch,
+            len(self),
+            self.plan.num_epochs,
+        )
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+    def build_low_level_dataset(
+        dataset_path: str, config: GPTDatasetConfig
+    ) -> "IndexedDataset | MockGPTLowLevelDataset":
         """Open the indexed data set at ``dataset_path`` (a prefix, also without its default suffix). Raises UserError
         for mock settings, or if it stores several sentences per document; MissingDatasetError if a file is missing."""
         if config.mock:
@@ -137,7 +144,7 @@ class GPTDataset(MegatronDataset):
     def __len__(self) -> int:
         return len(self.sample_index) - 1
 
-    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+    def __getitem__(self, idx: int | None) -> Sample:
         """Return sample ``idx`` as new arrays: tokens and labels int64 [s], loss_mask float32 [s] (0 at padding) and
         position_ids int64 [s], with document boundaries if a flag requires them. None gives sample 0 with a loss mask
         of zeros (padding of the last batch). Raises UserError for an id outside the vocabulary."""
@@ -173,7 +180,7 @@ class GPTDataset(MegatronDataset):
             self.check_tokens(text[:filled], self._vocab_size, documents, offset)
         return text, filled
 
-    def _add_document_boundaries(self, sample: dict[str, Any]) -> None:
+    def _add_document_boundaries(self, sample: Sample) -> None:
         """Update ``sample`` in place at each end-of-document token: with ``eod_mask_loss`` loss mask 0 there, with
         ``reset_position_ids`` positions that restart after it, with ``reset_attention_mask`` the boundaries
         ``cu_seqlens`` int32."""
@@ -188,7 +195,7 @@ class GPTDataset(MegatronDataset):
         if self.config.reset_attention_mask:
             sample["cu_seqlens"] = bounds.astype(np.int32)
 
-    def _mask_padding(self, sample: dict[str, Any]) -> None:
+    def _mask_padding(self, sample: Sample) -> None:
         """No loss where the label is padding; padding becomes id 0, which every embedding has."""
         padded = sample["labels"] == self._pad
         if padded.any():

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, Sample, special_id
 from megatron.data.blend import Split
 from megatron.data.index_cache import Layout
 from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
@@ -135,7 +135,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     def __init__(
         self,
-        indexed_dataset: Any,
+        indexed_dataset: object,
         dataset_path: str | None,
         indexed_indices: np.ndarray,
         num_samples: int | None,
@@ -158,8 +158,13 @@ class MaskedWordPieceDataset(MegatronDataset):
         logger.log(
             config.source_log_level(index_split),
             "%s %s of %s: %d documents, %d samples in %d epoch(s)",
-            type(self).__name__, index_split.name, dataset_path, len(indexed_indices), len(self), self.num_epochs,
-        )  # fmt: skip
+            type(self).__name__,
+            index_split.name,
+            dataset_path,
+            len(indexed_indices),
+            len(self),
+            self.num_epochs,
+        )
 
     sequence_name = "sentence"
 
@@ -177,7 +182,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return len(self.sample_index)
 
     @abstractmethod
-    def __getitem__(self, idx: int) -> dict[str, Any]: ...
+    def __getitem__(self, idx: int) -> Sample: ...
 
     def masking_rule(self) -> MaskingRule:
         """Return the masking rule of this data set: probability, n-gram lengths, the table of tokens that begin a word,
@@ -254,8 +259,11 @@ class MaskedWordPieceDataset(MegatronDataset):
             logger.warning(
                 "%s: every document of %s is one sequence, and a sample takes at most its first %d tokens: make "
                 "the data with %s to train on all of it",
-                self.dataset_path, self.index_split.name, self.target_length, SENTENCES,
-            )  # fmt: skip
+                self.dataset_path,
+                self.index_split.name,
+                self.target_length,
+                SENTENCES,
+            )
 
         def build() -> dict[str, np.ndarray]:
             epochs = 1 if self.num_samples is None else 2**31 - 2

@@ -2,6 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ from megatron.data.index_format import get_bin_path, get_idx_path
 
 class EmptySplitError(UserError):
     """A split that samples are asked of holds no whole sample."""
+
+
+Sample = dict[str, Any]
+"""Arrays and numbers of a sample by name."""
 
 
 class MegatronDataset(ABC):
@@ -69,7 +74,7 @@ class MegatronDataset(ABC):
         first = int(self.indices[0]) if count else 0
         return count > 0 and np.array_equal(self.indices, np.arange(first, first + count))
 
-    def index_cache(self, own: dict[str, Any], layout: Layout, bounds: Bounds) -> IndexCache:
+    def index_cache(self, own: Mapping[str, object], layout: Layout, bounds: Bounds) -> IndexCache:
         """Return the cache of this data set's arrays: in the configured folder, next to the data, or in memory (mock).
 
         ``own``: what the arrays depend on besides the files, documents, split, seed and length. Not the number of
@@ -122,17 +127,17 @@ class MegatronDataset(ABC):
 
     @staticmethod
     @abstractmethod
-    def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
+    def build_low_level_dataset(dataset_path: str, config: Any) -> object:
         """Open the source."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, idx: int) -> dict[str, Any]: ...
+    def __getitem__(self, idx: int) -> Sample: ...
 
 
-def special_id(tokenizer: Any, role: str) -> int | None:
+def special_id(tokenizer: object, role: str) -> int | None:
     """Return the id of a special token, or None if the tokenizer lacks it."""
     try:
         index = getattr(tokenizer, role)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.config.errors import counted
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
-from megatron.core.datasets.megatron_dataset import special_id
+from megatron.core.datasets.megatron_dataset import Sample, special_id
 from megatron.data.word_masking import MaskingRule, expected_masks, mask_words
 
 
@@ -80,8 +80,8 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
 
     @staticmethod
     def config_attention_mask(
-        encoder_tokens: Any, decoder_tokens: Any, encoder_mask: Any, decoder_mask: Any, use_local: bool = False
-    ) -> tuple[Any, Any, Any]:
+        encoder_tokens: object, decoder_tokens: object, encoder_mask: Any, decoder_mask: Any, use_local: bool = False
+    ) -> tuple[object, object, object]:
         """Return masks of encoder, decoder and cross-attention, True where hidden, as programs pass them to a model,
         from bool tensors [b, e] and [b, s] that are True where hidden: with ``use_local`` [b, 1, queries, keys], else
         encoder [b, 1, 1, keys], None (causal) and the pair (decoder, encoder). The tokens are ignored."""
@@ -97,7 +97,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         room = self.config.sequence_length_decoder - 1  # bos, in the labels eos
         return replace(super().masking_rule(), max_spans=len(self.config.sentinels), max_marked=room)
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int) -> Sample:
         """Return sample ``idx``: ``text_enc`` (each span replaced by a sentinel), ``text_dec`` (start token, then
         sentinel and span), ``labels`` (shifted, ending with eos, padded with -1), ``loss_mask``, ``enc_mask`` and
         ``dec_mask``, int64 vectors, and the number ``truncated``. Depends only on files, seed and ``idx``."""

@@ -144,6 +144,7 @@ class Piece:
     def scaled_to_tokens(self, share: float) -> Piece:
         """Return a copy with the bytes of its operations (traffic, gradients, saved) scaled by ``share``, its tokens
         per token of the reference sequence. FLOPs and parameters do not change."""
+
         def scaled(op: Op) -> Op:
             saved = tuple(replace(each, bytes=each.bytes * share) for each in op.saved)
             return replace(op, traffic=op.traffic * share, gradients=op.gradients * share, saved=saved)

@@ -47,9 +47,16 @@ def norm(name: str, size: int, config: Config) -> list[Param]:
 
 
 RESIDUAL_SETTINGS = (
-    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_bias", "norm_placement",
-    "apply_residual_connection_post_layernorm", "embed_layernorm", "residual_multiplier",
-)  # fmt: skip
+    "hidden_size",
+    "normalization",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "norm_bias",
+    "norm_placement",
+    "apply_residual_connection_post_layernorm",
+    "embed_layernorm",
+    "residual_multiplier",
+)
 """Settings that every branch and the final norm depend on."""
 NormDescription = Callable[[str, int, Config], list[Param]]
 
@@ -75,11 +82,13 @@ def one_piece(pieces: Iterable[Piece]) -> Piece:
     in order. It is known only if there are branches and all are known."""
     pieces = list(pieces)
     return Piece(
-        "layer", tuple(each for piece in pieces for each in piece.params),
-        tuple(op for piece in pieces for op in piece.ops), is_branch=True,
+        "layer",
+        tuple(each for piece in pieces for each in piece.params),
+        tuple(op for piece in pieces for op in piece.ops),
+        is_branch=True,
         is_known=bool(pieces) and all(piece.is_known for piece in pieces),
         settings=tuple(name for piece in pieces for name in piece.settings),
-    )  # fmt: skip
+    )
 
 
 def residual_branch(
@@ -100,6 +109,9 @@ def residual_branch(
         ops.append(Op("norm", post_name, traffic=5.0 * item * elements, saved=(kept,)))
     ops[-1] = replace(ops[-1], saved=(*ops[-1].saved, mask))
     return replace(
-        mixer, params=(*entry, *mixer.under(f"{name}.").params, *leave), ops=tuple(ops), is_branch=True,
+        mixer,
+        params=(*entry, *mixer.under(f"{name}.").params, *leave),
+        ops=tuple(ops),
+        is_branch=True,
         settings=(*RESIDUAL_SETTINGS, *mixer.settings),
-    )  # fmt: skip
+    )

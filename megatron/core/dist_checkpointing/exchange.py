@@ -23,7 +23,7 @@ def all_ranks() -> Group:
     return Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
-def all_gather_json(value: Any, group: Group) -> list[Any]:
+def all_gather_json(value: object, group: Group) -> list[Any]:
     """All-gather a JSON value; return the values by group rank, after a JSON round trip (tuples become lists), or
     [value] itself for one rank. Collective: two all-gathers of bytes, by gloo if the group has a host handle, else by
     its backend. The host waits for the result. Raises TypeError for other values, on this rank only."""

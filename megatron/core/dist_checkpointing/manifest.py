@@ -20,8 +20,9 @@ import math
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
@@ -36,9 +37,19 @@ MAX_MANIFEST_BYTES = 2**30
 MAX_HEADER_BYTES = 100 * 2**20  # as other readers of safetensors have it
 MAX_DIMS = 32
 ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
 """Bytes per element of every storable dtype, by safetensors name; here, so that a manifest is read without torch."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
@@ -47,13 +58,60 @@ _SUFFIX = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
 _SUFFIX_BYTES = len(b',"sha256":"') + 64 + len(b'"}\n')
 
 
-def encode(manifest: dict[str, Any]) -> bytes:
+class FileEntry(TypedDict):
+    """Tensor file."""
+
+    bytes: int
+    header_bytes: int
+    header_crc32: int
+
+
+class AssetEntry(TypedDict):
+    """Copied file."""
+
+    bytes: int
+    crc32: int
+
+
+class Chunk(TypedDict):
+    """Rectangle of a tensor in a file."""
+
+    offsets: list[int]
+    shape: list[int]
+    file: str
+    key: str
+    start: int
+    crc32: list[int]
+
+
+class TensorEntry(TypedDict):
+    """Global tensor."""
+
+    shape: list[int]
+    dtype: str
+    chunks: list[Chunk]
+
+
+class Manifest(TypedDict):
+    """Contents of a checkpoint."""
+
+    format: str
+    format_version: int
+    run_id: str
+    world_size: int
+    objects: dict[str, Any]
+    assets: dict[str, AssetEntry]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+def encode(manifest: Mapping[str, object]) -> bytes:
     """Encode a manifest to the bytes of its file, including the sha256."""
     body = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
-def decode(data: bytes, path: Path) -> dict[str, Any]:
+def decode(data: bytes, path: Path) -> Manifest:
     """Decode the bytes of a manifest file and check its structure and the coverage of every tensor. Raises
     ``CheckpointDamagedError`` for any deviation, also for another format or version."""
     body, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
@@ -72,10 +130,10 @@ def decode(data: bytes, path: Path) -> dict[str, Any]:
             f"{path}: format version {version!r:.40}, this program reads version {FORMAT_VERSION}"
         )
     _check_structure(manifest, path)
-    return manifest
+    return cast("Manifest", manifest)
 
 
-def _is_sizes(value: Any, length: int | None = None) -> bool:
+def _is_sizes(value: object, length: int | None = None) -> bool:
     return (
         isinstance(value, list)
         and all(type(item) is int and 0 <= item < 2**63 for item in value)
@@ -83,7 +141,7 @@ def _is_sizes(value: Any, length: int | None = None) -> bool:
     )
 
 
-def _check_structure(manifest: dict[str, Any], path: Path) -> None:
+def _check_structure(manifest: dict[str, object], path: Path) -> None:
     """Raise CheckpointDamagedError unless ``files``, ``tensors``, ``objects``, ``assets``, ``run_id`` and
     ``world_size`` are well-formed, all names plain (no paths), every chunk inside its tensor and file, and every tensor
     covered exactly once. A crafted file can have a valid checksum. Reads no other file."""
@@ -111,25 +169,29 @@ def _check_structure(manifest: dict[str, Any], path: Path) -> None:
         for chunk in entry["chunks"]:
             _check_chunk(chunk, shape, ITEM_BYTES[str(dtype)], files, f"{path}: tensor {name}")
     try:
-        check_coverage(manifest)
+        check_coverage(tensors)
     except CheckpointError as error:
         raise CheckpointDamagedError(f"{path}: {error}") from None
 
 
-def _has_sizes(entry: Any, *keys: str) -> bool:
+def _has_sizes(entry: object, *keys: str) -> bool:
     return isinstance(entry, dict) and _is_sizes([entry.get(key) for key in keys])
 
 
-def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, Any], where: str) -> None:
+def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: Mapping[str, FileEntry], where: str) -> None:
     """Raise CheckpointDamagedError unless the chunk has the expected types, lies inside the tensor's ``shape`` and
     inside a listed file, and has one CRC-32 per block."""
     fits = (
-        isinstance(chunk, dict) and isinstance(chunk.get("key"), str)
-        and isinstance(chunk.get("file"), str) and chunk["file"] in files
-        and _is_sizes(chunk.get("offsets"), len(shape)) and _is_sizes(chunk.get("shape"), len(shape))
-        and _is_sizes([chunk.get("start")]) and _is_sizes(chunk.get("crc32"))
+        isinstance(chunk, dict)
+        and isinstance(chunk.get("key"), str)
+        and isinstance(chunk.get("file"), str)
+        and chunk["file"] in files
+        and _is_sizes(chunk.get("offsets"), len(shape))
+        and _is_sizes(chunk.get("shape"), len(shape))
+        and _is_sizes([chunk.get("start")])
+        and _is_sizes(chunk.get("crc32"))
         and all(o + n <= total for o, n, total in zip(chunk["offsets"], chunk["shape"], shape))
-    )  # fmt: skip
+    )
     size = math.prod(chunk["shape"]) * itemsize if fits else 0
     if (
         not fits
@@ -139,7 +201,7 @@ def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, A
         raise CheckpointDamagedError(f"{where}: malformed chunk")
 
 
-def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
+def read_manifest(directory: str | os.PathLike) -> Manifest:
     """Return the manifest of ``directory`` after checking that exactly its ``*.safetensors`` files exist, in their
     sizes. Does not look at assets or other files, and reads no tensor data.
 
@@ -174,11 +236,11 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
     return manifest
 
 
-def check_coverage(manifest: dict[str, Any]) -> None:
+def check_coverage(tensors: Mapping[str, TensorEntry]) -> None:
     """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once; lists all tensors that fail.
     Tensors without elements need no chunks. Entries must be well-formed."""
     problems = []
-    for name, entry in manifest["tensors"].items():
+    for name, entry in tensors.items():
         chunks = [chunk_rectangle(chunk) for chunk in entry["chunks"]]
         if coverage_problem(entry["shape"], chunks):
             places = [(chunk["offsets"], chunk["shape"]) for chunk in entry["chunks"]]
@@ -187,6 +249,6 @@ def check_coverage(manifest: dict[str, Any]) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def chunk_rectangle(chunk: dict[str, Any]) -> Rectangle:
+def chunk_rectangle(chunk: Chunk) -> Rectangle:
     """Return the rectangle (global coordinates) that a chunk stores."""
     return Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"]))

@@ -15,9 +15,13 @@ from megatron.core.groups.process_groups import Group
 from megatron.core.sharding.sharded_tensor import ShardedTensor
 
 _WITHOUT_EFFECT = {
-    "sharded_strategy", "common_strategy", "validate_access_integrity", "preprocess_common_before_consistancy_check",
-    "content_metadata", "strict",
-}  # fmt: skip
+    "sharded_strategy",
+    "common_strategy",
+    "validate_access_integrity",
+    "preprocess_common_before_consistancy_check",
+    "content_metadata",
+    "strict",
+}
 """Arguments of Megatron-LM that are ignored: all ranks write and read, and everything is checked."""
 
 _VALUES = "values"
@@ -25,10 +29,15 @@ _VALUES = "values"
 
 
 def save(
-    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
-    objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
-    group: Group | None = None, fault: writer.Fault = writer.no_fault, **accepted: Any,
-) -> int:  # fmt: skip
+    sharded_state_dict: Mapping[str, object],
+    checkpoint_dir: str | os.PathLike,
+    *strategies: object,
+    objects: dict[str, object] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group | None = None,
+    fault: writer.Fault = writer.no_fault,
+    **accepted: object,
+) -> int:
     """Write ``sharded_state_dict`` as the directory ``checkpoint_dir``, replacing one of that name, and return the
     bytes of all ranks' tensor files. Collective over ``group``; blocks until the checkpoint is complete. An error on
     any rank leaves no files and the replaced checkpoint unchanged. See ``writer.save``.
@@ -58,9 +67,13 @@ def save(
 
 
 def load(
-    sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike, *strategies: Any,
-    allow_unused: Iterable[str] = (), group: Group | None = None, **accepted: Any,
-) -> dict[str, Any]:  # fmt: skip
+    sharded_state_dict: Mapping[str, object],
+    checkpoint_dir: str | os.PathLike,
+    *strategies: object,
+    allow_unused: Iterable[str] = (),
+    group: Group | None = None,
+    **accepted: object,
+) -> dict[str, Any]:
     """Fill the shards of ``sharded_state_dict`` in place, cast to their dtypes; return new dictionaries with their
     local tensors and all stored JSON values, which replace passed ones. Collective over ``group``. Fills nothing unless
     names and shapes match on all ranks; all stored tensors outside of ``allow_unused`` (name prefixes) must be
@@ -75,14 +88,14 @@ def load(
     return _merged(_with_tensors(sharded_state_dict, filled), CheckpointReader(checkpoint_dir).objects.get(_VALUES, {}))
 
 
-def _check(accepted: Mapping[str, Any]) -> None:
+def _check(accepted: Mapping[str, object]) -> None:
     if unknown := sorted(accepted.keys() - _WITHOUT_EFFECT - {"async_sharded_save"}):
         raise TypeError(f"dist_checkpointing has no arguments {', '.join(unknown)}")
     if accepted.get("async_sharded_save"):
         raise UserError("async_sharded_save True: not available here; pass False (pretrain_gpt.py has --async-save)")
 
 
-def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor]:
+def _tensors(tree: Mapping[str, object], path: str = "") -> dict[str, ShardedTensor]:
     """Return {``path`` + slash-separated keys: shard} of the shards in nested dictionaries; other values are
     ignored."""
     found: dict[str, ShardedTensor] = {}
@@ -94,10 +107,10 @@ def _tensors(tree: Mapping[str, Any], path: str = "") -> dict[str, ShardedTensor
     return found
 
 
-def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _values(tree: Mapping[str, object]) -> dict[str, object]:
     """Return ``tree`` without shards and without dictionaries that hold only shards, at any depth; empty dictionaries
     stay. Raises UserError that names the values of one dictionary that are not JSON."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in tree.items():
         inner = _values(value) if isinstance(value, Mapping) else value
         if not isinstance(value, ShardedTensor) and not (value and inner == {}):
@@ -110,7 +123,7 @@ def _values(tree: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -118,7 +131,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _with_tensors(tree: Mapping[str, Any], filled: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _with_tensors(tree: Mapping[str, object], filled: Mapping[str, object], path: str = "") -> dict[str, object]:
     """Return a copy of ``tree`` with shards replaced by the tensors ``filled``, by path."""
     return {
         name: _with_tensors(value, filled, f"{path}{name}/")
@@ -128,7 +141,7 @@ def _with_tensors(tree: Mapping[str, Any], filled: Mapping[str, Any], path: str 
     }
 
 
-def _merged(tree: Any, stored: Any) -> Any:
+def _merged(tree: object, stored: object) -> Any:
     """Merge ``stored`` into ``tree`` recursively; stored values win."""
     if not isinstance(tree, dict) or not isinstance(stored, dict):
         return stored

@@ -23,7 +23,7 @@ from megatron.core.config.errors import counted, listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.files import MAX_ASSET_BYTES, read_regular_file
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, chunk_rectangle, read_manifest
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, Chunk, chunk_rectangle, read_manifest
 from megatron.core.groups.process_groups import Group
 from megatron.core.safe_files import open_regular
 from megatron.core.sharding.rectangles import Rectangle
@@ -31,9 +31,12 @@ from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTe
 
 
 def load(
-    sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
-    allow_unused: Iterable[str] = (), group: Group | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+    sharded_state_dict: Mapping[str, ShardedTensor],
+    checkpoint_dir: str | os.PathLike,
+    *,
+    allow_unused: Iterable[str] = (),
+    group: Group | None = None,
+) -> dict[str, Tensor]:
     """Fill the local tensors of ``sharded_state_dict`` in place (cast to their dtype); return them by key.
 
     Collective over ``group``. No tensor is modified on any rank unless names and shapes match on all ranks. Damage
@@ -53,9 +56,8 @@ def load(
 
 
 def load_from(
-    reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
-    group: Group,
-) -> dict[str, Tensor]:  # fmt: skip
+    reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (), group: Group
+) -> dict[str, Tensor]:
     """Fill the local tensors of ``sharded_state_dict`` in place from an opened source and return them by key, with the
     checks and errors of :func:`load`: nothing is filled unless names and shapes match on all ranks. Collective over
     ``group``: three exchanges (names, problems, end). Several threads call ``reader.read_into``."""
@@ -189,7 +191,7 @@ class CheckpointReader:
         if filled != tensor.local.numel():
             raise CheckpointDamagedError(f"{self.directory}: {tensor.name} is stored only in part")
 
-    def _read_chunk(self, name: str, chunk: dict, dtype: torch.dtype, wanted: Rectangle, target: Tensor) -> None:
+    def _read_chunk(self, name: str, chunk: Chunk, dtype: torch.dtype, wanted: Rectangle, target: Tensor) -> None:
         """Copy the rectangle ``wanted`` (global coordinates, inside ``chunk``) to ``target``, a view of its shape, cast
         to its dtype; some rows at a time. Checks the file's header (once) and the CRC-32 of every block that it reads;
         raises CheckpointDamagedError."""
@@ -208,7 +210,7 @@ class CheckpointReader:
             # blocking: ``rows`` is this thread's buffer, which the next read overwrites
             target[start : start + count].copy_(rows)
 
-    def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:
+    def _rows(self, name: str, chunk: Chunk, dtype: torch.dtype, first: int, count: int) -> Tensor:
         """Return rows ``first`` to ``first + count`` of a chunk, full rows in the stored ``dtype``; valid until this
         thread's next call. Reads the blocks that contain them and raises CheckpointDamagedError if the CRC-32 of one
         differs. A 0-d chunk has one row."""

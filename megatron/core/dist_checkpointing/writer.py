@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ from megatron.core.dist_checkpointing.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
+    AssetEntry,
+    Chunk,
+    FileEntry,
+    Manifest,
+    TensorEntry,
     check_coverage,
     encode,
 )
@@ -58,10 +63,14 @@ def no_fault(phase: str) -> None:
 
 
 def save(
-    sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
-    objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
-    group: Group | None = None, fault: Fault = no_fault,
-) -> int:  # fmt: skip
+    sharded_state_dict: Mapping[str, ShardedTensor],
+    checkpoint_dir: str | os.PathLike,
+    *,
+    objects: dict[str, object] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group | None = None,
+    fault: Fault = no_fault,
+) -> int:
     """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, replacing one of that name.
 
     Collective over ``group``; copies from the device block by block and waits for each. Returns the bytes of all ranks'
@@ -88,7 +97,7 @@ class WritePlan:
 
     tensors: list[ShardedTensor]
     """Tensors in file order: staging and writing must use the same order."""
-    empty: dict[str, dict[str, Any]]
+    empty: dict[str, TensorEntry]
     """Manifest entries of global tensors without any element."""
 
     @property
@@ -111,9 +120,15 @@ def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> Write
 
 
 def write(
-    part: WritePlan, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
-    assets: Mapping[str, str | os.PathLike] | None = None, group: Group, fault: Fault = no_fault,
-) -> int:  # fmt: skip
+    part: WritePlan,
+    checkpoint_dir: str | os.PathLike,
+    blocks: Blocks,
+    *,
+    objects: dict[str, object] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group,
+    fault: Fault = no_fault,
+) -> int:
     """Write and publish the plans of all ranks of ``group`` as ``checkpoint_dir``, replacing one of that name.
     Collective; returns the bytes of all ranks' tensor files. Raises CheckpointWriteError on all ranks if any rank
     fails; the first rank has then deleted the hidden directory and restored a checkpoint renamed for replacement.
@@ -143,10 +158,19 @@ def write(
         def publish() -> None:
             if not group.is_first:
                 return
-            top = {"run_id": run_id, "world_size": group.size, "objects": objects or {}}
             copies = (assets or {}).items()
-            top["assets"] = {name: copy_asset(Path(source), temporary / name) for name, source in copies}
-            manifest = _merge(written, dict(part.empty), top)
+            entries = {name: copy_asset(Path(source), temporary / name) for name, source in copies}
+            files, tensors = _merge(written, dict(part.empty))
+            manifest: Manifest = {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "run_id": run_id,
+                "world_size": group.size,
+                "objects": objects or {},
+                "assets": entries,
+                "files": files,
+                "tensors": tensors,
+            }
             fault("before_manifest")
             write_file(temporary / MANIFEST, encode(manifest))
             fsync_path(temporary)
@@ -186,17 +210,19 @@ def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
     return sorted(mine)
 
 
-def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, dict[str, Any]]:
+def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, TensorEntry]:
     """Return manifest entries of global tensors without any element."""
     empty = [t for t in tensors.values() if math.prod(t.global_shape) == 0]
     return {t.name: {"shape": list(t.global_shape), "dtype": DTYPE_NAMES[t.local.dtype], "chunks": []} for t in empty}
 
 
-def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], top: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest of all ranks' files and chunks plus ``top``. ``entries`` (of empty tensors) is filled in
-    place. Raises CheckpointWriteError if ranks disagree on a shape or dtype, CheckpointError if a tensor is not covered
-    exactly once. Rank 0 only; no I/O."""
-    files: dict[str, Any] = {}
+def _merge(
+    written: list[WrittenFiles], entries: dict[str, TensorEntry]
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Return the entries of all ranks' files and tensors. ``entries`` (of empty tensors) is filled in place. Raises
+    CheckpointWriteError if ranks disagree on a shape or dtype, CheckpointError if a tensor is not covered exactly once.
+    Rank 0 only; no I/O."""
+    files: dict[str, FileEntry] = {}
     for part in written:
         files.update(part["files"])
         for name, shape, dtype, chunk in part["chunks"]:
@@ -206,9 +232,16 @@ def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], to
                     f"{name}: ranks disagree: shape {shape} {dtype} against {entry['shape']} {entry['dtype']}"
                 )
             entry["chunks"].append(chunk)
-    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": files, "tensors": entries, **top}
-    check_coverage(manifest)
-    return manifest
+    check_coverage(entries)
+    return files, entries
+
+
+class WrittenFiles(TypedDict):
+    """Part of the manifest that one rank wrote."""
+
+    files: dict[str, FileEntry]
+    chunks: list[tuple[str, list[int], str, Chunk]]
+    """Name, global shape and dtype of the tensor, and its chunk."""
 
 
 class _RankWriter:
@@ -220,14 +253,14 @@ class _RankWriter:
         self.directory, self.run_id, self.rank, self.fault = directory, run_id, rank, fault
         self.blocks, self.checksums = blocks, checksums
 
-    def write(self, tensors: list[ShardedTensor]) -> dict[str, Any]:
+    def write(self, tensors: list[ShardedTensor]) -> WrittenFiles:
         """Write ``tensors`` durably to one file per first component of their names; return this rank's part of the
         manifest, ``{"files": {file: entry}, "chunks": [[name, shape, dtype, chunk], …]}``. Writes no file without
         tensors. Raises OSError."""
         parts: dict[str, list[ShardedTensor]] = {}
         for tensor in tensors:
             parts.setdefault(_stem(tensor), []).append(tensor)
-        result: dict[str, Any] = {"files": {}, "chunks": []}
+        result: WrittenFiles = {"files": {}, "chunks": []}
         for stem, members in parts.items():
             file_name = f"{stem}_{self.rank:05d}.safetensors"
             entry, chunks = self._write_file(file_name, members)
@@ -237,25 +270,30 @@ class _RankWriter:
         self.fault("shards_written")
         return result
 
-    def _write_file(self, file_name: str, tensors: list[ShardedTensor]) -> tuple[dict[str, int], list[list]]:
+    def _write_file(
+        self, file_name: str, tensors: list[ShardedTensor]
+    ) -> tuple[FileEntry, list[tuple[str, list[int], str, Chunk]]]:
         """Write ``tensors`` to a new file and fsync it; return its manifest entry and chunks. Raises FileExistsError if
         the file exists."""
         keyed = [(_key(tensor), tensor) for tensor in tensors]
         kinds = ((key, tensor.local.dtype, tensor.local.shape) for key, tensor in keyed)
         header, starts = safetensors_header(kinds, {"format": "pt", "run_id": self.run_id})
-        chunks: list[list] = []
+        chunks: list[tuple[str, list[int], str, Chunk]] = []
         with open(self.directory / file_name, "xb") as file:
             file.write(header)
             for index, (key, tensor) in enumerate(keyed):
                 if index == len(tensors) // 2:
                     file.flush()
                     self.fault("mid_shard")
-                chunk = {
-                    "offsets": list(tensor.offsets), "shape": list(tensor.local.shape), "file": file_name, "key": key,
+                chunk: Chunk = {
+                    "offsets": list(tensor.offsets),
+                    "shape": list(tensor.local.shape),
+                    "file": file_name,
+                    "key": key,
                     "start": starts[index],
                     "crc32": _write_blocks(file, self.blocks(tensor.local), self.checksums),
-                }  # fmt: skip
-                chunks.append([tensor.name, list(tensor.global_shape), DTYPE_NAMES[tensor.local.dtype], chunk])
+                }
+                chunks.append((tensor.name, list(tensor.global_shape), DTYPE_NAMES[tensor.local.dtype], chunk))
             self.fault("before_fsync")
             file.flush()
             os.fsync(file.fileno())
@@ -275,7 +313,7 @@ def safetensors_header(
     """Return (header, starts) of a safetensors file of ``tensors`` (key, dtype, shape), in this order: the first bytes
     of the file, with their 8-byte length and padded to 8 bytes so that mapped tensors are aligned, and the byte in the
     file at which each tensor starts."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     begins, end = [], 0
     for key, dtype, shape in tensors:
         begins.append(end)
@@ -323,7 +361,7 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def copy_asset(source: Path, target: Path) -> dict[str, int]:
+def copy_asset(source: Path, target: Path) -> AssetEntry:
     """Copy the file ``source`` (at most 2 GiB; read into memory) to the new file ``target``, whose folder is created if
     missing, and fsync both; return its manifest entry. Raises OSError, also for an existing target or a larger
     source."""

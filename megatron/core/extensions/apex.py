@@ -127,6 +127,16 @@ class ApexAdam:
             rate = step.step.new_full((1,), lr)
             for masters, gradients, moments in as_fp32_lists(group, step.factor):
                 self._apply(
-                    self._update, skip, [gradients, masters, *moments], rate, step.beta1, step.beta2, step.eps, count,
-                    int(step.decoupled), 1, weight_decay, one,
-                )  # fmt: skip
+                    self._update,
+                    skip,
+                    [gradients, masters, *moments],
+                    rate,
+                    step.beta1,
+                    step.beta2,
+                    step.eps,
+                    count,
+                    int(step.decoupled),
+                    1,
+                    weight_decay,
+                    one,
+                )

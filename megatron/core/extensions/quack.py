@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ def _gemm_add_inplace() -> Callable[..., None] | None:
     if not is_installed("quack"):
         return None
     try:
-        module: Any = importlib.import_module("quack.gemm_interface")
-        return module.gemm_add_inplace
+        return importlib.import_module("quack.gemm_interface").gemm_add_inplace
     except (ImportError, OSError, RuntimeError, AttributeError):  # built for another CUDA, or its interface has changed
         return None
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from megatron.core.config.errors import UserError
 
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "split_share", "blocking", "net_name")
 
-DEFAULTS: dict[str, dict[str, Any]] = {"pp_up": {"max_ctas": 4}, "pp_down": {"max_ctas": 4}}
+DEFAULTS: dict[str, dict[str, object]] = {"pp_up": {"max_ctas": 4}, "pp_down": {"max_ctas": 4}}
 """Settings by axis without a file. Pipeline p2p kernels wait on the GPU for most of a micro-batch and occupy SMs that
 concurrent GEMMs then lack; 4 thread blocks give enough bandwidth."""
 
 
-def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, Any]]:
+def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, object]]:
     """Return {axis: {setting: value}} from a YAML file. Raises UserError if PyYAML is missing; if the file cannot be
     read, is empty or has another structure; or with all axes that are not in ``axes`` and all settings that are not in
     ``SETTINGS``. Does not check values, and does not add ``DEFAULTS``."""
@@ -46,7 +45,7 @@ def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, 
     return {axis: dict(settings) for axis, settings in content.items()}
 
 
-def group_options(settings: Mapping[str, Any]) -> Any:
+def group_options(settings: Mapping[str, object]) -> object:
     """Return ``pg_options`` for ``torch.distributed.new_group`` over NCCL, with ``settings`` as attributes of its
     ``config``; None for empty ``settings``. Does not check names or values, so that an unknown setting may have no
     effect."""

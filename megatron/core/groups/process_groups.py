@@ -13,9 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron.core.config.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from megatron.core.groups.copy_engines.exchange import CopyEngines
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
@@ -32,10 +37,10 @@ class Group:
     """Rank of this process within the group."""
     handle: Any = field(default=None, compare=False)
     """torch.distributed.ProcessGroup; None if and only if the group has one rank."""
-    host_handle: Any = field(default=None, compare=False)
+    host_handle: ProcessGroup | None = field(default=None, compare=False)
     """gloo group of the same ranks for CPU tensors if ``handle`` is NCCL; only for axes that need it."""
-    engines: Any = field(default=None, compare=False)
-    """``copy_engines.CopyEngines`` between the ranks; None: all messages use ``handle``."""
+    engines: CopyEngines | None = field(default=None, compare=False)
+    """None: all messages use ``handle``."""
 
     @property
     def size(self) -> int:
@@ -48,6 +53,12 @@ class Group:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
+
+
+Handles: TypeAlias = "tuple[ProcessGroup | None, ProcessGroup | None]"
+"""``Group.handle`` and ``Group.host_handle``."""
+AnyGroup: TypeAlias = "ProcessGroup | Group | None"
+"""Argument of public functions that accept groups of torch and of the library; None: a default."""
 
 
 class DataParallelGroups(NamedTuple):
@@ -128,9 +139,7 @@ class ProcessGroups:
 
 SINGLE_PROCESS = ProcessGroups()
 
-_AXES = {
-    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp",
-}  # fmt: skip
+_AXES = {"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp"}
 _LANES = ("pp_up", "pp_down")
 """Groups with a separate communicator, although other groups have the same ranks."""
 _EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep", "etp_ep_pp": "tp-ep-pp"}
@@ -287,13 +296,13 @@ class RankGrid:
 
 
 def build_process_groups(
-    grid: RankGrid, rank: int, new_group: Callable[[str, list[list[int]]], tuple[Any, Any]]
+    grid: RankGrid, rank: int, new_group: Callable[[str, list[list[int]]], Handles]
 ) -> ProcessGroups:
     """Build the groups of process ``rank``. Collective if ``new_group`` is. ``new_group(name, rank_lists)`` must return
     (handle, host handle) of this rank's group. It is called in the same order on all ranks, once per distinct partition
     of the world, with its groups of at least two ranks. Axes with equal partitions share handles, except ``pp_up`` and
     ``pp_down``."""
-    handles: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Any, Any]] = {}
+    handles: dict[tuple[str, tuple[tuple[int, ...], ...]], Handles] = {}
     built: dict[str, Group] = {}
     for axis_field in fields(ProcessGroups):
         name = axis_field.name

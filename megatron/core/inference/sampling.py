@@ -68,9 +68,12 @@ class Sampling:
 
 MIN_TEMPERATURE = 1e-6
 _RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 1000), "top_k": (0, 2**31 - 1), "top_p": (0, 1), "seed": (0, 2**63 - 1),
+    "temperature": (0, 1000),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0, 1),
+    "seed": (0, 2**63 - 1),
     "max_new_tokens": (0, 10**6),
-}  # fmt: skip
+}
 
 
 def sampling_problems(values: Mapping[str, float | None]) -> dict[str, tuple[float, str]]:
@@ -165,9 +168,12 @@ def _prepared(model: nn.Module) -> torch.device:
 
 
 def _written(
-    logits: Callable[[list[int]], Tensor], context: list[int], max_new_tokens: int, stop_token: int | None,
+    logits: Callable[[list[int]], Tensor],
+    context: list[int],
+    max_new_tokens: int,
+    stop_token: int | None,
     sampling: Sampling,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Yield up to ``max_new_tokens`` sampled tokens after ``context`` and append each to that list; end before
     ``stop_token``. ``logits`` computes [1, s, v] of the full context each time."""
     choose = sampling.chooser()

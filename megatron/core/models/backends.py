@@ -43,17 +43,20 @@ class Backend:
     """Module classes, or factories, of one layer implementation."""
 
     name: str
-    column_parallel_linear: Callable[..., Any]
-    row_parallel_linear: Callable[..., Any]
-    norm: Callable[..., Any]
-    core_attention: Callable[..., Any]
-    layer: Callable[..., Any]
+    column_parallel_linear: Callable[..., nn.Module]
+    row_parallel_linear: Callable[..., nn.Module]
+    norm: Callable[..., nn.Module]
+    core_attention: Callable[..., nn.Module]
+    layer: Callable[..., nn.Module]
 
 
 def transformer_engine_attention(
-    config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
-    *, groups: ProcessGroups,
-) -> nn.Module:  # fmt: skip
+    config: TransformerConfig,
+    layer_number: int,
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    *,
+    groups: ProcessGroups,
+) -> nn.Module:
     """Build Transformer Engine's attention and set its NVTE_* environment variables for ``config.attention_backend``.
 
     Returns local :class:`CoreAttention` instead with context parallelism, backend ``local``, attention sinks,
@@ -91,9 +94,14 @@ class EngineNamedLayer(TransformerLayer):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
-        groups: ProcessGroups, branches: range | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int = 1,
+        *,
+        groups: ProcessGroups,
+        branches: range | None = None,
+    ) -> None:
         """Build the layer and register the norms before SelfAttention's ``linear_qkv`` and MLP's ``linear_fc1``, and
         MLASelfAttention's latent norms, as ``layer_norm_weight`` and ``layer_norm_bias`` of the following linear.
         Subclasses of these mixers, other mixers and weightless norms keep their names; computation does not change."""
@@ -114,9 +122,14 @@ class TransformerEngineLayer(EngineNamedLayer):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
-        groups: ProcessGroups, branches: range | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int = 1,
+        *,
+        groups: ProcessGroups,
+        branches: range | None = None,
+    ) -> None:
         """Build the layer; then each branch's first column-parallel linear adopts the branch's norm. None does with
         ``layernorm`` in --recompute-modules, or tensor parallelism; a branch whose normalized stream is its residual,
         or with other module classes, stays as it is."""
@@ -135,15 +148,17 @@ class TransformerEngineLayer(EngineNamedLayer):
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
-        "local": Backend(
-            "local", ColumnParallelLinear, RowParallelLinear, build_norm, CoreAttention, TransformerLayer
-        ),
+        "local": Backend("local", ColumnParallelLinear, RowParallelLinear, build_norm, CoreAttention, TransformerLayer),
         te.NAME: Backend(
-            te.NAME, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, transformer_engine_attention,
+            te.NAME,
+            te.TEColumnParallelLinear,
+            te.TERowParallelLinear,
+            te.TENorm,
+            transformer_engine_attention,
             TransformerEngineLayer,
         ),
     }
-)  # fmt: skip
+)
 
 
 @cache

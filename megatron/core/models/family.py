@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from megatron.core.config.optional import OptionalGroup
 from megatron.core.config.problems import Rule, Settings
@@ -19,11 +19,24 @@ from megatron.core.pipeline_parallel.stages import BranchNames
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+    from megatron.core.datasets.megatron_dataset import MegatronDataset
     from megatron.core.inference.sampling import Sampling
 
 Options = dict[str, Any]
-DataSet = tuple[type, Any]
+DataSet: TypeAlias = "tuple[type[MegatronDataset], BlendedMegatronDatasetConfig]"
 """Class of a data set and its configuration."""
+
+
+class TrainedModel(Protocol):
+    """Inference model with its settings and tokenizer."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def cfg(self) -> Settings: ...
+    @property
+    def tokenizer(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ class ModelFamily:
     """Whether logits depend on earlier tokens only."""
     tool: str = ""
     """Inference tool that serves it, such as ``tools/generate.py``."""
-    generate: Callable[[Any, str, int, Sampling], str] | None = None
+    generate: Callable[[TrainedModel, str, int, Sampling], str] | None = None
     """(trained model, prompt, maximum number of new tokens, sampling) -> text that ``tools/generate.py`` prints."""
     logits: Callable[[nn.Module, Settings, Tensor], Tensor] | None = None
     """(model, settings, tokens int64 [b, s]) -> logits [b, s, v]; the tokens are also the input of a decoder."""

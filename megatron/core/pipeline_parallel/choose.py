@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward, without_pipeline
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, zero_bubble_h2
 
 
-def build_schedule(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
+def build_schedule(config: TransformerConfig, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
     """Return the training schedule for ``config`` (--pipeline-schedule; --delay-wgrad-compute gives zero-bubble).
     Raises UserError if the schedule does not support ``num_chunks``."""
     name = config.pipeline_schedule or ("zero-bubble" if config.delay_wgrad_compute else None)
@@ -35,7 +35,9 @@ def choose_schedule(
     if num_chunks > 1 and name in (None, "interleaved"):
         return interleaved(num_ranks, num_chunks, num_microbatches, group_size)
     if num_chunks == 1 and name in (None, "1f1b"):
-        return without_pipeline(num_microbatches) if num_ranks == 1 else one_forward_one_backward(
-            num_ranks, num_microbatches
-        )  # fmt: skip
+        return (
+            without_pipeline(num_microbatches)
+            if num_ranks == 1
+            else one_forward_one_backward(num_ranks, num_microbatches)
+        )
     raise UserError(f"--pipeline-schedule {name} does not fit {num_chunks} model chunks per rank")

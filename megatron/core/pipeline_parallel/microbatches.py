@@ -38,7 +38,7 @@ def run_without_pipeline(
     model: nn.Module | Sequence[nn.Module],
     num_microbatches: int,
     forward_only: bool = False,
-    **options: Any,
+    **options: object,
 ) -> list[MicroBatchResult]:
     """Run all micro-batches through an unpipelined model; return one result per micro-batch. Gradients accumulate in
     the parameters. Backward passes before the last run inside ``model.no_sync()``; no data-parallel reduction is waited
@@ -111,7 +111,7 @@ def run_pipeline(
     return PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=lookahead).run()
 
 
-def _work_options(options: dict[str, Any]) -> dict[str, Any]:
+def _work_options(options: dict[str, object]) -> dict[str, Any]:
     names = ("loss_weights", "collect_non_loss_data", "on_forward")
     return {name: options[name] for name in names if name in options}
 

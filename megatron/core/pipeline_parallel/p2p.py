@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.pipeline_parallel.actions import Action, RankAction, Schedule
+
+if TYPE_CHECKING:
+    from megatron.core.groups.copy_engines.exchange import CopyEngines
 
 Message = tuple[Tensor, ...]
 
@@ -160,7 +163,7 @@ class _ShapedWire(_GroupWire):
 
 
 class _MailboxWire:
-    def __init__(self, engines: Any, largest: MessageShape) -> None:
+    def __init__(self, engines: CopyEngines, largest: MessageShape) -> None:
         # the tensors of a message are concatenated, so that each number takes one slot. A single mailbox, sized for the
         # longest message, serves all lengths: one mailbox per length would map peer memory in every iteration
         self._mailbox = engines.mailbox(largest.dtype.itemsize * sum(largest.sizes))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from megatron.core.pipeline_parallel.loss_weights import MainLoss
 FORMS = "(sum of token losses, number of tokens, dict) or (mean loss, dict)"
 
 
-def split_loss(returned: tuple, num_values: int | None = None) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
+def split_loss(returned: tuple, num_values: int | None = None) -> tuple[Tensor, Tensor, Mapping[str, object]]:
     """Return ``(loss to differentiate, number of tokens, logged values)``; a mean loss counts as one token.
     ``num_values`` is the number of values for the first micro-batch. Raises UserError if ``returned`` follows neither
     convention, or not the convention of the first micro-batch (a sum over tokens and a mean cannot be added)."""
@@ -36,7 +35,7 @@ def split_loss(returned: tuple, num_values: int | None = None) -> tuple[Tensor, 
     return loss, torch.as_tensor(num_tokens, device=loss.device).detach().reshape(()), logged
 
 
-def check_returned(returned: Any, num_values: int | None = None) -> None:
+def check_returned(returned: object, num_values: int | None = None) -> None:
     """Raise UserError if a result of ``loss_func`` follows neither convention, (tensor, number of tokens, mapping) or
     (tensor, mapping); has another number of values than ``num_values`` (None: any); or contains a differentiable loss
     that is not a scalar."""
@@ -54,11 +53,11 @@ def check_returned(returned: Any, num_values: int | None = None) -> None:
         raise UserError(f"loss_func: returned a loss of shape {list(values[0].shape)}; return {FORMS}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -77,7 +76,7 @@ class MainLossInput:
         self._checks: bool | None = None
         """Whether the next loss is checked; None before the first forward pass."""
 
-    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict[str, object]]:
         """Return ``args`` and ``kwargs`` with ``main_loss`` added, unless ``kwargs`` has it. For a model with auxiliary
         losses of experts also keep the sum of its ``loss_mask`` (None: no mask) for :meth:`check`, until the first
         check."""

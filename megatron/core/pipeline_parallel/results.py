@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ def logged_pairs(losses: LossPairs) -> dict[str, Tensor]:
     return {name: as_sum_and_count(tuple(pair)) for name, pair in losses.items()}
 
 
-def as_sum_and_count(value: Any) -> Tensor:
+def as_sum_and_count(value: object) -> Tensor:
     """Convert a logged value to an fp64 tensor [sum, count] on its device, detached; it may share the value's memory. A
     pair, or a tensor of two elements, is taken as it is; a single number, a mean, gets count 1. Does not wait."""
     if isinstance(value, tuple | list):

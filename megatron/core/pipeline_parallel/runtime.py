@@ -63,7 +63,7 @@ class _InFlight:
 
     received: Message | None
     """Input tensors from the previous stage, leaves of the autograd graph; None on the first stage."""
-    roots: Sequence[Any]
+    roots: Sequence[object]
     """The loss, or the gradient edges of the output tensors; an entry is None if its tensor requires no gradient."""
     weight_gradients: Sequence[Callable[[], None]] = ()
     """Weight gradient computations that B deferred to W."""
@@ -121,7 +121,7 @@ class PipelineRun:
             for tensor in received:
                 tensor.requires_grad_()  # a leaf: backward sends its .grad to the previous stage
         set_input(chunk, received)
-        roots: Sequence[Any]
+        roots: Sequence[object]
         with torch.set_grad_enabled(train):
             self._event("reads")
             output, loss_func = work.forward_step(self._iterators[action.chunk], chunk)
@@ -199,9 +199,12 @@ def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Itera
     Without ``split`` the stores stay empty and no layer is changed."""
     stores = [WeightGradientStore() for _ in chunks]
     layers = [
-        (module, store) for chunk, store in zip(chunks, stores) if split for module in chunk.modules()
+        (module, store)
+        for chunk, store in zip(chunks, stores)
+        if split
+        for module in chunk.modules()
         if isinstance(module, DefersWeightGradients)
-    ]  # fmt: skip
+    ]
     for module, store in layers:
         module.weight_gradient_store = store
     try:
@@ -211,6 +214,6 @@ def deferred_weight_gradients(chunks: Sequence[nn.Module], split: bool) -> Itera
             module.weight_gradient_store = None
 
 
-def output_tensors(output: Any) -> Message:
+def output_tensors(output: Tensor | Sequence[Tensor]) -> Message:
     """Return the tensors of a stage's output, which is a tensor or a tuple of tensors and None (skipped)."""
     return (output,) if isinstance(output, Tensor) else tuple(each for each in output if each is not None)

@@ -36,12 +36,14 @@ def interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group_si
     forwards = [Action("F", chunk, m) for chunk, m in order]
     backwards = [Action("B", num_chunks - 1 - chunk, m) for chunk, m in order]
     return Schedule(
-        "interleaved", num_chunks, num_microbatches,
+        "interleaved",
+        num_chunks,
+        num_microbatches,
         tuple(
             _one_rank(forwards, backwards, (num_chunks - 1) * max(sizes) + 2 * (num_ranks - 1 - rank))
             for rank in range(num_ranks)
         ),
-    )  # fmt: skip
+    )
 
 
 def _one_rank(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:

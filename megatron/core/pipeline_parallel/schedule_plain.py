@@ -16,9 +16,11 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int, ahead: int =
     most P - r micro-batches are in flight on rank r. The bubble fraction is (P - 1) / (M + P - 1). ``ahead`` multiplies
     the number of warm-up forwards; this changes the duration only if weight gradients are split off (ZB-H2)."""
     return Schedule(
-        "1f1b", 1, num_microbatches,
+        "1f1b",
+        1,
+        num_microbatches,
         tuple(_one_rank(ahead * (num_ranks - 1 - r), num_microbatches) for r in range(num_ranks)),
-    )  # fmt: skip
+    )
 
 
 def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -21,9 +21,7 @@ from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward
 
 
-def zero_bubble(
-    num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
-) -> Schedule:
+def zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None) -> Schedule:
     """Build ZB-H1 by adding W actions to 1F1B for one chunk per rank, else to interleaved 1F1B with ``group_size``. On
     rank r each W follows r further backwards after its own B, and the rest comes at the end."""
     if num_chunks == 1:

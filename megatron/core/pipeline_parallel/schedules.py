@@ -36,20 +36,20 @@ from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.core.pipeline_parallel.stage_model import unwrapped
 
 __all__ = [
-    "forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving", "get_forward_backward_func",
-]  # fmt: skip
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "get_forward_backward_func",
+]
 
 _OPTIONS = {"seq_length", "micro_batch_size", "decoder_seq_length", "row_lengths"}
-_WITHOUT_EFFECT = {
-    "first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce",
-}  # fmt: skip
+_WITHOUT_EFFECT = {"first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce"}
 """Megatron-LM arguments that are accepted and ignored."""
 
 
 def get_forward_backward_func(
-    pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
-) -> Callable[..., list[Any]]:
+    pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: object = None
+) -> Callable[..., list[object]]:
     """Return the function that runs all micro-batches in the current parallel layout. The arguments are ignored."""
     return _FUNCTIONS[choose_runner()]
 
@@ -76,7 +76,7 @@ class _LossFunctions:
         self.mean_weight = 1.0 / (num_microbatches * (groups.dp_cp.size if sums_ranks else 1))
         """Weight of a micro-batch's mean loss in the sum over micro-batches and data-parallel ranks."""
         self.main_loss = MainLossInput()
-        self.results: list[Any] = []
+        self.results: list[object] = []
 
     @contextmanager
     def training(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
@@ -96,11 +96,11 @@ class _LossFunctions:
             for hook in hooks:
                 hook.remove()
 
-    def __call__(self, iterator: Iterator, chunk: nn.Module) -> tuple[Any, Callable]:
+    def __call__(self, iterator: Iterator, chunk: nn.Module) -> tuple[object, Callable]:
         output, loss_func = self.forward_step(iterator, chunk)
         return output, partial(self._loss, loss_func)
 
-    def _loss(self, loss_func: Callable | None, output: Any, **non_loss: bool) -> Any:
+    def _loss(self, loss_func: Callable | None, output: object, **non_loss: bool) -> object:
         """Call the program's ``loss_func``, append its last value to ``results`` and return ``{LOSS: (loss, number of
         tokens)}``, the loss scaled as in the module docstring, the number 1 for a mean; {} without backward. Without a
         loss function append the output, for non-loss data the result of ``loss_func``; return {}. Raises ValueError if
@@ -132,10 +132,16 @@ class _LossFunctions:
 
 
 def _forward_backward(
-    runner: Callable[..., Any], *, forward_step_func: Callable, data_iterator: Any,
-    model: nn.Module | Sequence[nn.Module], num_microbatches: int, forward_only: bool = False,
-    collect_non_loss_data: bool = False, **options: Any,
-) -> list[Any]:  # fmt: skip
+    runner: Callable[..., list[MicroBatchResult]],
+    *,
+    forward_step_func: Callable,
+    data_iterator: object,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    **options: object,
+) -> list[object]:
     """Run all micro-batches and, after a backward, call ``config.finalize_model_grads_func`` if it is set. Return the
     last value that ``loss_func`` returned for each micro-batch; an empty list on stages without the loss. See the
     module docstring. Raises TypeError for an unknown argument.
@@ -159,9 +165,14 @@ def _forward_backward(
     losses = _LossFunctions(forward_step_func, chunks, num_microbatches)
     with losses.training(chunks) if has_backward else nullcontext():
         results = runner(
-            forward_step_func=losses, data_iterator=data_iterator, model=chunks, num_microbatches=num_microbatches,
-            forward_only=forward_only, collect_non_loss_data=collect_non_loss_data, **options,
-        )  # fmt: skip
+            forward_step_func=losses,
+            data_iterator=data_iterator,
+            model=chunks,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            **options,
+        )
     finalize = getattr(getattr(unwrapped(chunks[0]), "config", None), "finalize_model_grads_func", None)
     if finalize is not None and has_backward:
         finalize(chunks, _num_tokens(results, chunks) if losses.per_token else None)
@@ -184,7 +195,7 @@ forward_backward_pipelining_without_interleaving = partial(_forward_backward, ru
 forward_backward_pipelining_with_interleaving = forward_backward_pipelining_without_interleaving
 """Run all micro-batches through a pipeline with several chunks per rank."""
 
-_FUNCTIONS: dict[Any, Callable[..., list[Any]]] = {
+_FUNCTIONS: dict[object, Callable[..., list[object]]] = {
     run_without_pipeline: forward_backward_no_pipelining,
     run_pipeline: forward_backward_pipelining_without_interleaving,
 }

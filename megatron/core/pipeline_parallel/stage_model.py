@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.p2p import Message
 from megatron.core.tensor_parallel.linear import WeightGradientStore
@@ -16,7 +17,7 @@ class StageModel(Protocol):
     """Methods of the module inside a chunk's wrappers. A program's own model may lack both: ``set_input_tensor`` is
     needed on later stages, ``message_shapes`` if stages exchange other tensors than hidden states [s, b, h]."""
 
-    config: Any
+    config: ModelParallelConfig
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Store the previous stage's output for the next ``forward``: a tensor, a tuple if there are several, or None
@@ -45,7 +46,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def set_input(chunk: nn.Module, message: Message | None) -> None:
     """Pass the previous stage's output to ``set_input_tensor`` of the model inside ``chunk``: one tensor, or a tuple of
     several; None clears it. Raises ValueError if there is a message but the model has no ``set_input_tensor``."""
-    model: Any = unwrapped(chunk)
+    model: object = unwrapped(chunk)
     receive = getattr(model, "set_input_tensor", None)
     if receive is not None:
         receive(message[0] if message is not None and len(message) == 1 else message)

@@ -180,8 +180,13 @@ class DropoutStream:
         return key(self.seed, "dropout", *site)
 
     def keep_mask(
-        self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature:
-        range
+        self,
+        rate: float,
+        site: tuple[str | int, ...],
+        sample: Tensor,
+        position: Tensor,
+        row: Tensor | int,
+        feature: range,
     ) -> Tensor:
         """Return a bool mask, True with probability 1 - ``exact_rate(rate)``; other arguments as in :meth:`lanes`."""
         return self.lanes(site, sample, position, row, feature) >= round(rate * 65536) - 32768

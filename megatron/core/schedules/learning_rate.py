@@ -101,16 +101,22 @@ class SchedulePlan:
         if self.lr_decay_steps <= 0:
             refuse("--lr-decay-iters/--lr-decay-samples", self.lr_decay_steps, "the schedule needs at least one sample")
         if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
-            refuse("--lr-warmup-iters/samples/fraction", self.lr_warmup_steps,
-                   f"warm-up (in samples) must end before the decay does at sample {self.lr_decay_steps}")
+            refuse(
+                "--lr-warmup-iters/samples/fraction",
+                self.lr_warmup_steps,
+                f"warm-up (in samples) must end before the decay does at sample {self.lr_decay_steps}",
+            )
         if not 0.0 <= self.start_wd <= self.end_wd:
             refuse("--start-weight-decay", self.start_wd, f"must lie between 0 and --end-weight-decay {self.end_wd}")
         if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
             refuse("--weight-decay-incr-style", "constant", f"start {self.start_wd} and end {self.end_wd} differ")
         if self.lr_decay_style == "WSD":
             if not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
-                refuse("--lr-wsd-decay-iters/samples", self.wsd_decay_steps,
-                       f"--lr-decay-style WSD needs an annealing length between 1 and {self.lr_decay_steps} samples")
+                refuse(
+                    "--lr-wsd-decay-iters/samples",
+                    self.wsd_decay_steps,
+                    f"--lr-decay-style WSD needs an annealing length between 1 and {self.lr_decay_steps} samples",
+                )
             if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
                 refuse("--lr-wsd-decay-style", self.lr_wsd_decay_style, f"choose one of {', '.join(WSD_DECAY_STYLES)}")
 
@@ -132,11 +138,19 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
     if config.lr_warmup_fraction is not None:
         warmup = config.lr_warmup_fraction * decay
     return SchedulePlan(
-        init_lr=config.lr_warmup_init, max_lr=config.lr, min_lr=config.min_lr,
-        lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=config.lr_decay_style,
-        start_wd=float(start or 0.0), end_wd=float(end or 0.0), wd_incr_steps=total, wd_incr_style=style,
-        wsd_decay_steps=anneal, lr_wsd_decay_style=config.lr_wsd_decay_style,
-    )  # fmt: skip
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=float(start or 0.0),
+        end_wd=float(end or 0.0),
+        wd_incr_steps=total,
+        wd_incr_style=style,
+        wsd_decay_steps=anneal,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
 
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
@@ -210,6 +224,12 @@ def decay_weight(
     return start + share * (end - start)
 
 
+class HasParamGroups(Protocol):
+    """Optimizer of torch or of the library."""
+
+    param_groups: list[dict[str, Any]]
+
+
 class OptimizerParamScheduler:
     """Scheduler that writes ``lr`` and ``weight_decay`` into the optimizer's parameter groups. A group may have
     ``max_lr`` and ``min_lr`` (decoupled learning rates), ``start_wd`` and ``end_wd``, and the factors ``lr_mult`` and
@@ -224,9 +244,13 @@ class OptimizerParamScheduler:
     """
 
     def __init__(
-        self, optimizer: Any, *plan: Any, use_checkpoint_opt_param_scheduler: bool = False,
-        override_opt_param_scheduler: bool = False, **fields: Any,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: HasParamGroups,
+        *plan: Any,
+        use_checkpoint_opt_param_scheduler: bool = False,
+        override_opt_param_scheduler: bool = False,
+        **fields: Any,
+    ) -> None:
         """Build a :class:`SchedulePlan` from ``plan`` and ``fields`` unless ``plan`` is one, and write the values for 0
         samples into ``optimizer.param_groups``. Raises UserError for both options together, before anything else."""
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
@@ -262,7 +286,7 @@ class OptimizerParamScheduler:
         """Advance by ``increment`` samples and update all parameter groups."""
         self.set_samples(self.num_steps + increment)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the schedule and the position (``num_steps``, in samples) as plain numbers and strings."""
         return {**asdict(self.plan), "num_steps": self.num_steps}
 
@@ -312,7 +336,7 @@ def _other_length(stored: SchedulePlan, now: SchedulePlan, num_steps: int) -> st
     )
 
 
-def get_optimizer_param_scheduler(config: Any, optimizer: Any) -> OptimizerParamScheduler:
+def get_optimizer_param_scheduler(config: Any, optimizer: HasParamGroups) -> OptimizerParamScheduler:
     """Build the scheduler from the flags in ``config``. Raises UserError for an invalid schedule."""
     return OptimizerParamScheduler(
         optimizer,

@@ -16,12 +16,25 @@ from megatron.core.sharding.placement import AsBuilt
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 _WITHOUT_EFFECT = {
-    "stride": 1, "keep_master_weight_for_test": False, "embedding_activation_buffer": None, "grad_output_buffer": None,
-    "tp_comm_buffer_name": None, "disable_grad_reduce": False, "name": None, "output_dtype": None,
-    "pg_collection": None, "reduce_scatter_embeddings": False,
-}  # fmt: skip
-_NAMES_ONLY = {"keep_master_weight_for_test", "tp_comm_buffer_name", "name", "embedding_activation_buffer",
-               "grad_output_buffer", "pg_collection"}  # fmt: skip
+    "stride": 1,
+    "keep_master_weight_for_test": False,
+    "embedding_activation_buffer": None,
+    "grad_output_buffer": None,
+    "tp_comm_buffer_name": None,
+    "disable_grad_reduce": False,
+    "name": None,
+    "output_dtype": None,
+    "pg_collection": None,
+    "reduce_scatter_embeddings": False,
+}
+_NAMES_ONLY = {
+    "keep_master_weight_for_test",
+    "tp_comm_buffer_name",
+    "name",
+    "embedding_activation_buffer",
+    "grad_output_buffer",
+    "pg_collection",
+}
 """Arguments that are ignored for every value; the others of ``_WITHOUT_EFFECT`` must have their defaults."""
 
 
@@ -40,7 +53,7 @@ def takes_megatron_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(init)
-    def wrapped(self: Any, *args: Any, groups: ProcessGroups | None = None, **given: Any) -> None:
+    def wrapped(self: Any, *args: object, groups: ProcessGroups | None = None, **given: Any) -> None:
         groups = groups or get_process_groups()
         if (tp_group := given.pop("tp_group", None)) is not None:
             groups = replace(groups, tp=resolve_group(tp_group))

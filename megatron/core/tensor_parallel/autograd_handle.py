@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_to_all, begin_reduce_scatter
@@ -50,13 +50,13 @@ class AutogradHandle:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: AutogradHandle) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, handle: AutogradHandle) -> Tensor:
         ctx.handle = handle
         handle.running = handle.forward(x, handle.group)
         return _stand_in(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # ``grad`` is the placeholder's, without data; the gradient of x is the result of the collective that ``_End``
         # started
         return ctx.handle.take().wait(), None
@@ -64,12 +64,12 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, started: Tensor, handle: AutogradHandle) -> Tensor:
+    def forward(ctx: AutogradContext, started: Tensor, handle: AutogradHandle) -> Tensor:
         ctx.handle = handle
         return handle.take().wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         handle = ctx.handle
         handle.running = handle.backward(grad, handle.group)
         return _stand_in(grad), None

@@ -5,7 +5,6 @@ else through torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from megatron.core.groups.process_groups import Group
 class _Collective:
     """Collective of torch.distributed in flight, with references to its input and output."""
 
-    def __init__(self, work: Any, result: Tensor, source: Tensor) -> None:
+    def __init__(self, work: dist.Work, result: Tensor, source: Tensor) -> None:
         # keep the input: otherwise its memory could be reused for the next allocation while NCCL still reads it
         self._work, self._result, self._source = work, result, source
 
@@ -29,7 +28,7 @@ class _Collective:
         return self._result
 
 
-def _started(start: Callable[..., Any], result: Tensor, source: Tensor, group: Group) -> AsyncHandle:
+def _started(start: Callable[..., dist.Work], result: Tensor, source: Tensor, group: Group) -> AsyncHandle:
     return _Collective(start(result, source, group=group.handle, async_op=True), result, source)
 
 

@@ -11,14 +11,15 @@ Legend: t tokens, v vocabulary entries of this rank.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
-from megatron.core.groups.process_groups import Group
+from megatron.core.groups.process_groups import AnyGroup, Group
 from megatron.core.parallel_state import resolve_group
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
@@ -40,9 +41,9 @@ def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
     label_smoothing: float = 0.0,
-    tp_group: Any = None,
+    tp_group: AnyGroup = None,
     *,
-    group: Any = None,
+    group: AnyGroup = None,
     vocab_size: int | None = None,
     divisible_by: int = 128,
     reuse_logits: bool = False,
@@ -70,9 +71,13 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"label_smoothing {label_smoothing}: must be at least 0 and less than 1")
     ranks = resolve_group(group if tp_group is None else tp_group)
     losses = vocab_parallel_losses(
-        vocab_parallel_logits, target, group=ranks, vocab_size=vocab_size, divisible_by=divisible_by,
+        vocab_parallel_logits,
+        target,
+        group=ranks,
+        vocab_size=vocab_size,
+        divisible_by=divisible_by,
         reuse_logits=reuse_logits and not label_smoothing,
-    )  # fmt: skip
+    )
     if not label_smoothing:
         return losses
     size = vocab_parallel_logits.shape[-1]
@@ -99,9 +104,14 @@ def _smoothing(logits: Tensor, label: Tensor, num_true: int, group: Group) -> Te
 
 
 def vocab_parallel_losses(
-    logits: Tensor, target: Tensor, *, group: Group, vocab_size: int | None = None, divisible_by: int = 128,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: Group,
+    vocab_size: int | None = None,
+    divisible_by: int = 128,
     reuse_logits: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. One all-gather over
     ``group`` in forward, none in backward. Keeps the logits, not a softmax, for backward.
 
@@ -163,7 +173,7 @@ def combine_statistics(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor,
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: LocalLabels, reuse_logits: bool) -> Tensor:
+    def forward(ctx: AutogradContext, logits: Tensor, labels: LocalLabels, reuse_logits: bool) -> Tensor:
         """Return the loss of every token [t] of ``logits`` [..., v]; one all-gather. Saves the logits by reference, the
         labels, and the maximum and sum of each token."""
         ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
@@ -175,7 +185,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradient of the logits in their dtype and shape. With ``reuse_logits`` it overwrites the saved
         logits (if they are contiguous), and autograd rejects a second backward. No collective."""
         logits, label_t, maximum_t, total_t = ctx.saved_tensors

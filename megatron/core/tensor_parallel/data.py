@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.parallel_state import resolve_group
 
 
@@ -19,7 +20,7 @@ class _Form(NamedTuple):
 
 
 def broadcast_data(
-    keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
+    keys: list[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: AnyGroup = None
 ) -> dict[str, Tensor]:
     """Return the tensors ``keys`` of the first tensor-parallel rank's ``data``, cast to ``datatype``, on every rank;
     entries that are not in ``keys`` are not sent. A missing key raises KeyError on the first rank only, and the others
@@ -35,7 +36,7 @@ def broadcast_data(
     return broadcast_batch(data, tp_group)
 
 
-def broadcast_batch(batch: dict[str, Any] | None, tp_group: Any = None) -> dict[str, Any]:
+def broadcast_batch(batch: dict[str, Any] | None, tp_group: AnyGroup = None) -> dict[str, Any]:
     """Broadcast the first tensor-parallel rank's ``batch`` to every rank of the group and return it in a new dict:
     tensors on the training device, other values pickled. Collective: one object broadcast, then one broadcast per
     tensor; none for a group of one. The other ranks' ``batch`` is ignored; the first rank's tensors are not copied if

@@ -8,13 +8,12 @@ Legend: v rows of the table, h hidden.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.fusions.embedding_gradient import AddRows
 from megatron.core.tensor_parallel import linear
 
@@ -40,16 +39,21 @@ def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ready: Tensor, weight: linear.FusedGradParam, ids: Tensor, absent: Tensor | None,
-        traits: linear.LinearTraits, add_rows: AddRows,
-    ) -> Tensor:  # fmt: skip
+        ctx: AutogradContext,
+        ready: Tensor,
+        weight: linear.FusedGradParam,
+        ids: Tensor,
+        absent: Tensor | None,
+        traits: linear.LinearTraits,
+        add_rows: AddRows,
+    ) -> Tensor:
         ctx.save_for_backward(ids if absent is None else ids.masked_fill(absent, -1))
         ctx.weight, ctx.traits, ctx.add_rows = weight.tensor, traits, add_rows
         return _vectors(weight.tensor, ids, absent)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Add ``grad`` to rows ``ids`` of ``main_grad`` in place, skipping absent ids, and return a placeholder
         gradient for the token ``ready``. The weight gets no gradient from autograd."""
         (ids,) = ctx.saved_tensors  # -1 where another rank has the row: skipped

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.groups.async_handle import AsyncHandle
@@ -90,10 +91,17 @@ def tokens_of_a_chunk(bytes_per_token: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: linear.LinearTraits,
-        chunk_tokens: int, store: linear.WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
+        ctx: AutogradContext,
+        x: Tensor,
+        weight: Any,
+        labels: LocalLabels,
+        traits: linear.LinearTraits,
+        chunk_tokens: int,
+        store: linear.WeightGradientStore | None,
+        ready: Tensor | None,
+        soft_cap: float | None,
         bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the losses [t] of all tokens, one chunk of logits at a time. All-gathers ``x`` with ``gather_input``
         and the statistics of all tokens once. Saves the local ``x``, weight, labels, maxima and sums, and no logits."""
         ctx.adds_weight = isinstance(weight, linear.FusedGradParam)
@@ -111,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return dX, dW and the bias gradient; recomputes the logits chunk by chunk. All-gathers ``x`` again, and
         reduces dX over the group, overlapped with the last dW GEMM. dW is None if it is in ``main_grad`` or its
         delivery is deferred to ``store``. The bias gradient, summed in fp32, always goes through autograd. The seventh

@@ -8,46 +8,49 @@ sizes may be tensors; on a GPU the host waits to read them. Layers of the librar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.groups.process_groups import Group
+from megatron.core.autograd_context import AutogradContext
+from megatron.core.groups.process_groups import AnyGroup, Group
 from megatron.core.parallel_state import resolve_group
 from megatron.core.tensor_parallel import operators
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """Return ``input_``; all-reduce its gradient."""
     return operators.copy_to_region(input_, resolve_group(group))
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """Return the all-reduced ``input_``, which is not changed; the gradient passes through."""
     return operators.reduce_from_region(input_, resolve_group(group))
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """Split the last dim, [..., n] -> [..., n / ranks]; all-gather the gradient."""
     return operators.scatter_to_region(input_, resolve_group(group))
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """All-gather along the last dim, [..., n] -> [..., n * ranks]; split the gradient."""
     return operators.gather_from_region(input_, resolve_group(group))
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """Split the first dim, [s, ...] -> [s / ranks, ...]; all-gather the gradient."""
     return operators.scatter_to_sequence(input_, resolve_group(group))
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Any = None,
-    output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False,
-) -> Tensor:  # fmt: skip
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: AnyGroup = None,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
     """All-gather along the first dim, [s, ...] -> [sum of all ranks' s, ...]. Raises ValueError for
     ``output_split_sizes`` without ``tensor_parallel_output_grad``.
 
@@ -69,7 +72,10 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    input_: Tensor,
+    group: AnyGroup = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> Tensor:
     """Reduce-scatter partial sums along the first dim, [s, ...] -> this rank's shard; all-gather the gradient.
     ``input_`` is not changed. Raises ValueError if s is not divisible by the ranks, without split sizes. One rank
@@ -82,20 +88,23 @@ def reduce_scatter_to_sequence_parallel_region(
     return operators.reduce_scatter_to_sequence(input_, resolve_group(group))
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """All-gather along the last dim; reduce-scatter the gradient."""
     return operators.gather_last_dim(input_, resolve_group(group))
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """Reduce-scatter along the last dim; all-gather the gradient."""
     return operators.reduce_scatter_last_dim(input_, resolve_group(group))
 
 
 def all_to_all(
-    group: Any, input_: Tensor, output_split_sizes_: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None, use_nccl_stream: bool = False,
-) -> Tensor:  # fmt: skip
+    group: AnyGroup,
+    input_: Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_nccl_stream: bool = False,
+) -> Tensor:
     """All-to-all of rows: send ``input_split_sizes[r]`` rows to rank r and receive ``output_split_sizes_[r]`` from it,
     in rank order. One rank returns ``input_`` itself.
 
@@ -107,7 +116,7 @@ def all_to_all(
     return _AllToAll.apply(input_, ranks, _sizes(output_split_sizes_), _sizes(input_split_sizes))
 
 
-def all_to_all_sp2hp(input_: Tensor, group: Any = None) -> Tensor:
+def all_to_all_sp2hp(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """All-to-all from a split of the tokens to a split of the features: [..., h] -> [tokens * ranks, h / ranks], with
     the leading dims flattened to this rank's tokens. Raises ValueError if h is not divisible. The gradient returns by
     the inverse."""
@@ -117,7 +126,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Any = None) -> Tensor:
     return all_to_all(ranks, torch.cat(parts, dim=0))
 
 
-def all_to_all_hp2sp(input_: Tensor, group: Any = None) -> Tensor:
+def all_to_all_hp2sp(input_: Tensor, group: AnyGroup = None) -> Tensor:
     """All-to-all from a split of the features to a split of the tokens: [..., h] -> [tokens / ranks, h * ranks], with
     the leading dims flattened to tokens, whose number must be divisible by the ranks. The gradient returns by the
     inverse."""
@@ -126,7 +135,7 @@ def all_to_all_hp2sp(input_: Tensor, group: Any = None) -> Tensor:
     return torch.cat(operators.equal_parts(rows, ranks, 0), dim=-1)
 
 
-def _sizes(sizes: Any) -> list[int] | None:
+def _sizes(sizes: Tensor | Sequence[int] | None) -> list[int] | None:
     """Convert split sizes, a tensor or a sequence, to a list; None stays None."""
     return None if sizes is None else [int(size) for size in sizes]
 
@@ -150,12 +159,12 @@ class _UnevenGather(torch.autograd.Function):
     """All-gather of shards of ``sizes`` rows; reduce-scatter of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: AutogradContext, part: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
         return part.clone() if group.size == 1 else _all_gather_parts(part, group, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad if ctx.group.size == 1 else _reduce_scatter_parts(grad, ctx.group, ctx.sizes), None, None
 
 
@@ -163,12 +172,12 @@ class _UnevenScatter(torch.autograd.Function):
     """Reduce-scatter into shards of ``sizes`` rows; all-gather of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: AutogradContext, whole: Tensor, group: Group, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
         return whole.clone() if group.size == 1 else _reduce_scatter_parts(whole, group, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad if ctx.group.size == 1 else _all_gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
@@ -176,12 +185,14 @@ class _AllToAll(torch.autograd.Function):
     """All-to-all of rows; backward is the inverse all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, receive: list[int] | None, send: list[int] | None) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, group: Group, receive: list[int] | None, send: list[int] | None
+    ) -> Tensor:
         ctx.group, ctx.receive, ctx.send = group, receive, send
         return _exchange(x, group, receive, send)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return _exchange(grad, ctx.group, ctx.send, ctx.receive), None, None, None
 
 

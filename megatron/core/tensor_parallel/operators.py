@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
 
@@ -71,13 +71,13 @@ class _Conjugate(torch.autograd.Function):
     """Applies one collective in forward and its partner in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
         ctx.group, ctx.backward_collective = group, backward
         result = forward(x, group)
         return result.view_as(x) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return ctx.backward_collective(grad, ctx.group), None, None, None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +78,7 @@ class CudaRNGStatesTracker:
 _TRACKER = CudaRNGStatesTracker()
 
 
-def get_cuda_rng_tracker(*_: Any, **__: Any) -> CudaRNGStatesTracker:
+def get_cuda_rng_tracker(*_: object, **__: object) -> CudaRNGStatesTracker:
     """Return the tracker of this process; arguments (Transformer Engine, inference, CUDA graphs) are ignored."""
     return _TRACKER
 
@@ -95,9 +94,15 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 
 def model_parallel_cuda_manual_seed(
-    seed: int, te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False,
-    tp_rank: int | None = None, ep_rank: int | None = None, etp_rank: int | None = None, **further: Any,
-) -> None:  # fmt: skip
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    **further: object,
+) -> None:
     """Seed torch on the CPU and on every GPU with ``seed``, equally on all ranks, and replace the named states of the
     tracker by three new ones. Ranks that are not given come from the running program's groups.
 
@@ -121,8 +126,6 @@ def model_parallel_cuda_manual_seed(
     _TRACKER.add(_EXPERT_PARALLEL, of_experts + (1 << 20) * (of_experts == seed + 2718 + tp))
 
 
-_FURTHER = {
-    "force_reset_rng", "gtp_remat_rank", "egtp_remat_rank", "gtp_remat_world_size", "egtp_remat_world_size",
-}  # fmt: skip
+_FURTHER = {"force_reset_rng", "gtp_remat_rank", "egtp_remat_rank", "gtp_remat_world_size", "egtp_remat_world_size"}
 
 serve_other_names(__name__)

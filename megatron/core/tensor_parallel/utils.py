@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from megatron import serve_other_names
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.parallel_state import resolve_group
 from megatron.core.tensor_parallel import operators
 
@@ -22,14 +21,14 @@ def split_tensor_along_last_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
-def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Any = None) -> Tensor:
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: AnyGroup = None) -> Tensor:
     """Return this tensor-parallel rank's chunk of the flattened ``tensor`` (contiguous): a view, or with ``new_buffer``
     a copy without gradient. Raises ValueError if the number of elements is not divisible."""
     part = operators.equal_parts(tensor.view(-1), resolve_group(tp_group), 0)[resolve_group(tp_group).rank]
     return part.detach().clone() if new_buffer else part
 
 
-def gather_split_1d_tensor(tensor: Tensor, tp_group: Any = None) -> Tensor:
+def gather_split_1d_tensor(tensor: Tensor, tp_group: AnyGroup = None) -> Tensor:
     """All-gather the flattened, equal chunks of all tensor-parallel ranks (``tp_group``; None: the running program's)
     and concatenate them in rank order: a new 1-d tensor without gradient, also for one rank."""
     group, part = resolve_group(tp_group), tensor.detach().view(-1)
@@ -55,5 +54,6 @@ class VocabUtility:
             raise ValueError(f"global_vocab_size {global_vocab_size} is not divisible by world_size {world_size}")
         share = global_vocab_size // world_size
         return VocabUtility.vocab_range_from_per_partition_vocab_size(share, rank, world_size)
+
 
 serve_other_names(__name__)

@@ -16,8 +16,7 @@ from megatron.core.groups.process_groups import Group
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``vocab_size``; UserError unless both are positive.
-    """
+    """Return the smallest multiple of ``multiple``, at least ``vocab_size``; UserError unless both are positive."""
     if vocab_size < 1 or multiple < 1:
         raise UserError(f"vocab_size {vocab_size} and make_vocab_size_divisible_by {multiple} must be positive")
     return -(-vocab_size // multiple) * multiple

@@ -11,7 +11,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, read_file
 
 
-def _role(role: str, what: str) -> Any:
+def _role(role: str, what: str) -> property:
     """Return a property that gives the id of the special token ``role``. Reading it raises UserError, with the roles
     that exist, if the tokenizer has no such token. ``what`` is its docstring."""
 

@@ -35,9 +35,8 @@ def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         legacy = cfg.tokenizer_sentencepiece_legacy or (kind == "SentencePieceTokenizer" and extra_ids > 0)
         return SentencePieceTokenizer(
-            kind, cfg.tokenizer_model, legacy=legacy, extra_ids=extra_ids,
-            special_tokens=cfg.tokenizer_special_tokens,
-        )  # fmt: skip
+            kind, cfg.tokenizer_model, legacy=legacy, extra_ids=extra_ids, special_tokens=cfg.tokenizer_special_tokens
+        )
     if kind == "HuggingFaceTokenizer":
         include = not cfg.tokenizer_hf_no_include_special_tokens
         return build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include, extra_ids)
@@ -48,9 +47,12 @@ def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
         )
     if kind == "TikTokenizer":
         return TikTokenizer(
-            cfg.tokenizer_model, pattern=cfg.tiktoken_pattern, vocab_size=cfg.vocab_size,
-            num_special_tokens=cfg.tiktoken_num_special_tokens, special_tokens=cfg.tokenizer_special_tokens,
-        )  # fmt: skip
+            cfg.tokenizer_model,
+            pattern=cfg.tiktoken_pattern,
+            vocab_size=cfg.vocab_size,
+            num_special_tokens=cfg.tiktoken_num_special_tokens,
+            special_tokens=cfg.tokenizer_special_tokens,
+        )
     if kind == "NullTokenizer":
         if cfg.vocab_size is None:
             raise UserError("--tokenizer-type NullTokenizer needs --vocab-size")

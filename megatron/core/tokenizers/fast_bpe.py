@@ -22,11 +22,16 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron.core.tokenizers import libraries
+
+if TYPE_CHECKING:
+    from tiktoken._tiktoken import CoreBPE
+    from tokenizers import Tokenizer as HFTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +81,7 @@ def character_bytes() -> dict[str, int]:
 class FastByteLevelBPE:
     """Encodes the texts for which equality with `tokenizers` is certain; ``encode`` gives None for the others."""
 
-    core: Any  # tiktoken's CoreBPE
+    core: CoreBPE
     id_of_rank: np.ndarray | None  # uint32; None where ranks are the ids
     added_token_starts: tuple[str, ...]
     added_tokens: re.Pattern[str] | None
@@ -107,8 +112,11 @@ class FastByteLevelBPE:
 
 _NOTHING_SPECIAL: frozenset[str] = frozenset()
 
+Definition = Mapping[str, Any]
+"""Parsed tokenizer.json, or a part of it."""
 
-def build_fast_bpe(definition: Mapping[str, Any], hf_tokenizer: Any) -> FastByteLevelBPE | None:
+
+def build_fast_bpe(definition: Definition, hf_tokenizer: HFTokenizer) -> FastByteLevelBPE | None:
     """Return a fast encoder with the ids of ``hf_tokenizer``, or None, with the reason in the log: tiktoken is not
     installed, equality cannot be shown, or the self-test differs (a warning). Encodes every token of the vocabulary
     once.
@@ -151,13 +159,13 @@ def build_fast_bpe(definition: Mapping[str, Any], hf_tokenizer: Any) -> FastByte
     return fast
 
 
-def _members(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+def _members(part: Definition | None, key: str) -> list[Definition]:
     if part is None:
         return []
     return list(part[key]) if part.get("type") == "Sequence" else [part]
 
 
-def _fast_pattern(definition: Mapping[str, Any]) -> tuple[str | None, str]:
+def _fast_pattern(definition: Definition) -> tuple[str | None, str]:
     """Return (tiktoken's pattern for the pre-tokenizer of tokenizer.json, ""), or (None, the reason) if it is not
     byte-level, adds a space before the text, or splits by a pattern that is not known to be equal."""
     steps = _members(definition.get("pre_tokenizer"), "pretokenizers")
@@ -176,7 +184,9 @@ def _fast_pattern(definition: Mapping[str, Any]) -> tuple[str | None, str]:
     return None, "its pre-tokenizer's pattern is not one of those known to be equal"
 
 
-def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dict[bytes, int], np.ndarray | None] | str:
+def _ranked_vocabulary(
+    model: Definition, hf_tokenizer: HFTokenizer
+) -> tuple[dict[bytes, int], np.ndarray | None] | str:
     """Return (tiktoken's table {bytes: rank or id}, id of each rank; None if ranks are ids), or a string with the
     reason why tiktoken could give other ids. Encodes every token once with its merges."""
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
@@ -219,7 +229,7 @@ def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dic
     return rank_of, ids
 
 
-def _same_character_tables(core_module: Any) -> bool:
+def _same_character_tables(core_module: ModuleType) -> bool:
     """Whether the regular-expression engines of tiktoken and `tokenizers` assign the probe characters (new in some
     Unicode version) to the same classes: letters, numbers, white space, suffixes of contractions."""
     hf = libraries.require("tokenizers", "--tokenizer-type")
@@ -233,7 +243,7 @@ def _same_character_tables(core_module: Any) -> bool:
     return True
 
 
-def _same_ids(fast: FastByteLevelBPE, hf_tokenizer: Any) -> bool:
+def _same_ids(fast: FastByteLevelBPE, hf_tokenizer: HFTokenizer) -> bool:
     """Whether both tokenizers give equal ids for the self-test's texts, a JSON dump of them, and the probe characters.
     Texts that the fast one declines (None) count as equal."""
     texts = [*_SELF_TEST, json.dumps(_SELF_TEST), "".join(map(chr, _TABLE_PROBES))]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, r
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HFTokenizer
+
 logger = logging.getLogger(__name__)
 
 # tried in this order when the files next to tokenizer.json do not name an end-of-sequence token
@@ -30,16 +33,27 @@ EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<|eod|>", "<e
 MAX_IDS = 2**24
 """A larger id is no vocabulary's; libraries walk all ids up to the largest."""
 _ROLES = {
-    "eos": "eos_token", "bos": "bos_token", "pad": "pad_token", "cls": "cls_token", "sep": "sep_token",
-    "mask": "mask_token", "unk": "unk_token",
-}  # fmt: skip
+    "eos": "eos_token",
+    "bos": "bos_token",
+    "pad": "pad_token",
+    "cls": "cls_token",
+    "sep": "sep_token",
+    "mask": "mask_token",
+    "unk": "unk_token",
+}
 
 
 class BackendTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, with tiktoken in front of it where equal ids are certain."""
 
-    def __init__(self, tokenizer_type: str, backend: Any, special_ids: dict[str, int], fingerprint: str,
-                 include_special_tokens: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        tokenizer_type: str,
+        backend: HFTokenizer,
+        special_ids: dict[str, int],
+        fingerprint: str,
+        include_special_tokens: bool = False,
+    ):
         """Wrap ``backend``; tiktoken is used only after :meth:`accelerate`. ``include_special_tokens``: texts get the
         tokens that the backend's post-processor adds. Raises UserError for shared or impossible ids."""
         self._backend = backend
@@ -64,7 +78,7 @@ class BackendTokenizer(Tokenizer):
         """Whether tiktoken encodes most texts."""
         return self._fast is not None
 
-    def accelerate(self, definition: dict[str, Any]) -> None:
+    def accelerate(self, definition: dict[str, object]) -> None:
         """Put tiktoken in front, if ``definition`` (the parsed tokenizer.json) allows it."""
         try:
             self._fast = build_fast_bpe(definition, self._backend)
@@ -305,7 +319,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return _parse(read_file(path, MAX_TEXT_BYTES), path) if path.is_file() else {}
 
 
-def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
+def _special_ids(folder: Path, backend: HFTokenizer) -> dict[str, int]:
     """Return {role: id} (bos, eos, eod, pad, cls, sep, mask, unk) from tokenizer_config.json and
     special_tokens_map.json, then from well-known token names. BERT's cls and sep serve as bos and eos if these are
     missing; eod is eos."""
@@ -318,8 +332,15 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
             index = backend.token_to_id(content) if isinstance(content, str) and _is_unicode(content) else None
             if index is not None:
                 found.setdefault(role, index)
-    known = {"eos": EOD_NAMES, "bos": ("<s>", "<|begin_of_text|>", "<bos>"), "pad": ("<pad>", "[PAD]", "<|pad|>"),
-             "cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]", "<mask>"), "unk": ("<unk>", "[UNK]")}  # fmt: skip
+    known = {
+        "eos": EOD_NAMES,
+        "bos": ("<s>", "<|begin_of_text|>", "<bos>"),
+        "pad": ("<pad>", "[PAD]", "<|pad|>"),
+        "cls": ("[CLS]",),
+        "sep": ("[SEP]",),
+        "mask": ("[MASK]", "<mask>"),
+        "unk": ("<unk>", "[UNK]"),
+    }
     for role, names in known.items():
         indices = [index for index in map(backend.token_to_id, names) if index is not None]
         if indices:
@@ -355,7 +376,7 @@ def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
             owners[index] = token
 
 
-def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
+def _ids_around_text(backend: HFTokenizer) -> tuple[list[int], list[int]]:
     """Return the ids that the post-processor adds (before, after) a text, found with the text "a"; two empty lists if
     it adds nothing. Raises UserError if it changes the ids of the text itself."""
     with _library_errors():

@@ -17,8 +17,15 @@ from megatron.core.tokenizers.libraries import require
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model file; ``added`` holds the tokens appended to its vocabulary, with their ids."""
 
-    def __init__(self, tokenizer_type: str, model: str | None, *, legacy: bool = False, extra_ids: int = 0,
-                 special_tokens: Sequence[str] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        tokenizer_type: str,
+        model: str | None,
+        *,
+        legacy: bool = False,
+        extra_ids: int = 0,
+        special_tokens: Sequence[str] | None = None,
+    ):
         """Read the model file. ``legacy`` appends <CLS>, <SEP>, <EOD>, <MASK> and missing <PAD>, <BOS>, <EOS>; else eos
         ends documents. ``special_tokens`` and ``extra_ids`` sentinels follow in both cases. Raises UserError for a
         missing or broken file, or without an end-of-document token."""
@@ -34,8 +41,12 @@ class SentencePieceTokenizer(Tokenizer):
         if not raw or size == 0:
             raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: it holds no pieces")
         self._vocab = {piece: index for index, piece in enumerate(pieces)}
-        roles = {"bos": self._processor.bos_id(), "eos": self._processor.eos_id(), "pad": self._processor.pad_id(),
-                 "unk": self._processor.unk_id()}  # fmt: skip
+        roles = {
+            "bos": self._processor.bos_id(),
+            "eos": self._processor.eos_id(),
+            "pad": self._processor.pad_id(),
+            "unk": self._processor.unk_id(),
+        }
         special_ids = {role: index for role, index in roles.items() if index >= 0}
         self.added: dict[str, int] = {}
         if legacy:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -31,8 +30,15 @@ _ROLES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "mask": "<mask>", "pad": 
 class TikTokenizer(Tokenizer):
     """Ids 0 to ``num_special_tokens`` - 1 are special, id ``num_special_tokens`` + r is the token of rank r."""
 
-    def __init__(self, path: str | None, *, pattern: str | None = None, vocab_size: int | None = None,
-                 num_special_tokens: int = 1000, special_tokens: Sequence[str] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        path: str | None,
+        *,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] | None = None,
+    ):
         """Read the vocabulary file. ``vocab_size`` (None: 131,072, or fewer if the file has fewer) includes the
         ``num_special_tokens``; ids without a name in ``special_tokens`` become <SPECIAL_n>; ``pattern`` is a key of
         ``PATTERNS`` (None: v2). Raises UserError for missing required tokens, sizes that do not fit, or a malformed
@@ -120,9 +126,9 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
     return ranks
 
 
-def _parse_lines(raw: bytes) -> list[dict[str, Any]]:
+def _parse_lines(raw: bytes) -> list[dict[str, object]]:
     """The rows of a .tiktoken file; its bytes are in any order among the tokens."""
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for line in raw.splitlines():
         piece, rank = line.split()
         rows.append({"token_bytes": piece, "rank": int(rank)})

@@ -40,8 +40,10 @@ def train_byte_level_bpe(
     tokenizer.train_from_iterator(texts, trainer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end_of_document, "eos_token": end_of_document, "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+        "bos_token": end_of_document,
+        "eos_token": end_of_document,
+        "clean_up_tokenization_spaces": False,
+    }
     _replace(Path(output), tokenizer.to_str(pretty=True))
     _replace(Path(output).with_name("tokenizer_config.json"), json.dumps(config, indent=2) + "\n")
     return tokenizer.get_vocab_size()

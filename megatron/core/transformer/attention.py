@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,7 +33,7 @@ from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, 
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-Slot = ModuleSpec | Callable[..., Any]
+Slot = ModuleSpec | Callable[..., object]
 
 
 @dataclass
@@ -52,8 +51,7 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(Segmented):
-    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp local positions under sequence parallelism).
-    """
+    """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp positions under sequence parallelism)."""
 
     mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
 
@@ -77,9 +75,14 @@ class SelfAttention(Segmented):
         self.heads_per_group = heads // groups.tp.size if shared else heads_per_group
         self.channels = channels
         self.linear_qkv = build_module(
-            submodules.linear_qkv, config.hidden_size, qkv, config=config, init_method=weight_init(config),
-            bias=config.add_bias_linear or config.add_qkv_bias, groups=groups,
-        )  # fmt: skip
+            submodules.linear_qkv,
+            config.hidden_size,
+            qkv,
+            config=config,
+            init_method=weight_init(config),
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            groups=groups,
+        )
         self._has_rotation = has_rotation(config.no_rope_freq, layer_number)
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
         self.q_layernorm = _head_norm(submodules.q_layernorm, submodules.norm, config, groups, heads)
@@ -89,9 +92,14 @@ class SelfAttention(Segmented):
         )
         self._run_core = recompute_policy(config, "core_attn")
         self.linear_proj = build_module(
-            submodules.linear_proj, heads * channels, config.hidden_size, config=config,
-            init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
-        )  # fmt: skip
+            submodules.linear_proj,
+            heads * channels,
+            config.hidden_size,
+            config=config,
+            init_method=output_weight_init(config),
+            bias=config.add_bias_linear,
+            groups=groups,
+        )
         self.rotary_interleaved = config.rotary_interleaved
         self._rotated = split_rotary.choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._heads: split_rotary.SplitHeads = self._normed

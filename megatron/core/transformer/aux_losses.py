@@ -10,20 +10,20 @@ token.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from megatron.core.autograd_context import AutogradContext
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, values: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(loss, scale)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         loss, scale = ctx.saved_tensors
         return grads[0], scale.to(loss.dtype).expand_as(loss), None
 

@@ -67,9 +67,7 @@ class Branch:
         layer.add_module(self.name, mixer)
         if norm_after is not None:
             layer.add_module(self.post_norm_name, norm_after)
-        layer.add_module(
-            self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
-        )
+        layer.add_module(self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config)))
         accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
         self._multiplier = config.residual_multiplier
@@ -160,7 +158,7 @@ def accepts_context(forward: Callable[..., Any]) -> bool:
     return False
 
 
-def _takes(function: Callable[..., Any], name: str, rest: Any) -> bool:
+def _takes(function: Callable[..., object], name: str, rest: object) -> bool:
     """Return whether ``function`` has a parameter ``name`` or a variadic parameter of the kind ``rest``."""
     found = inspect.signature(function).parameters
     return name in found or any(each.kind == rest for each in found.values())

@@ -47,7 +47,7 @@ FIX = (
 )
 
 
-def build_token_mixer(slot: Any, *args: Any, groups: ProcessGroups, **kwargs: Any) -> Any:
+def build_token_mixer(slot: Any, *args: object, groups: ProcessGroups, **kwargs: object) -> Any:
     """Build the module of ``slot``, which may mix tokens of a sequence, like :func:`build_module`; with context
     parallelism then check its class by :func:`layout_problem` for the zig-zag order.
 
@@ -61,7 +61,7 @@ def build_token_mixer(slot: Any, *args: Any, groups: ProcessGroups, **kwargs: An
     return module
 
 
-def layout_problems(specs: Sequence[ModuleSpec | Callable[..., Any]]) -> Iterator[str]:
+def layout_problems(specs: Sequence[ModuleSpec | Callable[..., object]]) -> Iterator[str]:
     """Yield the problem of each class in the slots of layers that cannot run under context parallelism. Factory
     functions are skipped: their modules are checked when the model is built.
     """
@@ -69,7 +69,7 @@ def layout_problems(specs: Sequence[ModuleSpec | Callable[..., Any]]) -> Iterato
     yield from filter(None, map(layout_problem, found))
 
 
-def _classes(slot: Any) -> Iterator[type]:
+def _classes(slot: object) -> Iterator[type]:
     """Yield the class in a slot (a class, a spec or a partial of a class), then recursively the classes of its
     branches' mixers and of its core attention. Slots with functions yield nothing."""
     submodules = getattr(slot, "submodules", None)

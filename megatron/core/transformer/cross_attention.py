@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,10 +31,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 class CrossAttentionSubmodules:
     """Slots of :class:`CrossAttention`."""
 
-    linear_q: ModuleSpec | Callable[..., Any]
-    linear_kv: ModuleSpec | Callable[..., Any]
-    core_attention: ModuleSpec | Callable[..., Any]
-    linear_proj: ModuleSpec | Callable[..., Any]
+    linear_q: ModuleSpec | Callable[..., object]
+    linear_kv: ModuleSpec | Callable[..., object]
+    core_attention: ModuleSpec | Callable[..., object]
+    linear_proj: ModuleSpec | Callable[..., object]
 
 
 class CrossAttention(nn.Module):
@@ -71,17 +70,23 @@ class CrossAttention(nn.Module):
             submodules.linear_q, config.hidden_size, heads * channels, init_method=weight_init(config), **shared
         )
         self.linear_kv = build_module(
-            submodules.linear_kv, config.hidden_size, StackedSize((kv_groups, 2 * channels), 0),
-            init_method=weight_init(config), **shared,
-        )  # fmt: skip
+            submodules.linear_kv,
+            config.hidden_size,
+            StackedSize((kv_groups, 2 * channels), 0),
+            init_method=weight_init(config),
+            **shared,
+        )
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
         )
         self._run_core = recompute_policy(config, "core_attn")
         self.linear_proj = build_module(
-            submodules.linear_proj, heads * channels, config.hidden_size, init_method=output_weight_init(config),
+            submodules.linear_proj,
+            heads * channels,
+            config.hidden_size,
+            init_method=output_weight_init(config),
             **shared,
-        )  # fmt: skip
+        )
 
     describe = staticmethod(describe_cross_attention)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron.core.description.model import Config, LayerPlace, Piece
 from megatron.core.description.parts import norm, one_piece, residual_branch
@@ -11,7 +10,7 @@ from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import branch_specs, layer_branches
 
 
-def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+def describe_layer(spec: ModuleSpec | Callable[..., object], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     """Return the pieces of a layer: one per branch, or a single piece for an indivisible layer.
 
     An indivisible layer is described by its class's ``describe(config, place)`` if it has one, else by its branches in

@@ -6,9 +6,17 @@ from megatron.core.description.model import Config, LayerPlace, Op, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear
 
 SETTINGS = (
-    "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "exact_gelu",
-    "activation_func_clamp_value", "glu_linear_offset",
-)  # fmt: skip
+    "ffn_hidden_size",
+    "add_bias_linear",
+    "swiglu",
+    "squared_relu",
+    "relu",
+    "quick_geglu",
+    "geglu",
+    "exact_gelu",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+)
 """Settings that the weights of the feed-forward network depend on."""
 
 

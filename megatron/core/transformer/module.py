@@ -22,7 +22,7 @@ class MegatronModule(nn.Module):
         super().__init__()
         self.config = config
 
-    def sharded_state_dict(self, prefix: str = "", *unused: Any, **ignored: Any) -> dict[str, ShardedTensor]:
+    def sharded_state_dict(self, prefix: str = "", *unused: object, **ignored: object) -> dict[str, ShardedTensor]:
         """Return this rank's shards of all parameters for ``dist_checkpointing.save`` and ``load``. They share memory
         with the parameters. Extra arguments are ignored.
         """

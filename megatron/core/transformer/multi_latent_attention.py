@@ -39,7 +39,7 @@ from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, 
 from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-Slot = ModuleSpec | Callable[..., Any] | None
+Slot = ModuleSpec | Callable[..., object] | None
 Heads = tuple[Tensor, Tensor, Tensor]
 Tables = RotaryTables | None
 
@@ -59,11 +59,11 @@ class MLASelfAttentionSubmodules:
     """Norm of the queries' latent; None: ``norm`` if the configuration has one. The same for keys and values."""
     kv_layernorm: Slot = None
     linear_qkv_down_proj: Slot = None
-    norm: ModuleSpec | Callable[..., Any] = build_norm
+    norm: ModuleSpec | Callable[..., object] = build_norm
     """Class of the norms that the configuration has (``attention/qk_norm.py``)."""
 
 
-def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
+def _build(slot: Slot, *sizes: object, **settings: object) -> Any:
     assert slot is not None, "a slot that this configuration needs is empty"
     return build_module(slot, *sizes, **settings)
 
@@ -92,13 +92,24 @@ class MLASelfAttention(Segmented):
         self._build_projections(config, submodules, groups)
         assert submodules.core_attention is not None
         self.core_attention = build_token_mixer(
-            submodules.core_attention, config, layer_number, attn_mask_type, groups=groups,
-            softmax_scale=latent_softmax_scale(config), k_channels=self._nope + self._rope, v_channels=self._value,
-        )  # fmt: skip
+            submodules.core_attention,
+            config,
+            layer_number,
+            attn_mask_type,
+            groups=groups,
+            softmax_scale=latent_softmax_scale(config),
+            k_channels=self._nope + self._rope,
+            v_channels=self._value,
+        )
         self.linear_proj = _build(
-            submodules.linear_proj, config.num_attention_heads * self._value, config.hidden_size, config=config,
-            init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
-        )  # fmt: skip
+            submodules.linear_proj,
+            config.num_attention_heads * self._value,
+            config.hidden_size,
+            config=config,
+            init_method=output_weight_init(config),
+            bias=config.add_bias_linear,
+            groups=groups,
+        )
         self._keeping, self._run_core = heads_output(config), recompute_policy(config, "core_attn")
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
@@ -118,7 +129,7 @@ class MLASelfAttention(Segmented):
         hidden, heads = config.hidden_size, config.num_attention_heads
         query_width, width = heads * (self._nope + self._rope), heads * (self._nope + self._value)
 
-        def linear(slot: Slot, into: int, out: int) -> Any:
+        def linear(slot: Slot, into: int, out: int) -> nn.Module:
             placed = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
             return _build(slot, into, out, **placed)
 
@@ -149,7 +160,7 @@ class MLASelfAttention(Segmented):
     describe = staticmethod(describe_latent_attention)
 
     @property
-    def _linear_query(self) -> Any:
+    def _linear_query(self) -> nn.Module:
         """Linear layer that outputs the queries."""
         return self.linear_q_proj if self._ranks[0] is None else self.linear_q_up_proj
 

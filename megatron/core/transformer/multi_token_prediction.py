@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from megatron import serve_other_names
 from megatron.core import parallel_state
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.statistics import StepStatistics
@@ -43,9 +44,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
 def mtp_on_this_rank(
-    config: Any = None, ignore_virtual: bool = True, vp_stage: int | None = None, *, layout: Any = None,
+    config: Any = None,
+    ignore_virtual: bool = True,
+    vp_stage: int | None = None,
+    *,
+    layout: object = None,
     mtp_num_layers: int | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether this rank, or its model chunk ``vp_stage`` with ``ignore_virtual=False``, holds the multi-token
     prediction layers: the last pipeline stage does. Pass ``config`` or ``mtp_num_layers``; ``layout`` is ignored.
     """
@@ -102,12 +107,12 @@ class _AttachToLosses(torch.autograd.Function):
     """Return ``losses`` unchanged; backward also propagates their mean gradient per valid token to ``total``."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, total: Tensor, num_valid: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, losses: Tensor, total: Tensor, num_valid: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(num_valid, scale)
         return losses.view_as(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         num_valid, scale = ctx.saved_tensors
         # fallback: a context-parallel rank may have valid tokens at a later depth but none in the main loss
         weight = torch.where(num_valid > 0, grad.sum() / num_valid, scale.to(grad.dtype))
@@ -118,10 +123,10 @@ class _AttachToLosses(torch.autograd.Function):
 class MultiTokenPredictionLayerSubmodules:
     """Slots of one depth."""
 
-    mtp_model_layer: ModuleSpec | Callable[..., Any]
-    enorm: ModuleSpec | Callable[..., Any] = build_norm
-    hnorm: ModuleSpec | Callable[..., Any] = build_norm
-    layer_norm: ModuleSpec | Callable[..., Any] = build_norm
+    mtp_model_layer: ModuleSpec | Callable[..., object]
+    enorm: ModuleSpec | Callable[..., object] = build_norm
+    hnorm: ModuleSpec | Callable[..., object] = build_norm
+    layer_norm: ModuleSpec | Callable[..., object] = build_norm
 
 
 @dataclass
@@ -137,9 +142,13 @@ class MultiTokenPredictionLayer(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: MultiTokenPredictionLayerSubmodules, layer_number: int, *,
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        layer_number: int,
+        *,
         groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Build two input norms, ``eh_proj`` [h, 2 h], the layer with ``layer_number`` (after the decoder's) and the
         final norm from the slots. Full recomputation covers the norms, the projection and the layer, not the final
         norm."""

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 
@@ -61,12 +62,12 @@ class Segmented(nn.Module):
                 return end.value
 
 
-def can_overlap(first: Any, last: Any) -> bool:
+def can_overlap(first: object, last: object) -> bool:
     """Return whether the first and last linear layer of a mixer can leave their collectives in flight."""
     return isinstance(first, ColumnParallelLinear) and isinstance(last, RowParallelLinear)
 
 
-def runs_its_segments(module: Any) -> bool:
+def runs_its_segments(module: object) -> bool:
     """Return whether ``forward`` computes the same as ``segments``: no subclass overrides ``forward`` without
     ``segments``.
     """
@@ -85,23 +86,23 @@ def mixer_segments(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tenso
     return (yield from segments)
 
 
-def enter(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
+def enter(linear: ColumnParallelLinear, x: Tensor, ctx: ForwardContext) -> Tensor | AsyncHandle:
     """Return the input of a column-parallel layer: with overlap a handle of its all-gather in flight, else ``x``."""
     return linear.gather(x) if ctx.overlap and linear.traits.gather_input else x
 
 
-def leave(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
+def leave(linear: RowParallelLinear, x: Tensor, ctx: ForwardContext) -> Tensor | AsyncHandle:
     """Return the output of a row-parallel layer for :func:`finish`: with overlap its reduce-scatter is in flight."""
     output, _ = linear(x, in_flight=True) if ctx.overlap and linear.scatters else linear(x)
     return output
 
 
-def finish(linear: Any, output: Any, ctx: ForwardContext) -> Tensor:
+def finish(linear: RowParallelLinear, output: Any, ctx: ForwardContext) -> Tensor:
     """Wait for the collective that :func:`leave` started and return the output."""
     return linear.finish(output)[0] if ctx.overlap and linear.scatters else output
 
 
-def run_two_batch_overlap(layers: Sequence[Any], hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
+def run_two_batch_overlap(layers: Sequence[nn.Module], hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
     """Run ``layers`` with ``segments(x, ctx)`` on [s, b, h], b even, and return the same shape. Collectives of the two
     halves run in an order that all ranks share.
     """

@@ -38,12 +38,12 @@ if sys.version_info >= (3, 11):
     from operator import call as keep  # adds no frame to traces
 else:
 
-    def keep(function: Callable, *args: Any) -> Any:
+    def keep(function: Callable, *args: object) -> object:
         """Call ``function`` without recomputation."""
         return function(*args)
 
 
-def recompute(function: Callable, *args: Any) -> Any:
+def recompute(function: Callable, *args: object) -> object:
     """Call ``function`` and save only ``args``; backward calls it again, including its collectives. Without gradients
     it is a plain call."""
     if not torch.is_grad_enabled():
@@ -60,7 +60,7 @@ class _Choices:
         self.position: int | None = None
         """Index of the next choice to replay; None in the first run."""
 
-    def run(self, function: Callable, *args: Any) -> Any:
+    def run(self, function: Callable, *args: object) -> object:
         """Run ``function(*args)`` and return its result, with this object as the store of choices: the first run
         records each ``choose(...)``, later runs (recomputation) return the recorded values in the same order."""
         before = _choices.set(self)
@@ -101,7 +101,7 @@ class _Split(NamedTuple):
     shape: torch.Size
 
 
-def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> Any:
+def recompute_from_split_input(group: Group, function: Callable, *args: object) -> object:
     """Call ``function``, saving only this rank's shard of each floating-point argument that ``group`` replicates;
     arguments whose size it does not divide, and others, are saved in full.
 
@@ -178,9 +178,7 @@ operations inside save for ``output``.
 """
 
 
-def discard_output(
-    output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor
-) -> AbstractContextManager:
+def discard_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
     """Context in which operations save ``function`` and ``argument`` instead of the contiguous ``output``; backward
     recomputes it at each use, without a graph. The argument stays referenced. Without gradients, or if ``output`` is
     ``argument``, a null context."""
@@ -211,7 +209,7 @@ def save_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: 
 class _LazyOutputs:
     """Outputs of a function, recomputed at the first use in backward and freed after the last use."""
 
-    def __init__(self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[Any]) -> None:
+    def __init__(self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[object]) -> None:
         self._function, self._arguments, self._waiting = function, arguments, 0
         self._made: Sequence[Tensor] | None = None
 
@@ -247,7 +245,7 @@ OutputsPolicy = Callable[..., AbstractContextManager]
 
 
 def discard_outputs(
-    outputs: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *arguments: Any
+    outputs: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *arguments: object
 ) -> AbstractContextManager:
     """Context in which operations save a recipe instead of ``outputs``, of any strides. Backward calls ``function``
     once for all of them, including its collectives, and frees the results after the last use. ``arguments`` stay
@@ -264,7 +262,7 @@ def discard_outputs(
     return saved_tensors_hooks(pack, lambda kept: kept.of.give(kept) if isinstance(kept, _View) else kept)
 
 
-def save_outputs(outputs: Sequence[Tensor], *recipe: Any) -> AbstractContextManager:
+def save_outputs(outputs: Sequence[Tensor], *recipe: object) -> AbstractContextManager:
     """Context in which operations save ``outputs`` as usual."""
     return nullcontext()
 

@@ -18,8 +18,8 @@ class ModuleSpec:
     Functions that make specs return a new one at each call, because programs may modify them before building.
     """
 
-    module: Callable[..., Any]
-    params: dict[str, Any] = field(default_factory=dict)
+    module: Callable[..., object]
+    params: dict[str, object] = field(default_factory=dict)
     submodules: Any = None
 
 
@@ -32,8 +32,8 @@ class BranchSpec:
     """
 
     name: str
-    mixer: ModuleSpec | Callable[..., Any]
-    norm: ModuleSpec | Callable[..., Any]
+    mixer: ModuleSpec | Callable[..., object]
+    norm: ModuleSpec | Callable[..., object]
     norm_name: str = ""
     """Default: ``pre_<name>_layernorm``."""
     site: str = ""
@@ -54,7 +54,7 @@ class BranchSpec:
         return f"{self.site.replace(' ', '_')}_dropout"
 
 
-def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def build_module(spec: ModuleSpec | Callable[..., object], *args: object, **kwargs: object) -> Any:
     """Instantiate a spec or a class; a spec's submodules are passed as ``submodules``. A class with a required
     parameter ``groups`` that is not passed gets the groups of ``parallel_state``.
     """
@@ -69,12 +69,12 @@ def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: An
     return spec.module(*args, **spec.params, **kwargs)
 
 
-def _needs_groups(module: Callable[..., Any]) -> bool:
+def _needs_groups(module: Callable[..., object]) -> bool:
     declared = inspect.signature(module).parameters.get("groups")
     return declared is not None and declared.default is inspect.Parameter.empty
 
 
-def import_module(module_path: str | Sequence[str]) -> Any:
+def import_module(module_path: str | Sequence[str]) -> object:
     """Import the object that ``--spec MODULE NAME``, or ``"package.module.name"``, names; this runs the module's code,
     whose other exceptions pass.
 

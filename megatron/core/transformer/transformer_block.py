@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +53,7 @@ class TransformerBlockSubmodules:
     """One spec per layer of the full model, and the final norm."""
 
     layer_specs: Sequence[ModuleSpec]
-    layer_norm: ModuleSpec | Callable[..., Any] = build_norm
+    layer_norm: ModuleSpec | Callable[..., object] = build_norm
 
 
 def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) -> Sequence[ModuleSpec]:
@@ -109,9 +108,7 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = None
         if post_layer_norm:
             norm = build_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
-            self.final_layernorm = build_module(
-                norm, config, config.hidden_size, config.norm_epsilon, groups=groups
-            )
+            self.final_layernorm = build_module(norm, config, config.hidden_size, config.norm_epsilon, groups=groups)
         self.fp8 = install_fp8(self, config, len(specs), groups)
         """Scales and recipe of fp8 layers; None without fp8."""
         self._overlaps = overlaps(config, groups) and all(getattr(layer, "overlaps", False) for layer in self.layers)

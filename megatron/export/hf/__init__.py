@@ -49,9 +49,14 @@ def load_hf(folder: str | os.PathLike) -> Interchange:
 
 
 def save_hf(
-    model: Interchange, folder: str | os.PathLike | Target, *, dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None, preferred: str | None = None,
-) -> None:  # fmt: skip
+    model: Interchange,
+    folder: str | os.PathLike | Target,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    family: str | None = None,
+    preferred: str | None = None,
+) -> None:
     """Write ``model`` as a HF folder, atomically: ``folder`` is complete or does not exist.
 
     If ``folder`` is a ``Target``, resumes its earlier attempt and leaves publishing to the caller.

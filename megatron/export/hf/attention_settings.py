@@ -23,7 +23,7 @@ def groups(default: int | None = None) -> Computed:
     """Rule for the number of K/V heads. ``default`` is the number if the key is absent; None, or a null value, means
     the number of query heads. Import also sets ``group_query_attention``: whether the numbers differ."""
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         heads = get(config, ("num_attention_heads",))
         absent = "num_key_value_heads" not in config
         count = get(config, ("num_key_value_heads",), default if absent and default else heads)
@@ -39,10 +39,10 @@ def derived_head_size(heads: str = "num_attention_heads", width: str = "hidden_s
     """Rule for the head dim of families without a key for it: hidden size (HF key ``width``) // number of query heads
     (HF key ``heads``), rounded down. Export writes nothing and raises UserError for another ``kv_channels``."""
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         return {"kv_channels": get(config, (width,)) // get(config, (heads,))}
 
-    def save(settings: Table) -> dict[str, Any]:
+    def save(settings: Table) -> dict[str, object]:
         _require_value(settings, "kv_channels", settings["hidden_size"] // settings["num_attention_heads"])
         return {}
 
@@ -55,11 +55,11 @@ def equal_heads(heads: str, width: str | None = None) -> Computed:
     UserError for other numbers."""
     size = derived_head_size(heads, width) if width else None
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         channels = size.load(config) if size else {}
         return {"num_query_groups": get(config, (heads,)), "group_query_attention": False, **channels}
 
-    def save(settings: Table) -> dict[str, Any]:
+    def save(settings: Table) -> dict[str, object]:
         _require_value(settings, "num_query_groups", settings["num_attention_heads"])
         return size.save(settings) if size else {}
 
@@ -70,12 +70,12 @@ def one_group(key: str, heads: str) -> Computed:
     """Rule for multi-query attention (one K/V head): ``key`` is written as true and must be true or absent, else
     UserError. ``heads``: HF key of the query heads. Export raises UserError for another number of K/V heads."""
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         if not get(config, (key,), True):
             raise refuse(key, False, "which cannot be converted: only 1 key/value head can")
         return {"num_query_groups": 1, "group_query_attention": get(config, (heads,)) > 1}
 
-    def save(settings: Table) -> dict[str, Any]:
+    def save(settings: Table) -> dict[str, object]:
         _require_value(settings, "num_query_groups", 1)
         return {key: True}
 
@@ -89,10 +89,21 @@ def _require_value(settings: Table, name: str, wanted: int) -> None:
 
 
 ROTARY = (
-    "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor", "rotary_scaling_factor", "yarn_original_max_position_embeddings",
-    "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "rope_type",
-)  # fmt: skip
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+    "rope_type",
+)
 
 
 class Rope(Rule):
@@ -106,16 +117,21 @@ class Rope(Rule):
     """
 
     def __init__(
-        self, base: float = 10000.0, *, share: float | None = None, base_key: str = "rope_theta",
-        share_key: str = "partial_rotary_factor", latent: bool = False,
+        self,
+        base: float = 10000.0,
+        *,
+        share: float | None = None,
+        base_key: str = "rope_theta",
+        share_key: str = "partial_rotary_factor",
+        latent: bool = False,
         kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(("rope_parameters", "rope_scaling", base_key, share_key), ROTARY)
         self.base, self.share, self.base_key, self.share_key = base, share, base_key, share_key
         self.latent, self.kinds = latent, kinds
         self.limits = (f"rotary scaling: {', '.join(f'`{kind}`' for kind in kinds)}",)
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         """Return the settings of rotary positions from ``rope_parameters`` or ``rope_scaling`` and the older keys:
         base, share of channels, and linear, llama3 or yarn scaling. Raises UserError for a type that the family lacks,
         a separate table per layer type, or scaling keys that are left over."""
@@ -131,7 +147,10 @@ class Rope(Rule):
             raise refuse(self.share_key, share, "but the family applies rotary positions to all channels")
         if kind not in self.kinds:
             raise refuse("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
-        settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rotary_base(self.base_key, base)}
+        settings: dict[str, object] = {
+            "position_embedding_type": "rope",
+            "rotary_base": rotary_base(self.base_key, base),
+        }
         settings["rotary_percent"] = float(share)
         if self.latent:
             settings["rope_type"] = "yarn" if kind == "yarn" else "rope"
@@ -149,12 +168,12 @@ class Rope(Rule):
         positions, share = settings["position_embedding_type"], settings["rotary_percent"]
         if positions not in ("rope", "yarn"):
             raise refuse("position_embedding_type", positions, "the family rotates")
-        config: dict[str, Any] = {self.base_key: float(settings["rotary_base"])}
+        config: dict[str, object] = {self.base_key: float(settings["rotary_base"])}
         if self.share is not None:
             config[self.share_key] = share
         elif share != 1.0:
             raise refuse("rotary_percent", share, "the family applies rotary positions to all channels")
-        stretch: dict[str, Any] | None = None
+        stretch: dict[str, object] | None = None
         if factor := settings["rotary_seq_len_interpolation_factor"]:
             stretch = {"rope_type": "linear", "factor": float(factor)}
         if settings["use_rope_scaling"]:
@@ -169,7 +188,7 @@ class Rope(Rule):
         return {**config, "rope_scaling": stretch}
 
 
-def _plain(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+def _plain(stretch: dict[str, object], config: Table) -> dict[str, object]:
     if stretch.get("factor") == 1.0:
         del stretch["factor"]
     return {}
@@ -181,21 +200,21 @@ def _factor(stretch: dict[str, Any]) -> float:
     return float(stretch.pop("factor"))
 
 
-def _linear(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+def _linear(stretch: dict[str, object], config: Table) -> dict[str, object]:
     factor = _factor(stretch)
     if factor != int(factor):
         raise refuse("rope_scaling factor", factor, "which cannot be represented: it must be a whole number")
     return {"rotary_seq_len_interpolation_factor": int(factor)}
 
 
-def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+def _llama3(stretch: dict[str, object], config: Table) -> dict[str, object]:
     for name, wanted in LLAMA3.items():
         if (value := stretch.pop(name, wanted)) != wanted:
             raise refuse(f"rope_scaling {name}", value, f"which cannot be represented: only {wanted} can")
     return {"use_rope_scaling": True, "rope_scaling_factor": _factor(stretch)}
 
 
-def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
+def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, object]:
     """Return the settings of yarn scaling; removes the keys that it reads from ``stretch``. Raises UserError without a
     factor, if only one of mscale and mscale_all_dim is given, or for an ``attention_factor`` next to them or unlike the
     usual value of the factor."""
@@ -217,7 +236,7 @@ def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     }
 
 
-def _save_yarn(settings: Table) -> dict[str, Any] | None:
+def _save_yarn(settings: Table) -> dict[str, object] | None:
     """Return the ``rope_scaling`` table of yarn, with only the parameters that differ from their defaults; None for a
     factor of 1. Raises UserError for an mscale without mscale_all_dim."""
     if settings["rotary_scaling_factor"] == 1.0:  # factor 1 does not scale positions
@@ -270,7 +289,7 @@ def layer_types_pattern(config: Table, usual: list[bool]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
-def window_settings(window: tuple[int, int], has: list[bool]) -> dict[str, Any]:
+def window_settings(window: tuple[int, int], has: list[bool]) -> dict[str, object]:
     """Return the settings for ``window`` (left, right) in the layers where ``has`` is true."""
     pattern = None if all(has) else [int(each) for each in has]
     return {"window_size": window if any(has) else None, "window_attn_skip_freq": pattern if any(has) else None}
@@ -295,9 +314,14 @@ class Window(Rule):
     """
 
     def __init__(
-        self, default: int | None = None, *, switch: bool = False, first: str | None = None, every: int = 1,
+        self,
+        default: int | None = None,
+        *,
+        switch: bool = False,
+        first: str | None = None,
+        every: int = 1,
         every_keys: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.default, self.switch, self.first, self.every = default, switch, first, every
         self.every_keys = every_keys
         self.by_layer = first is not None or every > 1
@@ -305,7 +329,7 @@ class Window(Rule):
         known = [key for key, is_read in keys.items() if is_read]
         super().__init__(("sliding_window", *known, *every_keys), ("window_size", "window_attn_skip_freq"))
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         """Return ``window_size`` and the pattern of layers with a window: from ``layer_types`` if the family has them,
         else from the first layer and the interval. Both None if the width is null (absent: the default) or the switch
         is not on. A width of n tokens becomes (n - 1, 0)."""
@@ -317,7 +341,7 @@ class Window(Rule):
         has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
         return window_settings((width - 1, 0), layer_types_pattern(config, has) if self.by_layer else has)
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         """Return the ``config.json`` keys of the sliding window: width, switch, layer types, first layer, as the family
         has them; without windows a null width (with ``every``: the default). Raises UserError for a window to the right
         or unlimited to the left, or for windows in some layers only if the family cannot express them."""
@@ -329,7 +353,7 @@ class Window(Rule):
             raise refuse("window_attn_skip_freq", skip, "the family has a window in every layer or none")
         # transformers builds the masks of both layer types and needs a width even if no layer has a window
         unused = self.default if self.every > 1 else None
-        config: dict[str, Any] = {"sliding_window": size[0] + 1 if on else unused}
+        config: dict[str, object] = {"sliding_window": size[0] + 1 if on else unused}
         if self.switch:
             config["use_sliding_window"] = on
         if self.by_layer:

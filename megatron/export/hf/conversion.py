@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class Placement:
         return len(self.parts) == 1 and type(self.parts[0].layout) is TensorLayout and not self.parts[0].is_transposed
 
 
-def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
+def placements(family: Family, settings: Mapping[str, object]) -> list[Placement]:
     """Return the placements of all tensors of a model; ``settings`` must be completed."""
     config = transformer_config(settings)
     return [
@@ -141,8 +140,10 @@ def to_hf(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[
         name = f"model.{placement.name}"
         for part in placement.parts:
             result[part.name] = LazyTensor(
-                part.shape, tensors[name].dtype, lambda name=name, part=part: read(name, part)  # type: ignore[misc]
-            )  # fmt: skip
+                part.shape,
+                tensors[name].dtype,
+                lambda name=name, part=part: read(name, part),  # type: ignore[misc]
+            )
     return result
 
 

@@ -25,24 +25,43 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import weight_shapes
 from megatron.core.models.registry import get_family
 from megatron.export.hf.layouts import TensorLayout
-from megatron.export.hf.settings import Ignored, Rule, Same, refuse
+from megatron.export.hf.settings import Ignored, Rule, Same, Table, refuse
 
 GROUPS = (
-    NetworkSizeConfig, MultiplierConfig, ScaledOutputConfig, AttentionConfig, LatentAttentionConfig, MoEConfig,
+    NetworkSizeConfig,
+    MultiplierConfig,
+    ScaledOutputConfig,
+    AttentionConfig,
+    LatentAttentionConfig,
+    MoEConfig,
     MTPConfig,
-)  # fmt: skip
-ELSEWHERE: dict[str, Any] = {
-    "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
-    "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
-    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": False,
-    "group_query_attention": False, "model_family": "gpt", "bert_binary_head": True, "decoder_num_layers": None,
-    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
-}  # fmt: skip
+)
+ELSEWHERE: dict[str, object] = {
+    "vocab_size": None,
+    "max_position_embeddings": None,
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "untie_embeddings_and_output_weights": False,
+    "group_query_attention": False,
+    "model_family": "gpt",
+    "bert_binary_head": True,
+    "decoder_num_layers": None,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+}
 """Settings of the training program that define the model, with their defaults."""
 _SIZES = {
-    "vocab_size": 2**31 - 1, "max_position_embeddings": 2**31 - 1, "decoder_num_layers": 2048, "num_moe_experts": 4096,
-    "relative_attention_num_buckets": 2**16, "relative_attention_max_distance": 2**31 - 1,
-}  # fmt: skip
+    "vocab_size": 2**31 - 1,
+    "max_position_embeddings": 2**31 - 1,
+    "decoder_num_layers": 2048,
+    "num_moe_experts": 4096,
+    "relative_attention_num_buckets": 2**16,
+    "relative_attention_max_distance": 2**31 - 1,
+}
 """Maximum values of sizes that have no range: they bound the plan of all layers and experts."""
 _OPTIONAL_SIZES = ("decoder_num_layers", "num_moe_experts")
 WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
@@ -94,7 +113,7 @@ class Family:
     """Names of published models, for the reference page."""
     limits: tuple[str, ...] = ()
     """Unsupported features in addition to the limits of ``config``, for the reference page."""
-    blank: Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]] = lambda settings: {}
+    blank: Callable[[Mapping[str, object]], dict[str, tuple[int, ...]]] = lambda settings: {}
     """HF tensors without a local counterpart for these settings: must be zero on import, written as zeros."""
 
     @property
@@ -102,7 +121,7 @@ class Family:
         """Return the keys of config.json that are copied unchanged."""
         return PASSIVE.union(*(rule.theirs for rule in self.config if isinstance(rule, Ignored)))
 
-    def load_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def load_settings(self, config: Mapping[str, object]) -> dict[str, object]:
         """Convert a ``config.json`` to command-line settings and ``model_family``, without defaults (:func:`complete`
         adds them).
 
@@ -111,7 +130,7 @@ class Family:
                 an unknown key that is not null, false or empty.
             TypeError, LookupError, ArithmeticError: a value of a type that a rule cannot compute with.
         """
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         sizes = [rule for rule in self.config if isinstance(rule, Same)]
         for rules in (sizes, [rule for rule in self.config if rule not in sizes]):
             for rule in rules:
@@ -127,7 +146,7 @@ class Family:
                 )
         return {**settings, "model_family": self.model_family}
 
-    def save_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def save_settings(self, settings: Mapping[str, object]) -> dict[str, object]:
         """Convert completed settings (:func:`complete`) to a ``config.json`` without passive keys and dtype.
 
         Raises:
@@ -135,13 +154,13 @@ class Family:
         """
         if settings["model_family"] != self.model_family:
             raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
-        config: dict[str, Any] = {"model_type": self.model_type}
+        config: dict[str, object] = {"model_type": self.model_type}
         problems = list(self._save_rules(settings, config)) + list(self._without_rule(settings))
         if problems:
             raise UserError("; ".join(dict.fromkeys(problems)))
         return {"architectures": [self.architecture], **config}
 
-    def _save_rules(self, settings: Mapping[str, Any], config: dict[str, Any]) -> Iterator[str]:
+    def _save_rules(self, settings: Mapping[str, object], config: dict[str, object]) -> Iterator[str]:
         """Fill ``config`` in place with the keys of all rules, while iterated; yield every problem as text instead of
         raising: settings that a rule rejects, cannot compute with (None), or that contradict the keys of an earlier
         rule."""
@@ -155,7 +174,7 @@ class Family:
             except (TypeError, ArithmeticError):  # a rule computes with a setting that is None for this model
                 yield str(refuse(rule.ours[0], settings[rule.ours[0]], "which the family does not support"))
 
-    def _without_rule(self, settings: Mapping[str, Any]) -> Iterator[str]:
+    def _without_rule(self, settings: Table) -> Iterator[str]:
         """Yield as text: quantile balancing, no experts in a family of experts, and every setting of the model that no
         rule of the family reads and that differs from its default."""
         if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
@@ -168,18 +187,18 @@ class Family:
             if name not in said and settings[name] != defaults[name]:
                 yield str(refuse(name, settings[name], f"the family has {defaults[name]!r} alone"))
 
-    def tied(self, settings: Mapping[str, Any]) -> dict[str, str]:
+    def tied(self, settings: Mapping[str, object]) -> dict[str, str]:
         """Return {output layer name: embedding name} if they are tied, else an empty dict."""
         head, words = (f"{self.weights[name]}.weight" for name in ("output_layer", "embedding.word_embeddings"))
         return {} if settings["untie_embeddings_and_output_weights"] else {head: words}
 
-    def copies(self, settings: Mapping[str, Any]) -> dict[str, str]:
+    def copies(self, settings: Table) -> dict[str, str]:
         """Return duplicate HF tensors of multi-token prediction layers -> the tensor that each equals."""
         first, tied = settings["num_layers"], self.tied(settings)
         layers = map(str, range(first, first + (settings.get("mtp_num_layers") or 0)))
         return {name.replace("*", n): tied.get(same, same) for n in layers for name, same in self.repeated.items()}
 
-    def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
+    def layouts(self, settings: Table) -> Iterator[tuple[str, tuple[int, ...], TensorLayout]]:
         """Yield (local name, unpadded global shape, HF layout with layer numbers inserted) for every tensor of the
         model of completed settings; multi-token prediction layers are numbered after the decoder's. Raises UserError at
         the first local tensor that the family lacks."""
@@ -207,11 +226,11 @@ def _stem(name: str) -> tuple[str, str]:
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def _defaults() -> dict[str, object]:
     return {spec.field: spec.default for spec in group_flags(*GROUPS) if not spec.field.endswith("parallel_size")}
 
 
-def _check_kinds(settings: Mapping[str, Any]) -> None:
+def _check_kinds(settings: Mapping[str, object]) -> None:
     """Raise UserError for the first setting of the wrong type or range, because config.json may contain any value.
     Absent settings and lists pass, and None except for sizes that a model must have."""
     for spec in group_flags(*GROUPS):
@@ -230,7 +249,7 @@ def _check_kinds(settings: Mapping[str, Any]) -> None:
             raise refuse(name, value, f"as config.json has it: must be a positive integer, at most {limit}")
 
 
-def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+def complete(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return ``settings`` with defaults and derived values; raise ConfigError for impossible sizes."""
     values = {**_defaults(), **ELSEWHERE, **settings}
     if values["num_query_groups"] is None and values["group_query_attention"]:
@@ -239,13 +258,13 @@ def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **{name: getattr(config, name) for name in _defaults()}}
 
 
-def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
+def transformer_config(settings: Table) -> TransformerConfig:
     """Build the library's TransformerConfig from completed ``settings``."""
     known = {each.name for each in fields(TransformerConfig)}
     return TransformerConfig(**{name: settings[name] for name in _defaults() if name in known})
 
 
-def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+def described(settings: Table) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Return (global tensor shapes by name, names of the settings that define the model), from the description of the
     model of completed ``settings``; the vocabulary is not padded."""
     config = transformer_config(settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -118,9 +117,12 @@ def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTe
 
 
 def _check(
-    found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family, settings: Mapping[str, Any],
+    found: dict[str, LazyTensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    family: Family,
+    settings: Mapping[str, object],
     folder: Path,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Delete ignored tensors and equal copies from ``found``; return the deleted names, except MTP copies.
 
     Raises UserError for copies that differ, and for missing, unexpected or misshapen tensors."""

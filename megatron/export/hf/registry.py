@@ -9,7 +9,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.files import read_json
@@ -32,7 +31,7 @@ def known_families() -> dict[str, Family]:
     return {each.model_type: each for each in found}
 
 
-def find_family(config: Mapping[str, Any]) -> Family:
+def find_family(config: Mapping[str, object]) -> Family:
     """Return the family of a ``config.json`` by its model_type, or, only without one, by its architectures.
 
     Raises:
@@ -55,7 +54,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
     raise UserError(f"config.json: model_type is {kind!r:.80}, which cannot be converted; known: {listed}")
 
 
-def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, only: str | None = None) -> Family:
+def family_for(settings: Mapping[str, object], preferred: str | None = None, *, only: str | None = None) -> Family:
     """Return the first family that supports completed ``settings``: ``preferred`` (ignored if unknown, or if its model
     family differs), then in alphabetical order. ``only`` restricts the search to one family.
 
@@ -97,7 +96,7 @@ def weight_names(folder: Path) -> set[str]:
     return set()
 
 
-def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
+def load_settings(folder: Path) -> tuple[Family, dict[str, object]]:
     """Return the family of a folder and the settings of its ``config.json``, without defaults. Keys that require
     certain tensors (multi-token prediction layers) are ignored if the safetensors lack these.
 

@@ -16,12 +16,12 @@ REQUIRED = object()
 """Default of a key that config.json must have."""
 
 
-def refuse(name: str, value: Any, reason: str) -> UserError:
+def refuse(name: str, value: object, reason: str) -> UserError:
     """Build (do not raise) the error for an unsupported key of config.json or setting."""
     return UserError(f"{name} is {value!r:.200}, {reason}")
 
 
-def get(config: Table, names: Iterable[str], default: Any = REQUIRED) -> Any:
+def get(config: Table, names: Iterable[str], default: object = REQUIRED) -> Any:
     """Return the value of the first key in ``names`` that is not null, else ``default`` (called if it is a function).
 
     As in ``transformers``, null counts as absent. Raises UserError if ``default`` is REQUIRED."""
@@ -43,16 +43,16 @@ class Rule:
     def __init__(self, theirs: Iterable[str] = (), ours: Iterable[str] = ()) -> None:
         self.theirs, self.ours = tuple(theirs), tuple(ours)
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         """Convert config.json to settings; raise ``UserError`` for values that settings cannot represent."""
         return {}
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         """Convert settings to keys of config.json; raise ``UserError`` for settings that the family lacks."""
         return {}
 
 
-def limit(key: str, values: Iterable[Any]) -> str:
+def limit(key: str, values: Iterable[object]) -> str:
     """Format the only convertible values of a key as Markdown."""
     return f"`{key}`: {', '.join(f'`{json.dumps(value)}`' for value in values)}"
 
@@ -69,14 +69,14 @@ class Same(Rule):
         written: whether export writes the key; False if another rule writes it.
     """
 
-    def __init__(self, setting: str, *keys: str, default: Any = REQUIRED, written: bool = True) -> None:
+    def __init__(self, setting: str, *keys: str, default: object = REQUIRED, written: bool = True) -> None:
         super().__init__(keys, (setting,))
         self.default, self.written = default, written
 
     def load(self, config: Table) -> dict[str, Any]:
         return {self.ours[0]: get(config, self.theirs, self.default)}
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         return {self.theirs[0]: settings[self.ours[0]]} if self.written else {}
 
 
@@ -90,19 +90,19 @@ class Choice(Rule):
 
     If several values match on export, the default is written if it matches, else the first match."""
 
-    def __init__(self, key: str, options: Mapping[Any, Table], default: Any = REQUIRED) -> None:
+    def __init__(self, key: str, options: Mapping[Any, Table], default: object = REQUIRED) -> None:
         super().__init__((key,), dict.fromkeys(name for option in options.values() for name in option))
         self.options, self.default = options, default
         if {*options} != {True, False}:
             self.limits = (limit(key, options),)
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         value = get(config, self.theirs, self.default)
         if not isinstance(value, str | bool | int) or value not in self.options:
             raise refuse(self.theirs[0], value, f"which cannot be represented; known: {list(self.options)}")
         return dict(self.options[value])
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         """Return the value of the key whose option equals the settings; with several, the default if it is one of them,
         else the first. Raises UserError if no option fits."""
         fitting = [
@@ -123,14 +123,14 @@ class Begin(Rule):
         super().__init__(ours=fixed)
         self.fixed = fixed
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         return dict(self.fixed)
 
 
 class Fixed(Begin):
     """Settings with one fixed value in the family; export rejects others."""
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         others = {name: wanted for name, wanted in self.fixed.items() if settings[name] != wanted}
         problems = [refuse(name, settings[name], f"the family has {wanted!r} alone") for name, wanted in others.items()]
         if problems:
@@ -148,14 +148,14 @@ class FixedKeys(Rule):
         self.fixed, self.written = fixed, written
         self.limits = tuple(limit(key, [value]) for key, value in fixed.items())
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         for name, wanted in self.fixed.items():
             value = get(config, (name,), wanted)
             if value != wanted:
                 raise refuse(name, value, f"which cannot be represented: only {wanted!r} can")
         return {}
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         return dict(self.fixed) if self.written else {}
 
 
@@ -163,9 +163,13 @@ class Computed(Rule):
     """Custom rule with one function per direction."""
 
     def __init__(
-        self, theirs: Iterable[str], ours: Iterable[str], load: Callable[[Table], dict[str, Any]],
-        save: Callable[[Table], dict[str, Any]], limits: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        theirs: Iterable[str],
+        ours: Iterable[str],
+        load: Callable[[Table], dict[str, object]],
+        save: Callable[[Table], dict[str, object]],
+        limits: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(theirs, ours)
         self.limits = limits
         self.load, self.save = load, save  # type: ignore[assignment, method-assign]

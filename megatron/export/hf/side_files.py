@@ -11,10 +11,20 @@ from megatron.core.config.errors import UserError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja",
-    "chat_template.json", "tekken.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tekken.json",
+)
 """Tokenizer files. Other files (weights, their index, code, trainer state) would be invalid in another folder."""
 
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig
@@ -17,6 +16,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import BackendTokenizer
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron.export.hf.settings import Table
 
 logger = logging.getLogger(__name__)
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -38,7 +38,7 @@ class ExportedTokenizer:
     """Key of config.json -> id(s), only for tokens that the tokenizer has."""
 
 
-def export_tokenizer(settings: Mapping[str, Any], assets: Mapping[str, Path], rows: int) -> ExportedTokenizer:
+def export_tokenizer(settings: Table, assets: Mapping[str, Path], rows: int) -> ExportedTokenizer:
     """Export the tokenizer of the run's ``settings``.
 
     Returns an empty result if there is no tokenizer, or, with a logged warning, if it cannot be built.
@@ -54,7 +54,7 @@ def export_tokenizer(settings: Mapping[str, Any], assets: Mapping[str, Path], ro
     return ExportedTokenizer({} if DEFINITION in assets else _files(tokenizer, settings, assets), ids)
 
 
-def _build(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> Tokenizer | None:
+def _build(settings: Table, assets: Mapping[str, Path]) -> Tokenizer | None:
     """Return the run's tokenizer, with files taken from ``assets`` (copies in the checkpoint) if they are there, else
     from their original paths; a ``tokenizer.json`` there also serves for an unset type or a NullTokenizer. None, with a
     warning, if the tokenizer is unknown or cannot be built."""
@@ -85,16 +85,18 @@ def _ids(tokenizer: Tokenizer, model_family: str, rows: int) -> dict[str, int | 
         roles |= {"cls_token_id": ["cls"], "sep_token_id": ["sep"]}
     else:
         roles["decoder_start_token_id"] = ["bos" if "bos" in tokenizer.special_ids else "pad"]
-    found = {key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
-             for key, names in roles.items()}  # fmt: skip
+    found = {
+        key: [tokenizer.special_ids[role] for role in names if role in tokenizer.special_ids]
+        for key, names in roles.items()
+    }
     valid = {key: list(dict.fromkeys(each for each in ids if 0 <= each < rows)) for key, ids in found.items()}
     return {key: ids[0] if len(ids) == 1 else ids for key, ids in valid.items() if ids}
 
 
-def _files(tokenizer: Tokenizer, settings: Mapping[str, Any], assets: Mapping[str, Path]) -> dict[str, bytes]:
+def _files(tokenizer: Tokenizer, settings: Table, assets: Mapping[str, Path]) -> dict[str, bytes]:
     """Return {file name: content} with which ``AutoTokenizer`` loads the tokenizer: tokenizer.json, or the
     SentencePiece model of a T5 vocabulary, and tokenizer_config.json. Empty, with a warning, for other types."""
-    config: dict[str, Any]
+    config: dict[str, object]
     if isinstance(tokenizer, BackendTokenizer):
         texts = tokenizer.inv_vocab
         roles = {f"{role}_token": texts[tokenizer.special_ids[role]] for role in ROLES if role in tokenizer.special_ids}
@@ -103,7 +105,7 @@ def _files(tokenizer: Tokenizer, settings: Mapping[str, Any], assets: Mapping[st
     is_t5 = settings.get("model_family") == "t5" and tokenizer.special_ids.get("unk") == T5_UNKNOWN
     if is_t5 and isinstance(tokenizer, SentencePieceTokenizer):
         flags = ("normalized", "lstrip", "rstrip", "single_word")
-        kept: dict[str, Any] = {"special": True, **dict.fromkeys(flags, False)}
+        kept: dict[str, object] = {"special": True, **dict.fromkeys(flags, False)}
         added = {str(index): {"content": token, **kept} for token, index in tokenizer.added.items()}
         config = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, "added_tokens_decoder": added}
         model = settings["tokenizer_model"]
@@ -113,5 +115,5 @@ def _files(tokenizer: Tokenizer, settings: Mapping[str, Any], assets: Mapping[st
     return {}
 
 
-def _as_bytes(config: dict[str, Any]) -> bytes:
+def _as_bytes(config: dict[str, object]) -> bytes:
     return json.dumps(config, indent=2).encode() + b"\n"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,9 +30,14 @@ SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", 
 
 
 def save(
-    model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
+    model: Interchange,
+    folder: Path | Target,
+    dtype: torch.dtype | None,
+    *,
+    max_shard_bytes: int,
+    family: str | None,
     preferred: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write ``model`` as a Hugging Face folder: shards in ``dtype`` (None: unchanged), config.json,
     generation_config.json and tokenizer files. ``family`` forces a family; else the one of the source, ``preferred``,
     or the first that fits. A ``Target`` is filled but not published, and OSError passes; for a path it becomes
@@ -79,10 +83,10 @@ def save(
             raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
 
 
-def _generation(assets: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, Any]:
+def _generation(assets: Mapping[str, Path], config: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of ``generate()`` from the source folder of the model, or the sampling settings
     next to the tokenizer; missing ids come from ``config``."""
-    settings: dict[str, Any] = {"_from_model_config": True}
+    settings: dict[str, object] = {"_from_model_config": True}
     if f"hf/{GENERATION}" in assets:
         settings = read_json(assets[f"hf/{GENERATION}"])
     elif f"tokenizer/{GENERATION}" in assets:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.export.interchange import Settings
 from megatron.export.megatron_lm.names import detect_family, find_place, is_gated, layer_indices
 from megatron.export.megatron_lm.splits import join_ranks, rank_part
 
@@ -24,9 +24,15 @@ Order = Sequence[tuple[str, tuple[int, ...]]]
 _ALIGNMENT = 64
 _FLAT = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)")
 _MADE = (
-    "input_layernorm", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "linear_fc1",
+    "input_layernorm",
+    "linear_proj",
+    "linear_qkv",
+    "q_layernorm",
+    "k_layernorm",
+    "pre_mlp_layernorm",
+    "linear_fc1",
     "linear_fc2",
-)  # fmt: skip
+)
 """Creation order of modules in Megatron-LM's local layers; Transformer Engine fuses norms into linear layers."""
 
 
@@ -72,7 +78,7 @@ def _slice(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
 
 
 def unflatten_distributed(
-    flat: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor], args: Mapping[str, Any], where: str
+    flat: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor], args: Settings, where: str
 ) -> dict[str, dict[str, LazyTensor]]:
     """Return the optimizer state of the ``dp_reshardable`` format: state kind -> name -> global tensor.
 

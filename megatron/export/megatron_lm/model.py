@@ -16,7 +16,7 @@ from megatron.core.config.errors import listed
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import TRACKER, checkpoint_directory, read_tracker
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.export.interchange import Interchange, differences
+from megatron.export.interchange import Interchange, Settings, differences
 from megatron.export.megatron_lm import names as table
 from megatron.export.unpickler import Record
 
@@ -46,7 +46,7 @@ def find_folder(folder: Path, step: int | None, marker: str) -> Path:
 
 
 def build_interchange(
-    state: Mapping[str, Any], weights: Named, optimizer: Mapping[str, Named], *, where: str, padded_vocabulary: bool
+    state: Mapping[str, object], weights: Named, optimizer: Mapping[str, Named], *, where: str, padded_vocabulary: bool
 ) -> Interchange:
     """Convert global tensors with Megatron-LM names, one per layer, to an ``Interchange`` with notes; RNG states are
     dropped.
@@ -87,9 +87,7 @@ def build_interchange(
     return Interchange(settings, tensors, checkpoint_objects(state, settings, bool(optimizer)), notes=notes)
 
 
-def our_tensors(
-    named: Named, settings: Mapping[str, Any], prefix: str, tied: bool, where: str
-) -> dict[str, LazyTensor]:
+def our_tensors(named: Named, settings: Settings, prefix: str, tied: bool, where: str) -> dict[str, LazyTensor]:
     """Convert tensors to local names (with ``prefix``) and local shapes, lazily; stack the experts of a layer. Omits
     non-weight buffers and, if ``tied``, the output layer's weight. Raises CheckpointError for a tensor without
     counterpart, a shape that does not fit ``settings``, or missing experts."""
@@ -117,7 +115,7 @@ def _stack(pieces: list[LazyTensor]) -> Tensor:
     return torch.stack([piece.read() for piece in pieces])
 
 
-def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
+def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Settings, where: str) -> LazyTensor:
     """Return ``tensor`` lazily in this project's shape, without vocabulary padding for embeddings and output layers.
     Raises CheckpointError with the name if the shape does not fit the settings."""
     try:
@@ -132,7 +130,7 @@ def _shaped(place: table.Counterpart, tensor: LazyTensor, settings: Mapping[str,
     return LazyTensor(shape, tensor.dtype, read)
 
 
-def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], where: str) -> list[str]:
+def _complete(tensors: Mapping[str, LazyTensor], settings: Settings, where: str) -> list[str]:
     """Raise CheckpointError if a stack's layers are not numbered 0 to n - 1, or a kind of optimizer state lacks a
     weight or has another shape; other missing weights are not noticed. Return notes for the user: without optimizer
     state how to load."""
@@ -154,19 +152,19 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
 # ---- the state of the run
 
 
-def checkpoint_objects(state: Mapping[str, Any], settings: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
+def checkpoint_objects(state: Mapping[str, Any], settings: Settings, with_optimizer: bool) -> dict[str, object]:
     """Return the JSON objects of a native training checkpoint: iteration, ``train_state`` (counters), ``scheduler`` if
     ``state`` has one, and with ``with_optimizer`` its step (default: the iteration) and loss scale ({} unless dynamic
     and complete). Raises CheckpointError for malformed numbers or scheduler state."""
     args = state["args"].attributes
     iteration = _count(state.get("iteration", args.get("iteration", 0)), "iteration")
-    train_state: dict[str, Any] = {
+    train_state: dict[str, object] = {
         name: _count(args.get(name, 0) or 0, name)
         for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     }
     flops = _number(state.get("num_floating_point_operations_so_far", 0))
     train_state |= {"iteration": iteration, "skipped_iterations": 0, "floating_point_operations": float(flops or 0)}
-    objects: dict[str, Any] = {"iteration": iteration, "train_state": train_state, "tokenizer": None}
+    objects: dict[str, object] = {"iteration": iteration, "train_state": train_state, "tokenizer": None}
     if isinstance(schedule := state.get("opt_param_scheduler"), dict):
         objects["scheduler"] = _schedule(schedule, settings)
     if with_optimizer:
@@ -185,7 +183,7 @@ def checkpoint_objects(state: Mapping[str, Any], settings: Mapping[str, Any], wi
     return objects
 
 
-def _schedule(schedule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule(schedule: Mapping[str, object], settings: Settings) -> dict[str, object]:
     """Convert the state of the LR scheduler; fields that Megatron-LM does not store come from ``settings``.
 
     Lengths are in samples in both formats. Raises CheckpointError for missing fields."""
@@ -193,19 +191,28 @@ def _schedule(schedule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
     if anneal is None and settings.get("lr_wsd_decay_iters") is not None:
         anneal = settings["lr_wsd_decay_iters"] * settings["global_batch_size"]
     taken = (
-        "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "start_wd", "end_wd",
-        "wd_incr_steps", "wd_incr_style",
-    )  # fmt: skip
+        "max_lr",
+        "min_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+        "start_wd",
+        "end_wd",
+        "wd_incr_steps",
+        "wd_incr_style",
+    )
     if missing := [name for name in (*taken, "num_steps") if name not in schedule]:
         raise CheckpointError(f"the state of its scheduler lacks {', '.join(missing)}")
     return {
-        **{name: schedule[name] for name in taken}, "init_lr": settings.get("lr_warmup_init", 0.0),
-        "wsd_decay_steps": anneal, "lr_wsd_decay_style": settings.get("lr_wsd_decay_style", "exponential"),
+        **{name: schedule[name] for name in taken},
+        "init_lr": settings.get("lr_warmup_init", 0.0),
+        "wsd_decay_steps": anneal,
+        "lr_wsd_decay_style": settings.get("lr_wsd_decay_style", "exponential"),
         "num_steps": schedule["num_steps"],
-    }  # fmt: skip
+    }
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Return a number; a tensor of one element is read."""
     if isinstance(value, LazyTensor):
         if value.shape not in ((), (1,)):
@@ -214,13 +221,13 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _count(value: Any, name: str) -> int:
+def _count(value: object, name: str) -> int:
     if not isinstance(value, int | float) or not 0 <= value < 2**53 or value != int(value):
         raise CheckpointDamagedError(f"{name} is {value!r:.60}, expected a count")
     return int(value)
 
 
-def _find(value: Any, names: tuple[str, ...]) -> Any:
+def _find(value: object, names: tuple[str, ...]) -> object:
     """Search nested lists and dicts breadth-first; return the first non-None entry with one of ``names``, or None, also
     after a million items."""
     todo, seen = deque([value]), 0

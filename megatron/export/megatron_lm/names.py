@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.export.interchange import Settings
 
 T = TypeVar("T")
 LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.)(.+)")
@@ -49,36 +50,56 @@ def _norm(name: str, theirs: str = "") -> list[Row]:
 
 _ATTENTION = "self_attention."
 LAYER_ROWS = [
-    *_linear(f"{_ATTENTION}linear_qkv", 0, "groups"), *_linear(f"{_ATTENTION}linear_proj", 1),
-    *_norm("input_layernorm", f"{_ATTENTION}linear_qkv.layer_norm_"), *_norm("input_layernorm"),
-    *_norm("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_"), *_norm("pre_mlp_layernorm"),
-    *_norm(f"{_ATTENTION}q_layernorm"), *_norm(f"{_ATTENTION}k_layernorm"),
+    *_linear(f"{_ATTENTION}linear_qkv", 0, "groups"),
+    *_linear(f"{_ATTENTION}linear_proj", 1),
+    *_norm("input_layernorm", f"{_ATTENTION}linear_qkv.layer_norm_"),
+    *_norm("input_layernorm"),
+    *_norm("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_"),
+    *_norm("pre_mlp_layernorm"),
+    *_norm(f"{_ATTENTION}q_layernorm"),
+    *_norm(f"{_ATTENTION}k_layernorm"),
     *_norm(f"{_ATTENTION}q_layernorm", f"{_ATTENTION}linear_q_up_proj.layer_norm_"),
     *_norm(f"{_ATTENTION}kv_layernorm", f"{_ATTENTION}linear_kv_up_proj.layer_norm_"),
     *_norm(f"{_ATTENTION}kv_layernorm"),
     Row(f"{_ATTENTION}core_attention.softmax_offset", dim=0),
     *(Row(f"{_ATTENTION}{name}.weight", dim=0) for name in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")),
     *(Row(f"{_ATTENTION}{name}.weight") for name in ("linear_q_down_proj", "linear_kv_down_proj")),
-    *_linear("mlp.linear_fc1", 0, "gate"), *_linear("mlp.linear_fc2", 1),
+    *_linear("mlp.linear_fc1", 0, "gate"),
+    *_linear("mlp.linear_fc2", 1),
     *_linear("mlp.experts.linear_fc1", 0, "gate", "mlp.experts.experts.linear_fc1", True),
     *_linear("mlp.experts.linear_fc2", 1, "", "mlp.experts.experts.linear_fc2", True),
-    *_linear("mlp.shared_experts.linear_fc1", 0, "gate"), *_linear("mlp.shared_experts.linear_fc2", 1),
-    Row("mlp.shared_experts.gate_weight"), *_linear("mlp.router", None), Row("mlp.router.expert_bias"),
-    *_norm("pre_cross_attn_layernorm"), *_linear("cross_attention.linear_q", 0),
-    *_linear("cross_attention.linear_kv", 0, "groups"), *_linear("cross_attention.linear_proj", 1),
-]  # fmt: skip
+    *_linear("mlp.shared_experts.linear_fc1", 0, "gate"),
+    *_linear("mlp.shared_experts.linear_fc2", 1),
+    Row("mlp.shared_experts.gate_weight"),
+    *_linear("mlp.router", None),
+    Row("mlp.router.expert_bias"),
+    *_norm("pre_cross_attn_layernorm"),
+    *_linear("cross_attention.linear_q", 0),
+    *_linear("cross_attention.linear_kv", 0, "groups"),
+    *_linear("cross_attention.linear_proj", 1),
+]
 MODEL_ROWS = [
-    Row("embedding.word_embeddings.weight", dim=0), Row("embedding.position_embeddings.weight"),
-    Row("embedding.tokentype_embeddings.weight"), *_norm("decoder.final_layernorm"), *_norm("encoder.final_layernorm"),
-    *_linear("output_layer", 0), *_linear("lm_head.output_layer", 0), *_linear("lm_head.dense", None),
-    *_norm("lm_head.layer_norm"), *_linear("pooler.dense", None), *_linear("binary_head", None),
+    Row("embedding.word_embeddings.weight", dim=0),
+    Row("embedding.position_embeddings.weight"),
+    Row("embedding.tokentype_embeddings.weight"),
+    *_norm("decoder.final_layernorm"),
+    *_norm("encoder.final_layernorm"),
+    *_linear("output_layer", 0),
+    *_linear("lm_head.output_layer", 0),
+    *_linear("lm_head.dense", None),
+    *_norm("lm_head.layer_norm"),
+    *_linear("pooler.dense", None),
+    *_linear("binary_head", None),
     *(Row(f"{stack}_relative_pos_emb.relative_attention_bias.weight") for stack in ("encoder", "decoder")),
-]  # fmt: skip
+]
 _PREDICTION_ROWS = [*_norm("enorm"), *_norm("hnorm"), Row("eh_proj.weight", dim=0), *_norm("final_layernorm")]
 VOCABULARY = (
-    "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.output_layer.weight",
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "output_layer.bias",
+    "lm_head.output_layer.weight",
     "lm_head.output_layer.bias",
-)  # fmt: skip
+)
 REGISTERED_TWICE = {
     "embedding.position_embeddings.weight": "position_embeddings.weight",
     "lm_head.output_layer.weight": "output_layer.weight",
@@ -95,26 +116,35 @@ _MODEL = {row.ours: row for row in MODEL_ROWS}
 _PREDICTION = {row.ours: row for row in _PREDICTION_ROWS}
 
 _OLD_NAMES = [
-    (r"^module\.", ""), (r"^language_model\.(?:(?:encoder|transformer|decoder)\.)", "decoder."),
-    (r"^language_model\.", ""), (r"\.final_norm\.", ".final_layernorm."),
-    (r"^(..coder\.layers\.\d+)\.attention\.", r"\1.self_attention."), (r"\.query_key_value\.", ".linear_qkv."),
-    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."), (r"\.dense_h_to_4h\.", ".linear_fc1."),
-    (r"\.dense_4h_to_h\.", ".linear_fc2."), (r"\.input_norm\.", ".input_layernorm."),
-    (r"\.post_attention_(?:layernorm|norm)\.", ".pre_mlp_layernorm."), (r"\.transformer_layer\.", ".mtp_model_layer."),
+    (r"^module\.", ""),
+    (r"^language_model\.(?:(?:encoder|transformer|decoder)\.)", "decoder."),
+    (r"^language_model\.", ""),
+    (r"\.final_norm\.", ".final_layernorm."),
+    (r"^(..coder\.layers\.\d+)\.attention\.", r"\1.self_attention."),
+    (r"\.query_key_value\.", ".linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.dense_h_to_4h\.", ".linear_fc1."),
+    (r"\.dense_4h_to_h\.", ".linear_fc2."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_attention_(?:layernorm|norm)\.", ".pre_mlp_layernorm."),
+    (r"\.transformer_layer\.", ".mtp_model_layer."),
     (r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r".mlp.experts.experts.\2.\3\1"),
     (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.experts.\1.\2\3"),
-]  # fmt: skip
+]
 """Patterns of old names (before Megatron Core, DDP wrappers, single experts as ``weight7``) -> current names."""
 
 _OLD_NAMES_OF_ENCODERS = [
-    (r"^module\.", ""), (r"^language_model\.(?:encoder|transformer)\.", "encoder."), (r"^language_model\.", ""),
+    (r"^module\.", ""),
+    (r"^language_model\.(?:encoder|transformer)\.", "encoder."),
+    (r"^language_model\.", ""),
     (r"^lm_head\.(?:layer)?norm\.", "lm_head.layer_norm."),
     (r"^(decoder\.layers\.\d+\.)post_attention_(?:layer)?norm\.", r"\1pre_cross_attn_layernorm."),
-    (r"\.post_inter_attention_(?:layer)?norm\.", ".pre_mlp_layernorm."), (r"\.inter_attention\.", ".cross_attention."),
+    (r"\.post_inter_attention_(?:layer)?norm\.", ".pre_mlp_layernorm."),
+    (r"\.inter_attention\.", ".cross_attention."),
     (r"\.cross_attention\.query\.", ".cross_attention.linear_q."),
     (r"\.cross_attention\.key_value\.", ".cross_attention.linear_kv."),
     (r"\.cross_attention\.dense\.", ".cross_attention.linear_proj."),
-]  # fmt: skip
+]
 """Renaming patterns for models whose ``language_model.encoder`` is an encoder; applied before the others."""
 
 _NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_tokens_per_expert|word_embeddings_for_head")
@@ -197,7 +227,7 @@ def their_name(name: str, experts: bool) -> tuple[str, Row]:
     raise CheckpointError(f"the tensor {name} has no counterpart in Megatron-LM")
 
 
-def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Mapping[str, Any]) -> tuple[int, ...]:
+def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
     """Convert Megatron-LM's unsharded ``shape`` (with all experts) to the local one, without vocabulary padding.
 
     Raises:
@@ -216,7 +246,7 @@ def our_shape(place: Counterpart, shape: tuple[int, ...], settings: Mapping[str,
     return (*start, *dims)
 
 
-def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
+def split_parts(row: Row, settings: Settings) -> int:
     """Return into how many equal parts the local shape splits Megatron-LM's first dimension (1: not split)."""
     if row.fold == "groups":
         grouped = settings.get("group_query_attention") and settings.get("num_query_groups")
@@ -224,7 +254,7 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
     return 2 if row.fold == "gate" and is_gated(settings) else 1
 
 
-def is_gated(settings: Mapping[str, Any]) -> bool:
+def is_gated(settings: Settings) -> bool:
     """Whether MLPs are gated, according to the arguments of either program."""
     return any(settings.get(name) for name in ("swiglu", "quick_geglu", "geglu"))
 
@@ -253,12 +283,12 @@ _NO_COUNTERPART = (
 """Arguments that change the model's output for the same weights, and have no local counterpart."""
 
 
-def arguments_without_counterpart(args: Mapping[str, Any]) -> list[str]:
+def arguments_without_counterpart(args: Settings) -> list[str]:
     """Describe the active arguments in ``args`` whose model cannot be represented by local settings."""
     return [f"{name} is {args[name]!r:.80}" for name in _NO_COUNTERPART if args.get(name) not in (None, False, [], "")]
 
 
-def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def convert_arguments(args: Settings, tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Convert Megatron-LM's arguments to settings: plain values only.
 
     None means "not given": Megatron-LM then computes with the value that is the default here. ``num_query_groups``
@@ -271,7 +301,7 @@ def convert_arguments(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, 
         Settings; ``vocab_size`` is the true one if the arguments hold it, else the padded one.
     """
     family = detect_family(tensors)
-    settings: dict[str, Any] = {"model_family": family}
+    settings: dict[str, object] = {"model_family": family}
     for name, value in args.items():
         if value is None or (name == "num_query_groups" and not args.get("group_query_attention")):
             continue

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.export.interchange import Interchange, check_names
+from megatron.export.interchange import Interchange, Settings, check_names
 from megatron.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.export.megatron_lm.model import build_interchange, find_folder
 from megatron.export.megatron_lm.names import current_names, detect_family, find_place, is_gated, is_no_weight
@@ -53,9 +53,10 @@ def load_megatron_torch(
             " order; load it with an older Megatron-LM and save it again"
         )
     table = args.attributes
-    tp, pp, ep = (table.get(name) or 1 for name in (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    ))  # fmt: skip
+    tp, pp, ep = (
+        table.get(name) or 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    )
     if any(type(size) is not int or not 0 < size < 10**5 for size in (tp, pp, ep)):
         raise CheckpointError(f"{directory}: impossible sizes of its layout: {tp!r:.20}, {pp!r:.20}, {ep!r:.20}")
     if table.get("num_experts") and (shards := table.get("expert_tensor_parallel_size") or tp) != tp:
@@ -65,8 +66,10 @@ def load_megatron_torch(
         )
     files = {
         (stage, rank, expert): _rank_file(directory, _name(rank, stage, expert, pp, ep))
-        for stage in range(pp) for rank in range(tp) for expert in range(ep)
-    }  # fmt: skip
+        for stage in range(pp)
+        for rank in range(tp)
+        for expert in range(ep)
+    }
     parts = _numbered(files, (pp, tp, ep), table, directory)
     where, gated = str(directory), is_gated(table)
     weights = {rank: {name: each for named in chunks for name, each in named.items()} for rank, chunks in parts.items()}
@@ -77,17 +80,19 @@ def load_megatron_torch(
             for kind, named in _optimizer(files[rank], chunks, path).items():
                 kinds.setdefault(kind, {})[rank] = named
     return build_interchange(
-        first, _merged(weights, (pp, tp, ep), gated, where),
+        first,
+        _merged(weights, (pp, tp, ep), gated, where),
         {kind: _merged(ranks, (pp, tp, ep), gated, where) for kind, ranks in kinds.items()},
-        where=where, padded_vocabulary=padded_vocabulary,
-    )  # fmt: skip
+        where=where,
+        padded_vocabulary=padded_vocabulary,
+    )
 
 
 def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
     return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
 
 
-def _rank_file(directory: Path, name: str) -> dict[str, Any]:
+def _rank_file(directory: Path, name: str) -> dict[str, object]:
     """Return the dictionary in the rank folder ``name``, from ``model_optim_rng.pt`` or else ``model_rng.pt``, with
     lazy tensors. Raises CheckpointError if it is another object."""
     folder = directory / name
@@ -101,9 +106,11 @@ def _rank_file(directory: Path, name: str) -> dict[str, Any]:
 
 
 def _numbered(
-    files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Mapping[str, Any],
+    files: Mapping[tuple[int, int, int], dict[str, Any]],
+    sizes: tuple[int, int, int],
+    args: Settings,
     directory: Path,
-) -> dict[tuple[int, int, int], list[Named]]:  # fmt: skip
+) -> dict[tuple[int, int, int], list[Named]]:
     """Return (stage, tensor rank, expert rank) -> weights per virtual stage, with global layer and expert indices and
     current names. Raises CheckpointError if a file lacks a virtual stage or the ranks of a stage differ in layers."""
     pp, tp, ep = sizes
@@ -133,7 +140,7 @@ def _numbered(
     return {rank: [current_names(named, family) for named in chunks] for rank, chunks in result.items()}
 
 
-def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
+def _weights(model: dict[str, object], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
     """Flatten nested names, add the layer offset of each stack and ``first_expert``; return (tensors, number of layers
     per stack). Buffers that are no weights and values that are no tensors are dropped."""
     named: Named = {}
@@ -176,7 +183,7 @@ def _merged(
 # ---- optimizer state
 
 
-def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict[str, Named]:
+def _optimizer(state: dict[str, object], chunks: list[Named], folder: Path) -> dict[str, Named]:
     """Return state kind -> name -> this rank's shard, from ``distrib_optim.pt`` in the rank's ``folder`` if it exists,
     else from ``state["optimizer"]``; empty if no optimizer state was saved. ``chunks``: the rank's weights per virtual
     stage."""

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, checkpoint_
 from megatron.core.dist_checkpointing.writer import fsync_path, make_durable_folder, write_file, write_file_atomically
 from megatron.core.safe_files import create_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.export.interchange import COUNTER, Interchange
+from megatron.export.interchange import COUNTER, Interchange, Settings
 from megatron.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
 
 _FILE = "__0_0.distcp"
@@ -84,8 +84,12 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
         os.fsync(file.fileno())
     common = io.BytesIO()
     torch.save(_common(interchange), common)
-    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
-                "common_backend_version": 1}  # fmt: skip
+    backends = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     for path, data in (
         (target / "common.pt", common.getvalue()),
         (target / "metadata.json", json.dumps(backends).encode()),
@@ -124,7 +128,7 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
 
 
 def _write_extra_states(
-    module: str, layers: int, file: BinaryIO, tensors: dict[str, Any], storage: dict[MetadataIndex, _StorageInfo]
+    module: str, layers: int, file: BinaryIO, tensors: dict[str, object], storage: dict[MetadataIndex, _StorageInfo]
 ) -> None:
     """Append an empty extra state (quantization state in Transformer Engine) per layer of ``module`` to ``file``,
     because the loader requires them, and for ``linear_proj`` also of core attention; add them to ``tensors`` and
@@ -187,11 +191,11 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
     return {prefix + each: _Piece(tensor, (*start, *dims), None) for each in names}
 
 
-def _padded(settings: Mapping[str, Any], rows: int) -> int:
+def _padded(settings: Settings, rows: int) -> int:
     return padded_size(rows, settings.get("make_vocab_size_divisible_by") or 128)
 
 
-def _common(interchange: Interchange) -> dict[str, Any]:
+def _common(interchange: Interchange) -> dict[str, object]:
     """Return the contents of ``common.pt``: arguments (a Namespace), counters, and LR schedule and optimizer groups if
     the interchange has them; no tensors but the step. Requires a word embedding."""
     settings, objects = interchange.settings, interchange.objects
@@ -201,7 +205,7 @@ def _common(interchange: Interchange) -> dict[str, Any]:
     counters = objects.get("train_state", {})
     args |= {name: value for name, value in counters.items() if name.endswith("_samples")}
     args["iteration"] = iteration = objects.get("iteration", 0)
-    state: dict[str, Any] = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
+    state: dict[str, object] = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": iteration}
     state["num_floating_point_operations_so_far"] = counters.get("floating_point_operations", 0)
     if "scheduler" in objects:
         left_out = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
@@ -214,12 +218,21 @@ def _common(interchange: Interchange) -> dict[str, Any]:
     return state
 
 
-def _groups(settings: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+def _groups(settings: Settings, step: int) -> list[dict[str, object]]:
     """Return the optimizer's two parameter groups (weights; biases and norms without weight decay) with all settings of
     Adam but without parameters. Missing settings take Megatron-LM's defaults."""
     lr, decay = settings.get("lr") or 0.0, settings.get("weight_decay") or 0.0
     betas = (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999))
-    shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": lr,
-              "max_lr": lr, "min_lr": settings.get("min_lr") or 0.0, "betas": betas,
-              "eps": settings.get("adam_eps", 1e-8), "step": step}  # fmt: skip
+    shared = {
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "lr": lr,
+        "max_lr": lr,
+        "min_lr": settings.get("min_lr") or 0.0,
+        "betas": betas,
+        "eps": settings.get("adam_eps", 1e-8),
+        "step": step,
+    }
     return [{**shared, "wd_mult": mult, "weight_decay": decay * mult} for mult in (1.0, 0.0)]

@@ -8,14 +8,13 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.core.tokenizers.simple import NullTokenizer
 from megatron.export.hf import save_hf
 from megatron.export.hf.family import complete
 from megatron.export.hf.registry import find_family
@@ -76,7 +75,7 @@ def compare_settings(folder: str, ours: Interchange, cfg: PretrainConfig) -> int
         return _compare(what, str(place), model, few, tokens_needed(small, config))
 
 
-def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, Any]:
+def _model_settings(ours: Interchange, cfg: PretrainConfig) -> dict[str, object]:
     return complete({**config_to_dict(cfg.flat), "vocab_size": ours.tensors[WORDS].shape[0]})
 
 
@@ -110,8 +109,10 @@ def _compare(what: str, folder: str, ours: Interchange, cfg: PretrainConfig, len
     last_s = torch.arange(length) if cfg.family.is_causal else torch.full((length,), length)
     limit_s = TOLERANCE * max(scale, 1) * (last_s / 256).clamp_min(1)
     error, verdict = error_bs.max().item(), "equal" if bool((error_bs <= limit_s).all()) else "DIFFERENT"
-    say(f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
-        f" token {agree:.1%}")  # fmt: skip
+    say(
+        f"{what}, {tokens.numel()} tokens in fp32: {verdict}; largest difference {error:.2e} of {scale:.2f}, same next"
+        f" token {agree:.1%}"
+    )
     return int(verdict == "DIFFERENT")
 
 
@@ -121,7 +122,7 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
     T5 receives ``tokens`` [b, s] as encoder and decoder input."""
     rows = weights.tensors[WORDS].shape[0]
     plain = cfg.with_settings(bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)
-    model = task_class(cfg.model_family)(plain, SimpleNamespace(vocab_size=rows)).model_provider().eval()
+    model = task_class(cfg.model_family)(plain, NullTokenizer(rows)).model_provider().eval()
     model.float()
     reader = InterchangeReader(weights, "")
     for tensor in module_tensors(model, prefix="model.", groups=SINGLE_PROCESS).values():

@@ -46,25 +46,45 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import config_to_dict, stored_family
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",
-          "--max-queue-size", "--megatron-path", "--loader-transformer-impl", "--saver-transformer-impl",
-          "--checkpoint-type", "--model-size")  # fmt: skip
+LAYOUT = (
+    "--target-tensor-parallel-size",
+    "--target-pipeline-parallel-size",
+    "--target-expert-parallel-size",
+    "--max-queue-size",
+    "--megatron-path",
+    "--loader-transformer-impl",
+    "--saver-transformer-impl",
+    "--checkpoint-type",
+    "--model-size",
+)
 """Flags of Megatron-LM's tool that are accepted and ignored: checkpoints load into any layout."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of this tool; unknown flags are passed to the model's parser."""
     made = formats.parser(__doc__)
-    made.add_argument("--saver", required=True, choices=(*formats.SAVERS, *formats.SAVER_ALIASES), metavar="FORMAT",
-                      help=f"format of the result: {', '.join(formats.SAVERS)}")  # fmt: skip
+    made.add_argument(
+        "--saver",
+        required=True,
+        choices=(*formats.SAVERS, *formats.SAVER_ALIASES),
+        metavar="FORMAT",
+        help=f"format of the result: {', '.join(formats.SAVERS)}",
+    )
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
     made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to create")
-    made.add_argument("--model-type", default=default_family().upper(), choices=[each.upper() for each in families()],
-                      help="model type, if the folder does not contain it")  # fmt: skip
+    made.add_argument(
+        "--model-type",
+        default=default_family().upper(),
+        choices=[each.upper() for each in families()],
+        help="model type, if the folder does not contain it",
+    )
     made.add_argument("--dtype", choices=DTYPES, help="dtype of the converted weights; default: unchanged")
     made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="maximum size of a file")
-    made.add_argument("--keep-vocab-padding", action="store_true",
-                      help="keep the padding rows of a Megatron-LM vocabulary, part of its softmax")  # fmt: skip
+    made.add_argument(
+        "--keep-vocab-padding",
+        action="store_true",
+        help="keep the padding rows of a Megatron-LM vocabulary, part of its softmax",
+    )
     made.add_argument("--no-optimizer", action="store_true", help="omit the optimizer state")
     made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
     made.add_argument("--check-logits", action="store_true", help="compare logits for models of any size")
@@ -103,9 +123,16 @@ def main(argv: Sequence[str]) -> int:
     say(f"{args.load_dir}: format {loader}, {len(source.tensors)} tensors, {size / 1e9:.3f} GB, as the settings say")
     for note in source.notes:
         say(f"note: {note}")
-    identity = {"load": formats.stamp(args.load_dir), "saver": saver, "dtype": args.dtype, "flags": flags,
-                "step": args.ckpt_step, "optimizer": not args.no_optimizer, "shard": args.max_shard_size,
-                "padding": args.keep_vocab_padding}  # fmt: skip
+    identity = {
+        "load": formats.stamp(args.load_dir),
+        "saver": saver,
+        "dtype": args.dtype,
+        "flags": flags,
+        "step": args.ckpt_step,
+        "optimizer": not args.no_optimizer,
+        "shard": args.max_shard_size,
+        "padding": args.keep_vocab_padding,
+    }
     with Target(args.save_dir, identity) as target:
         write(source, cfg, saver, target, size, int(args.max_shard_size * 1e9))
     say(f"{args.save_dir}: complete, format {saver}")
@@ -221,8 +248,10 @@ def copied_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
     files = {Path(asset).name for asset in source.assets if asset.startswith("tokenizer/")}
     named = {key: source.settings.get(key) for key in ("tokenizer_model", "vocab_file", "merge_file")}
     places = {key: Path(value).name for key, value in named.items() if value and files}
-    return {key: str(folder / "tokenizer" / file) if file in files else str(folder / "tokenizer")
-            for key, file in places.items()}  # fmt: skip
+    return {
+        key: str(folder / "tokenizer" / file) if file in files else str(folder / "tokenizer")
+        for key, file in places.items()
+    }
 
 
 def how_to_load(folder: str, source: Interchange) -> str:

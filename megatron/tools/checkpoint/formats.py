@@ -33,7 +33,8 @@ SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Build a parser with the input flags that all tools share: --loader and --ckpt-step."""
     made = argparse.ArgumentParser(
-        description=as_typed(description or ""), allow_abbrev=False,
+        description=as_typed(description or ""),
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
@@ -119,7 +120,7 @@ def total_bytes(tensors: dict[str, LazyTensor]) -> int:
     return sum(map(tensor_bytes, tensors.values()))
 
 
-def stamp(folder: str) -> list[list[Any]]:
+def stamp(folder: str) -> list[list[object]]:
     """Return [path, size, mtime in ns] of every file, to detect whether a folder has changed."""
     path = Path(folder)
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
@@ -178,6 +179,7 @@ class CopyProgress:
 
     def _counted(self, name: str, tensor: LazyTensor) -> LazyTensor:
         """Return ``tensor`` with reads that also count its bytes, completely or by rows."""
+
         def read() -> Any:
             values = tensor.read()
             self.count(name, tensor_bytes(tensor))
@@ -195,7 +197,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Format ``value`` as JSON, indented by two spaces, with keys in insertion order."""
     return json.dumps(value, indent=2)
 
@@ -203,7 +205,7 @@ def as_json(value: Any) -> str:
 def in_order(tensors: dict[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
     """Iterate over (name, tensor) sorted by dotted name; numeric components (layer indices) sort as numbers."""
 
-    def key(name: str) -> list[Any]:
+    def key(name: str) -> list[object]:
         return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
     return iter(sorted(tensors.items(), key=lambda item: key(item[0])))

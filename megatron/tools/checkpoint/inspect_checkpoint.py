@@ -54,10 +54,12 @@ def main(argv: Sequence[str]) -> int:
     if args.norms:
         progress.finish()
     summary = {
-        "folder": args.folder, "format": kind, "tensors": len(rows),
+        "folder": args.folder,
+        "format": kind,
+        "tensors": len(rows),
         "parameters": sum(math.prod(t.shape) for name, t in source.tensors.items() if name.startswith("model.")),
         "bytes": formats.total_bytes(source.tensors),
-    }  # fmt: skip
+    }
     if "iteration" in source.objects:
         summary["iteration"] = source.objects["iteration"]
     if args.json:
@@ -68,15 +70,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def shown_settings(source: Interchange) -> dict[str, Any]:
+def shown_settings(source: Interchange) -> dict[str, object]:
     """Return the settings that are not None, False or empty, sorted by name."""
     return {name: value for name, value in sorted(source.settings.items()) if value not in (None, False, [], {})}
 
 
-def row(tensor: LazyTensor, norms: bool) -> dict[str, Any]:
+def row(tensor: LazyTensor, norms: bool) -> dict[str, object]:
     """Describe a tensor: shape, dtype name, bytes; with ``norms``, read it and add its 2-norm and absolute maximum."""
     dtype, num_bytes = DTYPE_NAMES[tensor.dtype], tensor_bytes(tensor)
-    found: dict[str, Any] = {"shape": list(tensor.shape), "dtype": dtype, "bytes": num_bytes}
+    found: dict[str, object] = {"shape": list(tensor.shape), "dtype": dtype, "bytes": num_bytes}
     if norms:
         values = tensor.read()
         found["norm"] = math.sqrt(sum(float(part.double().square().sum()) for part in parts(values)))
@@ -112,11 +114,14 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
     found: dict[str, Any] = {
         "only in the first": sorted(one.tensors.keys() - other.tensors.keys()),
         "only in the second": sorted(other.tensors.keys() - one.tensors.keys()),
-        "differ": {}, "equal": 0,
-        "settings": {name: [one.settings[name], other.settings[name]]
-                     for name in sorted(one.settings.keys() & other.settings.keys())
-                     if one.settings[name] != other.settings[name]},
-    }  # fmt: skip
+        "differ": {},
+        "equal": 0,
+        "settings": {
+            name: [one.settings[name], other.settings[name]]
+            for name in sorted(one.settings.keys() & other.settings.keys())
+            if one.settings[name] != other.settings[name]
+        },
+    }
     for name in both:
         change = difference(one.tensors[name], other.tensors[name], args.tolerance)
         progress.count(name, tensor_bytes(one.tensors[name]))
@@ -140,7 +145,7 @@ def compare(args: argparse.Namespace, one: Interchange, other: Interchange) -> i
     return int(differ)
 
 
-def difference(one: LazyTensor, other: LazyTensor, tolerance: float) -> dict[str, Any]:
+def difference(one: LazyTensor, other: LazyTensor, tolerance: float) -> dict[str, object]:
     """Read and compare two tensors in float64; return a summary of the differences, empty if equal.
 
     Elements that differ by at most ``tolerance`` and pairs of NaN are equal. Only another dtype is no difference.

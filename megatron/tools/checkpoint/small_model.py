@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.export.hf.attention_settings import layers_with_windows
 from megatron.export.hf.conversion import placements
 from megatron.export.hf.family import Family
+from megatron.export.hf.settings import Table
 from megatron.export.interchange import Interchange, with_counters
 
 VOCAB_SIZE = 96
@@ -26,7 +26,7 @@ LONGEST = 4200
 THRESHOLD = re.compile(r"window|local_attention|original_max_position|max_distance")
 
 
-def shrink(settings: Mapping[str, Any]) -> dict[str, Any]:
+def shrink(settings: Table) -> dict[str, object]:
     """Return the settings of the small model, a new dict: fewer heads, layers and experts, narrow widths, no
     multi-token prediction, shorter windows only from ``LONGEST`` on; ratios that have a meaning stay. ``settings`` must
     be completed by ``family.complete``."""
@@ -36,12 +36,19 @@ def shrink(settings: Mapping[str, Any]) -> dict[str, Any]:
     hidden = few_heads * channels + (0 if heads * channels == settings["hidden_size"] else 64)
     ffn = 4 * hidden if settings["ffn_hidden_size"] == 4 * settings["hidden_size"] else 48
     small = {
-        **settings, "num_attention_heads": few_heads, "num_query_groups": few_groups, "hidden_size": hidden,
-        "ffn_hidden_size": ffn, "vocab_size": VOCAB_SIZE, "num_layers": _different_layers(settings),
-        "mtp_num_layers": None, "decoder_num_layers": settings["decoder_num_layers"] and 2,
-        "kv_lora_rank": min(settings["kv_lora_rank"], 24), **_few_experts(settings, ffn),
+        **settings,
+        "num_attention_heads": few_heads,
+        "num_query_groups": few_groups,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "vocab_size": VOCAB_SIZE,
+        "num_layers": _different_layers(settings),
+        "mtp_num_layers": None,
+        "decoder_num_layers": settings["decoder_num_layers"] and 2,
+        "kv_lora_rank": min(settings["kv_lora_rank"], 24),
+        **_few_experts(settings, ffn),
         "q_lora_rank": settings["q_lora_rank"] and min(settings["q_lora_rank"], 20),
-    }  # fmt: skip
+    }
     for name in ("window_attn_skip_freq", "moe_layer_freq"):
         if isinstance(small[name], list):
             small[name] = small[name][: small["num_layers"]]
@@ -50,7 +57,7 @@ def shrink(settings: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _different_layers(settings: Mapping[str, Any]) -> int:
+def _different_layers(settings: Table) -> int:
     """Return how many leading layers contain every layer type (window, MoE); at least min(2, number of layers)."""
     count, experts = settings["num_layers"], settings["moe_layer_freq"]
     has_experts = [n % experts == 0 if isinstance(experts, int) else bool(experts[n]) for n in range(count)]
@@ -58,7 +65,7 @@ def _different_layers(settings: Mapping[str, Any]) -> int:
     return max(min(2, count), 1 + max(kinds.index(kind) for kind in set(kinds)))
 
 
-def _few_experts(settings: Mapping[str, Any], ffn: int) -> dict[str, Any]:
+def _few_experts(settings: Table, ffn: int) -> dict[str, object]:
     """Return MoE settings with narrow experts, at most one more per group than top-k and the group score need, in the
     same number of groups; {} for a dense model. ``ffn``: the small model's FFN size."""
     if settings["num_moe_experts"] is None:
@@ -75,7 +82,7 @@ def _few_experts(settings: Mapping[str, Any], ffn: int) -> dict[str, Any]:
     }
 
 
-def tokens_needed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+def tokens_needed(settings: Table, config: Table) -> int:
     """Return a sequence length that exceeds every window and rotary threshold below ``LONGEST`` by 9 tokens.
 
     Thresholds are taken from ``settings`` and from the integers of config.json (``config``), in case the conversion
@@ -90,14 +97,14 @@ def tokens_needed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> int
     return min(needed, settings["max_position_embeddings"]) if tables else needed
 
 
-def _thresholds(config: Mapping[str, Any]) -> list[int]:
+def _thresholds(config: Mapping[str, object]) -> list[int]:
     """Return the integers of config.json, nested tables included, whose keys match ``THRESHOLD``."""
     found = [value for value in config.values() if isinstance(value, dict)]
     named = {name: value for table in (config, *found) for name, value in table.items() if THRESHOLD.search(name)}
     return [value for value in named.values() if type(value) is int]
 
 
-def random_weights(family: Family, settings: Mapping[str, Any]) -> Interchange:
+def random_weights(family: Family, settings: Mapping[str, object]) -> Interchange:
     """Return a model of ``settings`` with fp32 weights from a fixed seed.
 
     The weights are large enough that every setting affects the logits measurably."""
@@ -117,8 +124,8 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
 
 
 def small_config(
-    family: Family, config: Mapping[str, Any], settings: Mapping[str, Any], small: Mapping[str, Any]
-) -> dict[str, Any]:
+    family: Family, config: Mapping[str, object], settings: Mapping[str, object], small: Mapping[str, object]
+) -> dict[str, object]:
     """Return config.json of the small model, derived from ``config`` of the large one.
 
     Keys of rules whose output changes from ``settings`` to ``small`` are replaced; all other keys, also those that no
@@ -135,6 +142,6 @@ def small_config(
     return {**absent, **found}
 
 
-def _is_foreign_token(name: str, value: Any) -> bool:
+def _is_foreign_token(name: str, value: object) -> bool:
     ids = value if isinstance(value, list) else [value]
     return name.endswith("_token_id") and not all(type(each) is int and each < VOCAB_SIZE for each in ids)

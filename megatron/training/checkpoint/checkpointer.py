@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -28,6 +27,7 @@ from megatron.core.distributed import unwrapped
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.export.hf.side_files import GENERATION, TOKENIZER, side_files
 from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import alternative, delete_checkpoint, saved_iterations, write_tracker
@@ -80,10 +80,17 @@ class Checkpointer:
     """
 
     def __init__(
-        self, cfg: PretrainConfig, model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None,
-        scheduler: OptimizerParamScheduler | None, *, groups: ProcessGroups, tokenizer: Any = None,
-        architecture: Sequence[str] | None = None, fault: Fault = no_fault,
-    ) -> None:  # fmt: skip
+        self,
+        cfg: PretrainConfig,
+        model_chunks: Sequence[nn.Module],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        *,
+        groups: ProcessGroups,
+        tokenizer: Tokenizer | None = None,
+        architecture: Sequence[str] | None = None,
+        fault: Fault = no_fault,
+    ) -> None:
         checkpoint = cfg.checkpoint
         self.architecture = ARCHITECTURE if architecture is None else architecture
         self.cfg, self.groups, self.fault = cfg, groups, fault
@@ -125,8 +132,10 @@ class Checkpointer:
         if self.fast is not None:
             if self.cfg.checkpoint.non_persistent_ckpt_type == "local" and not _one_host(self.groups.world.size):
                 flags = "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir"
-                raise CheckpointError(f"{flags} {self.fast}: ranks run on several hosts that do not share it; give"
-                                      " --non-persistent-ckpt-type global with a folder that they share")  # fmt: skip
+                raise CheckpointError(
+                    f"{flags} {self.fast}: ranks run on several hosts that do not share it; give"
+                    " --non-persistent-ckpt-type global with a folder that they share"
+                )
             self._locks.append(SaveLock(self.fast, "the folder of --non-persistent-save-interval"))
             self._identity = identity(self.cfg.checkpoint.save, make=True)
 
@@ -180,9 +189,14 @@ class Checkpointer:
         def work(group: Group, blocks: Blocks, fault: Fault) -> int:
             from_first_rank(lambda: self._prepare(folder), group)
             num_bytes = writer.write(
-                files, get_checkpoint_name(folder, iteration), blocks,
-                objects=objects, assets=tokenizer_files(cfg), group=group, fault=fault,
-            )  # fmt: skip
+                files,
+                get_checkpoint_name(folder, iteration),
+                blocks,
+                objects=objects,
+                assets=tokenizer_files(cfg),
+                group=group,
+                fault=fault,
+            )
             fault("before_tracker")
             from_first_rank(lambda: self._finish(folder, iteration, fault), group)
             return num_bytes
@@ -229,14 +243,18 @@ class Checkpointer:
             self.last_failure = str(error)
             logger.error(
                 "saving checkpoint at iteration %d to %s failed, earlier checkpoints are untouched: %s",
-                iteration, folder, error,
-            )  # fmt: skip
+                iteration,
+                folder,
+                error,
+            )
             return report
         self._failures = {} if folder == self.cfg.checkpoint.save else {**self._failures, folder: 0}
         logger.info(
             "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
-            iteration, folder, *self.live.coordinates,
-        )  # fmt: skip
+            iteration,
+            folder,
+            *self.live.coordinates,
+        )
         seconds = ended - began
         stall = report.stall if report.background else seconds
         return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)

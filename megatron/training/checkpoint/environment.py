@@ -22,6 +22,10 @@ def environment() -> dict[str, str | None]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     return {
-        "version": __version__, "commit": git_commit(), "host": socket.gethostname(), **software_versions(),
-        "cuda": torch.version.cuda, "gpus": gpus or None,
-    }  # fmt: skip
+        "version": __version__,
+        "commit": git_commit(),
+        "host": socket.gethostname(),
+        **software_versions(),
+        "cuda": torch.version.cuda,
+        "gpus": gpus or None,
+    }

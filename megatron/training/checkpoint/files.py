@@ -140,8 +140,11 @@ def _report_newer(folder: str | os.PathLike, found: Found) -> None:
         logger.warning(
             "WARNING: %s names iteration %s, but the newest complete checkpoint there is of iteration %d. Taking what"
             " the tracker names; --ckpt-step %d takes the newest. The first save of a run moves newer ones aside.",
-            Path(folder) / TRACKER, RELEASE if found.release else found.iteration, newest, newest,
-        )  # fmt: skip
+            Path(folder) / TRACKER,
+            RELEASE if found.release else found.iteration,
+            newest,
+            newest,
+        )
 
 
 def newest_complete(folder: str | os.PathLike, before: int | None = None) -> int | None:

@@ -179,8 +179,10 @@ def set_aside(folder: str, newer_than: int | None) -> None:
     start = "it starts over" if newer_than is None else f"it continued from iteration {newer_than}"
     logger.warning(
         "WARNING: %s: moved to %s, as this run does not continue from them: %s. Delete them if you do not need them.",
-        ", ".join(names), target, start,
-    )  # fmt: skip
+        ", ".join(names),
+        target,
+        start,
+    )
 
 
 def _new_folder(parent: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -30,11 +29,11 @@ class LiveState:
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
     groups: ProcessGroups
-    tokenizer: Any
+    tokenizer: str | None
     """Fingerprint of the tokenizer."""
 
     def tensors(
-        self, *, optimizer: dict[str, Any] | None, rng: bool, scales: bool = True, rounded: bool = False
+        self, *, optimizer: dict[str, object] | None, rng: bool, scales: bool = True, rounded: bool = False
     ) -> dict[str, ShardedTensor]:
         """Return all stored tensors by global name, as references to live memory. ``rounded``, for saves: weights that
         are kept in higher precision become copies in their stored dtype. ``optimizer``: state dict, or None. Weights
@@ -50,11 +49,11 @@ class LiveState:
             tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
         return tensors
 
-    def objects(self, state: TrainState, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+    def objects(self, state: TrainState, optimizer: dict[str, object] | None) -> dict[str, object]:
         """Return all state that is stored as JSON: iteration, counters, settings, tokenizer fingerprint, versions,
         environment, of the state dict ``optimizer`` (None: absent) only step and loss scaler, and the scheduler if
         there is one."""
-        objects: dict[str, Any] = {
+        objects: dict[str, object] = {
             "iteration": state.iteration,
             "train_state": state.to_dict(),
             "args": config_to_dict(self.cfg.flat),

@@ -150,9 +150,11 @@ class Loading:
             total, left = len(reader.names), self.left_alone
             logger.info(
                 "--dist-ckpt-strictness %s: %d of %d stored names are loaded, none is missing%s",
-                cfg.checkpoint.dist_ckpt_strictness, total - len(left), total,
+                cfg.checkpoint.dist_ckpt_strictness,
+                total - len(left),
+                total,
                 f"; not loaded, as flags request: {', '.join(left)}" if left else "",
-            )  # fmt: skip
+            )
         if live.optimizer is not None and state is not None:
             live.optimizer.load_state_dict({**state, **reader.objects["optimizer"]})
             if live.scheduler is not None and "scheduler" in reader.objects:
@@ -167,8 +169,10 @@ class Loading:
             together(lambda: set_rng_state(states), world)
         logger.info(
             "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
-            Path(self.found.directory).parent, *live.coordinates, self.found.iteration,
-        )  # fmt: skip
+            Path(self.found.directory).parent,
+            *live.coordinates,
+            self.found.iteration,
+        )
         if changes and world.is_first:
             logger.warning("%s", in_a_box(changes))  # logged last, to stay visible on the screen
         return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])

@@ -49,14 +49,30 @@ from megatron.training.stored_settings import ARCHITECTURE, SIZES, refuse_other_
 logger = logging.getLogger(__name__)
 
 GROUPS = (
-    NetworkSizeConfig, MultiplierConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig, PrecisionConfig,
-    ModelConfig, RopeScalingConfig, CustomLayersConfig, TokenizerConfig,
-)  # fmt: skip
+    NetworkSizeConfig,
+    MultiplierConfig,
+    AttentionConfig,
+    LatentAttentionConfig,
+    MoEConfig,
+    MTPConfig,
+    PrecisionConfig,
+    ModelConfig,
+    RopeScalingConfig,
+    CustomLayersConfig,
+    TokenizerConfig,
+)
 COMPUTATION = {
-    "transformer_impl", "attention_backend", "flash_attention_version", "moe_token_dispatcher_type", "moe_fusion",
-    "moe_static_rows", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "deterministic_mode",
+    "transformer_impl",
+    "attention_backend",
+    "flash_attention_version",
+    "moe_token_dispatcher_type",
+    "moe_fusion",
+    "moe_static_rows",
+    "overlap_moe_expert_parallel_comm",
+    "moe_shared_expert_overlap",
+    "deterministic_mode",
     "encoder_num_layers",
-}  # fmt: skip
+}
 OF_FAMILIES = {name for family in families().values() for name in family.weight_settings}
 MODEL = {"seq_length", *OF_FAMILIES, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
     *LAYOUT,
@@ -69,7 +85,7 @@ WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
 
 
-def with_settings(cfg: FlatConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> FlatConfig:
+def with_settings(cfg: FlatConfig, settings: Mapping[str, object], where: str | os.PathLike) -> FlatConfig:
     """Return ``cfg`` (parsed, not yet resolved) with the ``settings`` in `MODEL` that the command line does not set.
     Explicit flags take precedence, except that they must not contradict settings in `FIXED`.
 

@@ -20,7 +20,7 @@ MAX_COUNT = 2**53
 Check = Callable[[Any], bool]
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """Whether ``value`` is an integer in [0, MAX_COUNT], not a bool."""
     return type(value) is int and 0 <= value <= MAX_COUNT
 
@@ -35,7 +35,7 @@ def is_size(value: Any) -> bool:
     return is_number(value) and value >= 0
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -43,9 +43,13 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-_BY_TYPE: dict[Any, Check] = {
-    int: is_count, float: is_number, str: is_text, int | None: _or_none(is_count), str | None: _or_none(is_text),
-}  # fmt: skip
+_BY_TYPE: dict[object, Check] = {
+    int: is_count,
+    float: is_number,
+    str: is_text,
+    int | None: _or_none(is_count),
+    str | None: _or_none(is_text),
+}
 _TRAIN_STATE: dict[str, Check] = {
     name: is_size if name == "floating_point_operations" else is_count for name in TrainState.__dataclass_fields__
 }
@@ -54,11 +58,13 @@ _SCHEDULER: dict[str, Check] = {
     **{name: _BY_TYPE[kind] for name, kind in get_type_hints(SchedulePlan).items()},
 }
 _SCALER: dict[str, Check] = {
-    "scale": lambda value: is_number(value) and value > 0, "growth_tracker": is_count, "hysteresis_tracker": is_count,
-}  # fmt: skip
+    "scale": lambda value: is_number(value) and value > 0,
+    "growth_tracker": is_count,
+    "hysteresis_tracker": is_count,
+}
 
 
-def _is_scaler(value: Any) -> bool:
+def _is_scaler(value: object) -> bool:
     """Whether ``value`` is the state of no, a constant or a dynamic loss scaler."""
     return (
         isinstance(value, dict)
@@ -103,7 +109,7 @@ def _impossible_schedule(scheduler: dict[str, Any] | None) -> list[str]:
     return []
 
 
-def _table(objects: dict[str, Any], name: str, checks: dict[str, Check], exact: bool = True) -> list[str]:
+def _table(objects: dict[str, object], name: str, checks: dict[str, Check], exact: bool = True) -> list[str]:
     """Return problems of the dictionary ``name``; none if it is missing. ``exact``: it must have just the keys of
     ``checks``, else others and missing ones are allowed."""
     if name not in objects:
@@ -117,12 +123,12 @@ def _table(objects: dict[str, Any], name: str, checks: dict[str, Check], exact: 
     return problems
 
 
-def _against(checks: dict[str, Check], table: dict[str, Any], prefix: str) -> list[str]:
+def _against(checks: dict[str, Check], table: dict[str, object], prefix: str) -> list[str]:
     wrong = [key for key, check in checks.items() if key in table and not check(table[key])]
     return [f"{prefix}{key} is {_short(table[key])}" for key in wrong]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # the integer has too many digits for Python to print

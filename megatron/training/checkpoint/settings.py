@@ -29,15 +29,24 @@ logger = logging.getLogger(__name__)
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
 COMPUTED_WITH = (
-    "bias_gelu_fusion", "rotary_seq_len_interpolation_factor", "yarn_original_max_position_embeddings",
-    "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
-)  # fmt: skip
+    "bias_gelu_fusion",
+    "rotary_seq_len_interpolation_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+)
 """Settings of the function that the weights were trained in; values on the command line take precedence."""
 
 LAYOUT = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "sequence_parallel",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 TOKENIZER = tuple(field.name for field in dataclasses.fields(TokenizerConfig))
 
 TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *COMPUTED_WITH, *LAYOUT, *TOKENIZER)
@@ -132,9 +141,13 @@ def apply_checkpoint_args(cfg: FlatConfig) -> FlatConfig:
 
 
 def check_args(
-    objects: dict[str, Any], current: dict[str, Any], where: str, *, architecture: Sequence[str] = ARCHITECTURE,
+    objects: dict[str, Any],
+    current: dict[str, object],
+    where: str,
+    *,
+    architecture: Sequence[str] = ARCHITECTURE,
     weights_only: bool = False,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Reject another architecture and forgotten flags, listing every difference; log all other differences.
 
     A run that loads only weights may change their meaning (a larger rotary base, say): only other sizes are rejected.
@@ -162,12 +175,15 @@ def check_args(
     return [
         *(f"data: {name} was {stored[name]}, is {current[name]}" for name in DATA_STREAM if name in differing),
         *(f"numbers: {name} was {stored[name]}, is {current[name]}" for name in NUMBERS if name in differing),
-        *(f"software: {name} was {versions[name]}, is {ours[name]}" for name in ours
-          if name in versions and versions[name] != ours[name]),
-    ]  # fmt: skip
+        *(
+            f"software: {name} was {versions[name]}, is {ours[name]}"
+            for name in ours
+            if name in versions and versions[name] != ours[name]
+        ),
+    ]
 
 
-def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing: set[str], where: str) -> None:
+def _refuse_forgotten(stored: dict[str, object], current: dict[str, Any], differing: set[str], where: str) -> None:
     """Raise CheckpointError for ``FORGOTTEN`` settings that the checkpoint's run set explicitly and this run does
     not."""
     explicit = stored.get("explicit")

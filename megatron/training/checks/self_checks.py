@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -84,7 +84,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     require_one_cudnn()
 
 
-def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
+def _local_rectangles(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[object]]:
     """Return this rank's rectangles as JSON lists [name, global shape, offsets, lengths, virtual stage, tied], without
     replicas that an earlier data-parallel rank reports. DTensor shards are always included."""
     specs = [(name, getattr(p, "spec", None)) for chunk in chunks for name, p in chunk.named_parameters()]

@@ -104,9 +104,15 @@ class CheckpointConfig(FlagGroup):
     --vocab-file is given."""
 
     dist_ckpt_strictness: Literal[
-        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
-        "return_all", "ignore_all",
-    ] = "assume_ok_unexpected"  # fmt: skip
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = "assume_ok_unexpected"
     """Reporting of missing or unexpected keys. Loading fails on either with any value; log_* also lists keys skipped by
     flags; return_* is for programs."""
 

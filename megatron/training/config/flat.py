@@ -127,7 +127,7 @@ def flat_class(model_family: str) -> type[FlatConfig]:
     return dataclass(kw_only=True)(type(FlatConfig.__name__, (FlatConfig, *own), members))
 
 
-def _restored(model_family: str, values: dict[str, Any]) -> FlatConfig:
+def _restored(model_family: str, values: dict[str, object]) -> FlatConfig:
     """Return unpickled settings of :func:`flat_class`, which pickle cannot find by name."""
     kind = flat_class(model_family)
     flat = kind.__new__(kind)

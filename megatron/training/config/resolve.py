@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-from typing import Any
 
 from megatron.core.config.model_settings import following_sizes
 from megatron.core.config.moe import depends_on_micro_batch, expert_tensor_ranks
@@ -38,7 +37,7 @@ def resolve(cfg: FlatConfig, world_size: int, *, gpus: bool | None = None) -> Pr
         gpus: whether ranks have GPUs; None: look.
     """
     cfg = _copy(cfg, dict.fromkeys(overlaps_without_halves(cfg), False))
-    values: dict[str, Any] = {"world_size": world_size}
+    values: dict[str, object] = {"world_size": world_size}
     values.update(_implementations(cfg, gpu_present() if gpus is None else gpus))
     values.update(_without_effect(cfg))
     values.update(_network(cfg))
@@ -49,7 +48,7 @@ def resolve(cfg: FlatConfig, world_size: int, *, gpus: bool | None = None) -> Pr
     return compose(_copy(cfg, _schedules(cfg) | {"resolved": True}))
 
 
-def _copy(cfg: FlatConfig, values: dict[str, Any]) -> FlatConfig:
+def _copy(cfg: FlatConfig, values: dict[str, object]) -> FlatConfig:
     """``cfg`` with other ``values``; ``dataclasses.replace`` would set some 450 fields one by one, 0.5 ms a call."""
     other = copy.copy(cfg)
     vars(other).update(values)
@@ -92,11 +91,11 @@ def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
     return [flag for flag, needed in needs.items() if needed]
 
 
-def _without_effect(cfg: FlatConfig) -> dict[str, Any]:
+def _without_effect(cfg: FlatConfig) -> dict[str, object]:
     """Return new values that switch off settings of features that are not enabled: save intervals without --save,
     recompute method and layers without full recomputation, the distributed optimizer under --use-torch-fsdp2. Scripts
     vary one flag and keep related flags."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
         values.update(keep_last_checkpoints=None, non_persistent_save_interval=None)
@@ -107,11 +106,11 @@ def _without_effect(cfg: FlatConfig) -> dict[str, Any]:
     return values
 
 
-def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, Any]:
+def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, object]:
     """Return defaults and corrections: built-in layers where Transformer Engine lacks a flag, nccl or gloo by ``gpus``,
     selective recomputation for --recompute-activations, no sequence parallelism or TP overlap with one tensor-parallel
     rank, profile rank 0."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if cfg.transformer_impl == "transformer_engine" and needs_built_in_layers(cfg):
         values["transformer_impl"] = "local"
     if cfg.distributed_backend is None:
@@ -125,12 +124,12 @@ def _implementations(cfg: FlatConfig, gpus: bool) -> dict[str, Any]:
     return values
 
 
-def _network(cfg: FlatConfig) -> dict[str, Any]:
+def _network(cfg: FlatConfig) -> dict[str, object]:
     """Return the sizes that follow from others: encoder layers, FFN and expert width, head size, query groups (heads,
     or 1 for --group-query-attention), embedding init, a vocabulary multiple of 1 if padding is disabled, and what the
     model family derives."""
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
-    values: dict[str, Any] = {"num_layers": num_layers, **following_sizes(cfg)}
+    values: dict[str, object] = {"num_layers": num_layers, **following_sizes(cfg)}
     values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers
     if cfg.num_query_groups is None and cfg.group_query_attention:
         values["num_query_groups"] = 1
@@ -139,10 +138,10 @@ def _network(cfg: FlatConfig) -> dict[str, Any]:
     return values | cfg.family.derive(_copy(cfg, values))
 
 
-def _precision(cfg: FlatConfig) -> dict[str, Any]:
+def _precision(cfg: FlatConfig) -> dict[str, object]:
     """Return precision settings that follow from others: fp32 gradient reduction unless --grad-reduce-in-bf16, fp32
     softmax with query-key layer scaling, and no NaN check under fp16 with a dynamic loss scale."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if not cfg.grad_reduce_in_bf16:
         values["accumulate_allreduce_grads_in_fp32"] = True
     if cfg.apply_query_key_layer_scaling:
@@ -152,10 +151,10 @@ def _precision(cfg: FlatConfig) -> dict[str, Any]:
     return values
 
 
-def _data(cfg: FlatConfig) -> dict[str, Any]:
+def _data(cfg: FlatConfig) -> dict[str, object]:
     """Return the data settings that follow from others: equal --seq-length and --encoder-seq-length if one is unset,
     the ``single`` loader, and the default split (1,1,1 for mock data; 969,30,1 for single-source data)."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     length = cfg.seq_length if cfg.seq_length is not None else cfg.encoder_seq_length
     values["seq_length"] = length
     values["encoder_seq_length"] = length if cfg.encoder_seq_length is None else cfg.encoder_seq_length
@@ -168,13 +167,13 @@ def _data(cfg: FlatConfig) -> dict[str, Any]:
     return values
 
 
-def _batches(cfg: FlatConfig) -> dict[str, Any]:
+def _batches(cfg: FlatConfig) -> dict[str, object]:
     """Return the data-parallel size (at least 1) and unset batch sizes. The global batch is the last size of a step
     schedule, else micro-batch x DP; evaluation uses the training sizes, rounded down to a valid size with
     --decrease-batch-size-if-needed. Needs the sequence length."""
     replica = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
     data_parallel_size = max(cfg.world_size // replica, 1) if replica > 0 else 1
-    values: dict[str, Any] = {"data_parallel_size": data_parallel_size}
+    values: dict[str, object] = {"data_parallel_size": data_parallel_size}
     size = cfg.global_batch_size
     if size is None and cfg.step_batch_size_schedule and cfg.seq_length:
         try:
@@ -194,10 +193,10 @@ def _batches(cfg: FlatConfig) -> dict[str, Any]:
     return values
 
 
-def _schedules(cfg: FlatConfig) -> dict[str, Any]:
+def _schedules(cfg: FlatConfig) -> dict[str, object]:
     """Return --train-iters (0 with --skip-train; computed from --train-samples), the decay length, which defaults to
     the training length in the same unit, and the ends of a constant weight decay. Needs the batch sizes."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if cfg.skip_train and cfg.train_iters is None:
         values["train_iters"] = 0
     if cfg.train_samples is None:

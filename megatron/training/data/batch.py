@@ -14,7 +14,11 @@ from torch import Tensor
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import AnyGroup
 from megatron.core.parallel_state import resolve_group
+
+Batch = dict[str, Any]
+"""Tensors of a micro-batch by name, and other arguments of the model, such as ``PackedSeqParams``."""
 
 SEQUENCE_TENSORS = frozenset({
     "tokens", "input_ids", "text", "text_enc", "text_dec", "labels", "loss_mask", "position_ids", "types",
@@ -24,9 +28,12 @@ SEQUENCE_TENSORS = frozenset({
 
 
 def get_batch_on_this_cp_rank(
-    batch: dict[str, Any], cp_group: Any = None, *, sequence_keys: Collection[str] = (),
+    batch: Batch,
+    cp_group: AnyGroup = None,
+    *,
+    sequence_keys: Collection[str] = (),
     whole_keys: Collection[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+) -> Batch:
     """Return this context-parallel rank's tokens of the ``batch``'s sequences (zig-zag split along dim 1), in a new
     dictionary; with one rank return ``batch`` itself. No communication.
 

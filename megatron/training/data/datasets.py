@@ -9,7 +9,9 @@ from typing import Any
 
 from megatron.core.config.errors import call_all
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.models.family import DataSet
 from megatron.core.schedules import batch_size as batch_sizes
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.data.indexed_dataset import resolve_prefix
 from megatron.data.sidecar import check_sidecar
@@ -44,7 +46,7 @@ def samples_per_split(cfg: PretrainConfig) -> NumSamples:
     return train, num_evaluations(cfg.validation, training.train_iters) * samples, samples
 
 
-def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
+def data_source_options(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> dict[str, object]:
     """Return the constructor arguments common to all data set configurations: seed, sequence length, blends, split,
     cache and loading options, tokenizer. Reads the files of --data-args-path; builds no data set."""
     blend, blend_per_split = get_blend_and_blend_per_split(cfg.data)
@@ -65,7 +67,7 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def select_data_set(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
+def select_data_set(cfg: PretrainConfig, tokenizer: Tokenizer | None) -> DataSet:
     """Return (data set class, its configuration) of the model family; builds no data set. Without a ``tokenizer`` the
     data set can select documents but not create samples."""
     assert cfg.family.data_set is not None, "the task of this family makes its data sets"
@@ -86,7 +88,7 @@ def check_data_tokenizer(config: BlendedMegatronDatasetConfig, tokenizer: Any) -
         )
 
 
-def sources_without_record(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> list[str]:
+def sources_without_record(config: BlendedMegatronDatasetConfig, tokenizer: Tokenizer) -> list[str]:
     """Return prefixes of data without a tokenizer record. Raises ``ValueError`` for data of another tokenizer."""
     blends = [config.blend, *(config.blend_per_split or [])]
     prefixes = call_all(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])

@@ -11,9 +11,9 @@ it hands out. Batches that were read but not used are not consumed samples; a re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -163,14 +163,22 @@ class BatchReader:
             yield batch
 
 
+class DataSource(Protocol):
+    """Map-style data set whose samples are mappings of arrays."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, idx: int, /) -> Mapping[str, object]: ...
+
+
 class KeyedDataset:
     """Map-style data set with keys (stream position, index); adds ``sample_index``. Padding samples get a zero loss
     mask."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: DataSource) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, object]:
         """Return a shallow copy of sample ``index`` with ``sample_index``, the stream position. For a ``PADDING``
         index, return sample 0 with a zero loss mask and ``sample_index`` = PADDING."""
         position, index = key
@@ -217,7 +225,7 @@ class FlatBatch:
         return {name: x.view(dtype).view(shape) for x, (name, dtype, shape, _) in zip(pieces, self.parts)}
 
 
-def flat_batch(samples: list[dict[str, Any]]) -> FlatBatch:
+def flat_batch(samples: list[dict[str, object]]) -> FlatBatch:
     """Collate samples into a flat batch (worker function)."""
     return FlatBatch(collate(samples))
 
@@ -227,7 +235,9 @@ class _Loader(DataLoader):
         return map(FlatBatch.tensors, super().__iter__())
 
 
-def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool) -> DataLoader:
+def build_loader(
+    dataset: DataSource, sampler: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
+) -> DataLoader:
     """Return a torch DataLoader over ``dataset`` whose iterator yields {name: tensor [b, …]} on the host, with
     ``sample_index``. ``sampler`` yields lists of (stream position, index). Does not advance torch's global generator.
     Workers ignore the signals that the trainer catches."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.training.data.loader import DataSource
 
 OPTIONAL = ("cu_seqlens",)
 
 
-def check_first_sample(dataset: Any, expected: Mapping[str, Any], source: str) -> None:
+def check_first_sample(dataset: DataSource, expected: Mapping[str, object], source: str) -> None:
     """Compare ``dataset[0]`` with ``expected``, a sample of the task; skip a data set that is None, empty or not
     map-style. Ignores additional keys, values, and ``cu_seqlens``.
 
@@ -36,7 +36,7 @@ def check_first_sample(dataset: Any, expected: Mapping[str, Any], source: str) -
         raise UserError(f"{source}: the first sample {'; '.join(sorted(problems))}; expected: {_listed(expected)}")
 
 
-def _differences(key: str, value: Any, expected: np.ndarray) -> list[str]:
+def _differences(key: str, value: object, expected: np.ndarray) -> list[str]:
     """Return at most one message about ``value``: no array, another shape, or another kind of dtype. Integers must stay
     integers except in ``loss_mask``; bit width does not matter; floats may also be integers or bool."""
     try:
@@ -49,6 +49,6 @@ def _differences(key: str, value: Any, expected: np.ndarray) -> list[str]:
     return [] if found.dtype.kind in wanted else [f"has {key} of type {found.dtype}"]
 
 
-def _listed(expected: Mapping[str, Any]) -> str:
+def _listed(expected: Mapping[str, object]) -> str:
     arrays = {key: np.asarray(value) for key, value in expected.items() if key not in OPTIONAL}
     return ", ".join(f"{key} {list(array.shape)} {array.dtype}" for key, array in arrays.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import logging
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.core.timers import Timers
@@ -78,7 +77,7 @@ def sinks(cfg: PretrainConfig, clock: Clock, files: list[MetricsFile]) -> list[H
     return hooks
 
 
-def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
+def wandb_options(cfg: PretrainConfig) -> dict[str, object]:
     """Return the arguments of ``wandb.init``: project, name, entity, ``dir`` (--wandb-save-dir, else <save>/wandb, else
     ./wandb) and ``config``, which holds all settings as JSON types. Creates no folder."""
     default_dir = Path(cfg.checkpoint.save or "") / "wandb"
@@ -91,7 +90,7 @@ def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return ``value`` converted to JSON types: an enum to its name, lists and tuples to lists, anything but None,
     booleans, numbers and text (a dictionary, say) to ``str(value)``."""
     if isinstance(value, enum.Enum):

@@ -177,10 +177,16 @@ def save_record(
     """Return the ``timing.jsonl`` record of one complete checkpoint: seconds (save, blocked training), bytes, GB/s and
     the current wall-clock time."""
     return {
-        "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
-        "background": background, "seconds": seconds, "stall_seconds": stall, "bytes": num_bytes,
+        "kind": "save",
+        "iteration": iteration,
+        "consumed_samples": consumed_samples,
+        "time": time.time(),
+        "background": background,
+        "seconds": seconds,
+        "stall_seconds": stall,
+        "bytes": num_bytes,
         "gb_per_second": num_bytes / 1e9 / max(seconds, 1e-9),
-    }  # fmt: skip
+    }
 
 
 def record_losses(record: Record) -> dict[str, float]:
@@ -193,7 +199,7 @@ def encode(record: Record) -> bytes:
     """Return a record as one JSON line in UTF-8 with a newline. Floats use repr, which restores the same bits;
     non-finite ones become strings. Values must be plain: tensors raise TypeError."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if isinstance(value, dict):
             return {key: plain(inner) for key, inner in value.items()}
         return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
@@ -314,6 +320,7 @@ class MetricsFile:
     def _cut(self, iteration: int) -> None:
         """Move the records that :meth:`resume` removes to the ``.cut`` file, then replace the file atomically; fsync
         both. Sets ``num_cut`` and logs it. Does nothing if no record must go. Raises OSError."""
+
         def stays(line: bytes) -> bool:
             record = decode(line)
             return record is not None and record["iteration"] <= iteration and not record.get("final", False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -51,7 +50,7 @@ def memory_advice(cfg: PretrainConfig, vocab_size: int) -> list[Advice]:
     return sorted(best.values(), key=lambda each: each.bytes)[:MOST]
 
 
-def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | None:
+def _changed(cfg: PretrainConfig, values: dict[str, object]) -> PretrainConfig | None:
     """Return a copy of ``cfg`` with other values, resolved again for the same world size; None if a rule rejects them.
     Checks as in a dry run, so that this machine's packages and GPUs do not matter."""
     flat = copy.copy(cfg.flat)
@@ -63,7 +62,7 @@ def _changed(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig | No
         return None
 
 
-def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _changes(cfg: PretrainConfig) -> Iterator[tuple[str, dict[str, object], str]]:
     """Yield candidate changes as (topic, changed fields, flags to type): recomputation, sharding, half the micro-batch,
     sequence parallelism, bf16 moments, and twice the size of each parallel axis. Checks neither rules nor memory."""
     model = cfg.model

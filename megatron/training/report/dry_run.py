@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import counted
@@ -33,7 +32,7 @@ from megatron.training.rules.checkpoints import load_folders_exist, save_folder_
 from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
 
-Rows = Iterator[tuple[str, Any]]
+Rows = Iterator[tuple[str, object]]
 
 
 def known_vocab_size(cfg: TokenizerConfig) -> tuple[int | None, str]:

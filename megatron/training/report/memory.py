@@ -135,9 +135,12 @@ def _buffer_state(
     held_twice = model.embedding.params if model.predictions else model.embedding.params[:1]
     alone = [tied and (each.param.tied_to is not None or each.param in held_twice) for each in parameters]
     bucket_size = chosen_bucket_size(
-        sum(sizes), bucket_size=distributed.ddp_bucket_size, num_buckets=distributed.ddp_num_buckets,
-        overlap=distributed.overlap_grad_reduce, num_ranks=num_ranks,
-    )  # fmt: skip
+        sum(sizes),
+        bucket_size=distributed.ddp_bucket_size,
+        num_buckets=distributed.ddp_num_buckets,
+        overlap=distributed.overlap_grad_reduce,
+        num_ranks=num_ranks,
+    )
     cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, distributed.ddp_pad_buckets_for_high_nccl_busbw))
     elements = cut.total if distributed.use_distributed_optimizer else sum(sizes)
     updated = max(owned_elements(sizes, cut, shards)) if distributed.use_distributed_optimizer else sum(sizes)

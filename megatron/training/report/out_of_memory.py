@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.advice import LIBRARIES_GIB, NONE_FITS, memory_advice
 from megatron.training.report.memory import RankMemory, estimate_memory
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and _CPU in str(error)
 
 
-def measure(model: Iterable[nn.Module], optimizer: Any) -> HeldMemory:
+def measure(model: Iterable[nn.Module], optimizer: MegatronOptimizer) -> HeldMemory:
     """Return the bytes in use on this rank by kind: weights, gradients (``main_grad`` and ``grad``), optimizer state,
     and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
@@ -87,9 +87,14 @@ def _bytes(tensors: Iterable[Tensor | None], seen: set[int]) -> int:
 
 
 def out_of_memory(
-    error: BaseException, cfg: PretrainConfig, held: HeldMemory, *, vocab_size: int = 0, pipeline_rank: int = 0,
+    error: BaseException,
+    cfg: PretrainConfig,
+    held: HeldMemory,
+    *,
+    vocab_size: int = 0,
+    pipeline_rank: int = 0,
     where: str,
-) -> OutOfMemory:  # fmt: skip
+) -> OutOfMemory:
     """Return (not raise) the error that replaces a failed allocation: requested size, table of memory in use and
     estimate, and the flags that save the most. Without an estimate (custom model) it gives general advice.
 
@@ -99,9 +104,11 @@ def out_of_memory(
     """
     found = _REQUEST.search(str(error))
     request = f" for {_size(found)}" if found else ""
-    total = "" if held.total is None or held.capacity is None else (
-        f" ({held.device}: {held.total / 2**30:.1f} GiB in tensors of {held.capacity / 2**30:.1f})"
-    )  # fmt: skip
+    total = (
+        ""
+        if held.total is None or held.capacity is None
+        else f" ({held.device}: {held.total / 2**30:.1f} GiB in tensors of {held.capacity / 2**30:.1f})"
+    )
     try:
         estimate = estimate_memory(cfg, vocab_size)[pipeline_rank]
         advice = memory_advice(cfg, vocab_size)

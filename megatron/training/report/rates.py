@@ -58,9 +58,11 @@ def used_axes(cfg: PretrainConfig) -> dict[str, int]:
     """Return the sizes of the axes in :data:`AXES` with more than one rank."""
     model = cfg.model
     sizes = (
-        model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size,
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.context_parallel_size,
         model.expert_model_parallel_size,
-    )  # fmt: skip
+    )
     return {axis: size for axis, size in zip(AXES, sizes) if size > 1}
 
 

@@ -116,14 +116,23 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
     model = cfg.model
     parts = list(dict.fromkeys(model.apex_parts))
     clashes = [
-        ("wgrad", not model.gradient_accumulation_fusion,
-         "contradicts --no-gradient-accumulation-fusion: it accumulates into the main gradient"),
-        ("wgrad", cfg.distributed.use_torch_fsdp2,
-         "contradicts --use-torch-fsdp2, which has no main gradients to accumulate into"),
-        ("norm", model.transformer_impl == ENGINE,
-         f"contradicts {_impl(cfg)}: it replaces norms of the built-in layers"),
+        (
+            "wgrad",
+            not model.gradient_accumulation_fusion,
+            "contradicts --no-gradient-accumulation-fusion: it accumulates into the main gradient",
+        ),
+        (
+            "wgrad",
+            cfg.distributed.use_torch_fsdp2,
+            "contradicts --use-torch-fsdp2, which has no main gradients to accumulate into",
+        ),
+        (
+            "norm",
+            model.transformer_impl == ENGINE,
+            f"contradicts {_impl(cfg)}: it replaces norms of the built-in layers",
+        ),
         ("adam", cfg.optimizer.optimizer != "adam", f"contradicts --optimizer {cfg.optimizer.optimizer}"),
-    ]  # fmt: skip
+    ]
     for part, clash, reason in clashes:
         if part in parts and clash:
             yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")

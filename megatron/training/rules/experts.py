@@ -43,9 +43,11 @@ def experts_require_sequence_parallel(cfg: PretrainConfig) -> Problems:
         and not cfg.model.sequence_parallel
     ):
         yield problem(
-            cfg, "num_moe_experts", "with --tensor-model-parallel-size > 1 requires --sequence-parallel",
+            cfg,
+            "num_moe_experts",
+            "with --tensor-model-parallel-size > 1 requires --sequence-parallel",
             "add --sequence-parallel",
-        )  # fmt: skip
+        )
 
 
 def quantile_balancing_settings(cfg: PretrainConfig) -> Problems:

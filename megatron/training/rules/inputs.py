@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.cli import Problem, flags_of
 from megatron.core.config.errors import UserError, call_all
@@ -18,9 +18,17 @@ from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import misfits
 
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
+
 DATA_FLAGS = {
-    "--data-path", "--data-args-path", "--per-split-data-args-path", "--train-data-path", "--split", "--mock-data",
-}  # fmt: skip
+    "--data-path",
+    "--data-args-path",
+    "--per-split-data-args-path",
+    "--train-data-path",
+    "--split",
+    "--mock-data",
+}
 """A problem with one of them leaves open which files are meant."""
 
 
@@ -60,7 +68,7 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
 
 def check_inputs(
     cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
-) -> Any:
+) -> Tokenizer | None:
     """Build the tokenizer, look into the data files, and check that samples can be made of them; return the tokenizer,
     or None if it was not built. Runs all checks before it raises. Builds no index and no data set.
 
@@ -78,7 +86,7 @@ def check_inputs(
     from megatron.export.hf.side_files import TOKENIZER, side_files
     from megatron.training.data.datasets import select_data_set, sources_without_record
 
-    built: list[Any] = []
+    built: list[Tokenizer] = []
     own_data = cfg.needs_data and not cfg.data.mock_data and cfg.data.dataloader_type != "external"
     own_data = own_data and cfg.family.data_set is not None
 
@@ -95,7 +103,9 @@ def check_inputs(
 
     def check_files() -> None:
         kind, config = select_data_set(cfg, None)
-        calls: list[Callable[[], Any]] = [BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check]
+        calls: list[Callable[[], object]] = [
+            BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check
+        ]
         call_all(calls + [partial(sources_without_record, config, each) for each in built])
 
     calls = [build, check_samples] if tokenizer and cfg.tokenizer.tokenizer_type is not None else []

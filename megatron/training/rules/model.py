@@ -88,12 +88,12 @@ def latent_attention_positions(cfg: PretrainConfig) -> Problems:
     queries, RoPE scaling and interpolation, and --position-embedding-type yarn."""
     if not cfg.model.multi_latent_attention:
         return
+    scaled = "contradicts --multi-latent-attention, which scales positions by --rotary-scaling-factor"
     reasons = {
         "group_query_attention": "contradicts --multi-latent-attention, where all heads share one key/value latent",
-        "use_rope_scaling": "contradicts --multi-latent-attention, which scales positions by --rotary-scaling-factor",
-        "rotary_seq_len_interpolation_factor":
-            "contradicts --multi-latent-attention, which scales positions by --rotary-scaling-factor",
-    }  # fmt: skip
+        "use_rope_scaling": scaled,
+        "rotary_seq_len_interpolation_factor": scaled,
+    }
     for field, reason in reasons.items():
         if getattr(cfg.flat, field):
             yield problem(cfg, field, reason, "remove it")

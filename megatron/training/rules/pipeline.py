@@ -19,18 +19,22 @@ from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
 
 _SIZES = (
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
     "microbatch_group_size_per_virtual_pipeline_stage",
-)  # fmt: skip
+)
 _FAMILIES = (
     ("pipeline_model_parallel_layout",),
     ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
 _CHUNKS = (
-    "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
-)  # fmt: skip
+    "pipeline_model_parallel_layout",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+)
 
 
 def one_pipeline_split(cfg: PretrainConfig) -> Problems:

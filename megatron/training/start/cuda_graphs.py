@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Outputs = dict[str, Tensor]
 """Losses of a micro-batch for the log, name -> [sum, count]."""
-Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
+Recorder = Callable[[Callable[[], Outputs], torch.cuda.Stream | None], Callable[[], Outputs]]
 """Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
 
 
@@ -73,17 +73,28 @@ class GraphedForwardBackward:
     """
 
     def __init__(
-        self, plain: Callable[..., list[MicroBatchResult]], device: torch.device, *, warmup_steps: int,
-        stream: Any = None, record: Recorder = record_cuda_graph,
-    ) -> None:  # fmt: skip
+        self,
+        plain: Callable[..., list[MicroBatchResult]],
+        device: torch.device,
+        *,
+        warmup_steps: int,
+        stream: torch.cuda.Stream | None = None,
+        record: Recorder = record_cuda_graph,
+    ) -> None:
         self.plain, self.device, self.record, self.stream = plain, device, record, stream
         self.remaining_warmup = warmup_steps
         self._recording: _Recording | None = None
 
     def __call__(
-        self, *, forward_step_func: Callable, data_iterator: Iterator[dict[str, Tensor]], model: Sequence[nn.Module],
-        num_microbatches: int, loss_weights: LossWeights, **options: Any,
-    ) -> list[MicroBatchResult]:  # fmt: skip
+        self,
+        *,
+        forward_step_func: Callable,
+        data_iterator: Iterator[dict[str, Tensor]],
+        model: Sequence[nn.Module],
+        num_microbatches: int,
+        loss_weights: LossWeights,
+        **options: object,
+    ) -> list[MicroBatchResult]:
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
         over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; the next one records the first
         micro-batch, and from then on all are replayed. Copies batches to the device. ``loss_weights`` is the same
@@ -93,9 +104,13 @@ class GraphedForwardBackward:
                 self.remaining_warmup -= 1
                 batches = (to_device(batch, self.device) for batch in data_iterator)
                 return self.plain(
-                    forward_step_func=forward_step_func, data_iterator=batches, model=model,
-                    num_microbatches=num_microbatches, loss_weights=loss_weights, **options,
-                )  # fmt: skip
+                    forward_step_func=forward_step_func,
+                    data_iterator=batches,
+                    model=model,
+                    num_microbatches=num_microbatches,
+                    loss_weights=loss_weights,
+                    **options,
+                )
             (chunk,) = model
             results = []
             for _ in range(num_microbatches):
@@ -142,7 +157,7 @@ def _form(batch: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _on(stream: Any) -> Iterator[None]:
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the body on ``stream``, ordered after earlier and before later work of the current stream."""
     outer = torch.cuda.current_stream()
     stream.wait_stream(outer)

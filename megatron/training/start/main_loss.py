@@ -28,7 +28,7 @@ def supply_main_loss(chunks: Sequence[nn.Module], weight: Tensor) -> None:
     masked tokens, and its auxiliary losses would have another weight."""
     default = MainLoss(weight)
 
-    def supply(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def supply(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = kwargs if kwargs.get("main_loss") else signature(model.forward).bind_partial(*args, **kwargs).arguments
         if given.get("main_loss") is not None:
             return args, kwargs

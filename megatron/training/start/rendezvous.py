@@ -66,10 +66,13 @@ class LaunchInfo:
         if not os.environ.get("MASTER_PORT", "").isdigit():
             raise RendezvousError("MASTER_PORT: is not set to a port number, though MASTER_ADDR is set")
         return cls(
-            rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+            rank,
+            world_size,
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )  # fmt: skip
+        )
 
 
 def _is_listening(place: LaunchInfo, timeout: float) -> bool:
@@ -125,9 +128,14 @@ def open_store(place: LaunchInfo, timeout: float, *, holds: bool = False) -> dis
 
     def connect() -> dist.Store:
         return dist.TCPStore(
-            place.host, place.port, None, is_master=holds, timeout=timedelta(seconds=timeout), wait_for_workers=False,
+            place.host,
+            place.port,
+            None,
+            is_master=holds,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
             master_listen_fd=_listening_socket(place) if holds else None,
-        )  # fmt: skip
+        )
 
     try:
         store = _within(timeout, connect)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.pipeline_parallel.loss_weights import LossPairs, LossWeights
 from megatron.core.timers import Timers
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.description.model import ModelDescription
     from megatron.training.config.pretrain_config import PretrainConfig
     from megatron.training.observe.loss_sums import LossSums
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.data.datasets import NumSamples
 from megatron.training.data.loader import BatchReader
 from megatron.training.hooks.base import Hook
@@ -30,7 +31,7 @@ class Task:
     losses: tuple[str, ...] = ("lm loss",)
     """Names of the losses that :meth:`loss_func` returns, the main loss first."""
 
-    def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
+    def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.timers = Timers(
@@ -45,7 +46,7 @@ class Task:
         others may call ``parallel_state.get_virtual_pipeline_model_parallel_rank()``, as GPTModel does."""
         raise NotImplementedError
 
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
         """Return three map-style data sets (``ds[i] -> dict``) or None; the second may be a list of validation sets."""
         raise NotImplementedError
 
@@ -75,13 +76,16 @@ class Task:
         after the gradient reduction, for tasks whose losses are normalized only then."""
         return counts
 
-    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
+    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, object]:
         """Return the arguments of a forward-backward function for the next ``number`` micro-batches of ``size``
         samples, including the sequence lengths that pipeline stages must know before they read a batch."""
         return {
-            "data_iterator": data_iterator, "num_microbatches": number, "micro_batch_size": size,
-            "seq_length": self.cfg.data.seq_length, "decoder_seq_length": self.cfg.flat.decoder_seq_length,
-        }  # fmt: skip
+            "data_iterator": data_iterator,
+            "num_microbatches": number,
+            "micro_batch_size": size,
+            "seq_length": self.cfg.data.seq_length,
+            "decoder_seq_length": self.cfg.flat.decoder_seq_length,
+        }
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
         """Return the next micro-batch on this rank's device."""

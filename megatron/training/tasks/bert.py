@@ -22,8 +22,9 @@ from megatron.core.models.bert.bert_model import BertModel, LabelsAt
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.bert.description import most_masked, predicted_per_rank
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.batch import pack_rows, sort_by_length
+from megatron.training.data.batch import Batch, pack_rows, sort_by_length
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
 
@@ -31,7 +32,7 @@ class BertTask(LanguageModelTask):
     """BERT on data that ``tools/preprocess_data.py --split-sentences`` wrote. With the order head, the mean over text
     pairs and the mean over masked tokens contribute equally."""
 
-    def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
+    def __init__(self, cfg: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
         super().__init__(cfg, tokenizer)
         self.losses = ("lm loss", "sop loss") if cfg.group(BertConfig).bert_binary_head else ("lm loss",)
 
@@ -55,7 +56,7 @@ class BertTask(LanguageModelTask):
         pairs = [len(batch["text"])] if "sop loss" in self.losses else []
         return [batch["loss_mask"].sum(), *pairs]
 
-    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
+    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, object]:
         """Extend :meth:`Task.micro_batches` by the row lengths of --use-packed-sequence, which pipeline stages need for
         p2p; for that each stage reads all batches now. If the head predicts masked positions only, a row with too many
         masked tokens raises UserError when its batch is read."""
@@ -88,7 +89,7 @@ class BertTask(LanguageModelTask):
         model, cp = self.cfg.model, self.cfg.model.context_parallel_size
         return cp * math.lcm(2 if cp > 1 else 1, model.tensor_model_parallel_size if model.sequence_parallel else 1)
 
-    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
+    def get_batch(self, data_iterator: Iterator[dict]) -> Batch:
         """Return text, types, labels (0 if not masked), loss_mask [b, s], is_random, counts, sample_index [b]
         and ``documents`` (bounds of tokens and padding; None without padding), on the device. ``counts`` marks pairs
         whose order loss this rank adds. Rows are sorted by length. With context parallelism, this rank's tokens. See
@@ -117,7 +118,7 @@ class BertTask(LanguageModelTask):
         kept = {name: batch[name].gather(1, predicted) for name in ("labels", "loss_mask")}
         return {**batch, **kept, "predicted": predicted}
 
-    def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
+    def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> Batch:
         """Pack the rows into one: sample_index and position_ids [1, n] per token, ``first_tokens`` (indices at which
         samples start on this rank), and is_random and counts of those samples."""
         whole, documents = pack_rows(batch, lengths, self._row_multiple)
@@ -160,7 +161,7 @@ class BertTask(LanguageModelTask):
         )
         return output, partial(self.loss_func, batch)
 
-    def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
+    def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
         """Return a random sample with the keys of the data set as numpy arrays [s]: text, types, labels (-1 where not
         masked), loss_mask, padding_mask, and is_random (0 or 1). Advances ``generator``; some samples have padding."""
         length = self.cfg.data.seq_length

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from megatron.core.models.gpt.custom_layers import spec_layers
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.loss_weights import MainLoss
+from megatron.training.data.batch import Batch
 from megatron.training.data.datasets import select_data_set
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
@@ -41,11 +41,11 @@ class GPTTask(LanguageModelTask):
             mtp_block_spec=get_gpt_mtp_block_spec(config, spec, engine),
         )
 
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
         """Return GPT data sets (blended, split) from the data flags."""
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
-    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
+    def get_batch(self, data_iterator: Iterator[dict]) -> Batch:
         """Return tokens, labels, loss_mask, position_ids [b, s], sample_index and valid_tokens [b] on the device;
         ``documents`` (bounds) if attention is limited to documents. With context parallelism, this rank's tokens;
         positions, bounds and the number of valid tokens are those of the full rows."""
@@ -72,7 +72,7 @@ class GPTTask(LanguageModelTask):
         )
         return output, partial(self.loss_func, batch)
 
-    def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
+    def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
         """Return a random sample with the keys of the data set as numpy arrays [s]: tokens, next-token labels,
         loss_mask (about 70 % ones), position_ids. With --reset-attention-mask add ``cu_seqlens`` of four documents of
         random lengths and restart positions."""

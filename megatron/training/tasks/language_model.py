@@ -13,11 +13,13 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.registry import get_family
 from megatron.core.pipeline_parallel.loss_weights import LossPairs
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.data.batch import Batch, get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples, check_data_tokenizer, select_data_set
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import Task
@@ -31,7 +33,7 @@ class LanguageModelTask(Task):
     whole_keys: Collection[str] = ()
     """Names of tensors of two or more dims, besides the family's, that every context-parallel rank needs in full."""
 
-    def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, Any]:
+    def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, object]:
         """Return the constructor arguments common to all models, without configuration and layer specs: vocabulary and
         positions, rotary settings, seed, process groups, and this stage's residual branches. ``vp_stage`` None means
         chunk 0."""
@@ -71,7 +73,7 @@ class LanguageModelTask(Task):
         """Return the description of the model that the flags define."""
         return self.cfg.describe(self.vocab_size)
 
-    def local_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def local_tokens(self, batch: Batch) -> Batch:
         """Return this context-parallel rank's tokens of a batch of full sequences, in a new dictionary."""
         family = self.cfg.family
         split, whole = {*family.sequence_tensors, *self.sequence_keys}, {*family.full_tensors, *self.whole_keys}
@@ -83,7 +85,9 @@ class LanguageModelTask(Task):
             return mock_data(self, num_samples)
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
 
-    def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
+    def datasets(
+        self, kind: type[MegatronDataset], config: BlendedMegatronDatasetConfig, num_samples: NumSamples
+    ) -> tuple[Any, ...]:
         """Return data sets of class ``kind``, blended and split; raises for data of another tokenizer."""
         check_data_tokenizer(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
@@ -94,7 +98,7 @@ class LanguageModelTask(Task):
         mask = batch["loss_mask"].to(output.dtype)
         return {"lm loss": ((output * mask).sum(), mask.sum())}
 
-    def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
+    def random_sample(self, generator: np.random.Generator) -> dict[str, object]:
         """Return a sample of random tokens in the format of the data set; a random subset contributes to the loss."""
         raise NotImplementedError
 
@@ -105,7 +109,7 @@ class LanguageModelTask(Task):
         return int(generator.integers(longest // 4, longest + 1))
 
 
-def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> dict[str, Any]:
+def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> Batch:
     """Return the batch and the bounds of its ``documents`` on this rank's device (asynchronous copy)."""
     device = training_device()
     return {**to_device(batch, device), "documents": documents and documents.on(device)}
@@ -120,7 +124,7 @@ class RandomSamples:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return self.task.random_sample(np.random.default_rng(self.first + index))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.models.t5.t5_model import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
-from megatron.training.data.batch import sort_by_length
+from megatron.training.data.batch import Batch, sort_by_length
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
 
 
@@ -42,7 +42,7 @@ class T5Task(LanguageModelTask):
             relative_attention_max_distance=own.relative_attention_max_distance,
         )
 
-    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
+    def get_batch(self, data_iterator: Iterator[dict]) -> Batch:
         """Return text_enc [b, e], text_dec, labels (0 in padding), loss_mask [b, s], sample_index [b] on the device,
         and encoder ``lengths`` [b] on the host. Rows are sorted by length. With context parallelism, this rank's
         tokens."""

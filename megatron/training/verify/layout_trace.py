@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core.distributed.replicas import tensor_hash
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer.optimizer import Update
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.components import Components
@@ -38,7 +39,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 class SyntheticSamples(RandomSamples):
     """Random samples of a task; every third one is fully masked."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         sample = super().__getitem__(index)
         if index % 3 == 1:
             sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
@@ -57,7 +58,7 @@ def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) ->
         def random_length(self, generator: np.random.Generator, longest: int) -> int:
             return int(generator.integers(longest // 4, longest + 1))  # ensures padding in every batch
 
-        def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+        def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
             return SyntheticSamples(self, 1 << 20), None, None
 
     return OnSyntheticData
@@ -84,11 +85,11 @@ def trace(
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
 
-    def noting_update(skip_update: Tensor | None = None) -> Any:
+    def noting_update(skip_update: Tensor | None = None) -> Update:
         gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
         return update(skip_update)
 
-    parts.optimizer.update = noting_update
+    parts.optimizer.update = noting_update  # type: ignore[method-assign]
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
         yield Trace(0, {}, None, [], weight_shards(parts))

@@ -59,9 +59,16 @@ class Monitor(threading.Thread):
     heartbeat, reads the failure, answers inquiries and judges other ranks."""
 
     def __init__(
-        self, store: FailureStore, arrivals: Sequence[Arrival], progress: RankProgress, limits: Limits, *,
-        local_ranks: LocalRanks, agent_holds_store: bool, folder: Path | None,
-    ) -> None:  # fmt: skip
+        self,
+        store: FailureStore,
+        arrivals: Sequence[Arrival],
+        progress: RankProgress,
+        limits: Limits,
+        *,
+        local_ranks: LocalRanks,
+        agent_holds_store: bool,
+        folder: Path | None,
+    ) -> None:
         """Create the thread of the rank of ``store``; it must be started. ``arrivals``: all ranks. ``folder``: the
         stacks file ``rank-<rank>.txt`` is written there; None: stacks go to stderr only. ``agent_holds_store``: whether
         the launcher hosts the store, not rank 0."""

@@ -83,9 +83,14 @@ class Watchdog:
         """Create the monitor and the listener of this rank and start both threads. First catch SIGTERM, unless the
         configuration handles that signal itself (--save-on-signal, --exit-signal-handler)."""
         self._monitor = Monitor(
-            store, arrivals, self.progress, Limits.of(self.timeout), local_ranks=local_ranks,
-            agent_holds_store=agent_holds_store, folder=self.folder,
-        )  # fmt: skip
+            store,
+            arrivals,
+            self.progress,
+            Limits.of(self.timeout),
+            local_ranks=local_ranks,
+            agent_holds_store=agent_holds_store,
+            folder=self.folder,
+        )
         self._listener = Listener(self._monitor)
         if self.catches_sigterm:
             self._listener.catch_sigterm()

@@ -19,9 +19,12 @@ def bands_are_right(kernel: Kernel, scale: float, channels: int, dtype: torch.dt
     spans = [zigzag.spans(length, rank, 2) for rank in range(2)]
     bands = {
         tile
-        for window in (40, 150, 300) for queries in spans for keys in spans
-        for tile in plan_tiles(queries, keys, Visibility(True, (window, 0)), length) if tile.left is not None
-    }  # fmt: skip
+        for window in (40, 150, 300)
+        for queries in spans
+        for keys in spans
+        for tile in plan_tiles(queries, keys, Visibility(True, (window, 0)), length)
+        if tile.left is not None
+    }
     generator = torch.Generator().manual_seed(0)
     for tile in sorted(bands, key=str):
         sizes = [(4, tile.num_queries), (2, tile.num_keys), (2, tile.num_keys), (4, tile.num_queries)]

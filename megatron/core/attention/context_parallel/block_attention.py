@@ -232,9 +232,14 @@ class BlockGradients:
         for tile in single:
             at_queries = [_at_queries(x, tile) for x in (self.grad_out, self.query, self.out, self.lse)]
             grad_query, *grads = self.kernel.backward(
-                at_queries[0], at_queries[1], _at_keys(key, tile), _at_keys(value, tile), at_queries[2], at_queries[3],
+                at_queries[0],
+                at_queries[1],
+                _at_keys(key, tile),
+                _at_keys(value, tile),
+                at_queries[2],
+                at_queries[3],
                 tile,
-            )  # fmt: skip
+            )
             self._grad_query.add([grad_query], _rows(tile), tile.query)
             sums.add(grads[:2], _rows(tile), tile.key)
             for of_bias in grads[2:]:

@@ -6,7 +6,6 @@ Legend: s sequence (local), b batch, a heads, d head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.zigzag import Order
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups.process_groups import Group
 
 
@@ -25,8 +25,7 @@ class NeighbourExchange:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """Wait for both and return the previous rank's tensor. With NCCL the current stream waits, with gloo the host.
-        """
+        """Wait for both and return the previous rank's tensor. With NCCL the current stream waits, else the host."""
         for work in self._works:
             work.wait()
         return self._received
@@ -81,8 +80,10 @@ def _sequence_shares(tensors: Sequence[Tensor], size: int, order: Order) -> Tens
     tokens of rank r of all tensors, one after the other. UserError if the ranks cannot split s."""
     pieces = [
         x[start:stop].flatten()
-        for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size, order)
-    ]  # fmt: skip
+        for rank in range(size)
+        for x in tensors
+        for start, stop in zigzag.spans(len(x), rank, size, order)
+    ]
     return torch.cat(pieces).view(size, -1)
 
 
@@ -115,10 +116,12 @@ class HeadsAndSequence(torch.autograd.Function):
     [n * s, b, a / n, d] in natural order; else back. n must divide a; UserError if the ranks cannot split s."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, order: Order, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: AutogradContext, group: Group, order: Order, scatter: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.order, ctx.scatter = group, order, scatter
         return _all_to_all(tensors, group, order, scatter)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[object, ...]:  # type: ignore[override]
         return None, None, None, *_all_to_all(grads, ctx.group, ctx.order, not ctx.scatter)

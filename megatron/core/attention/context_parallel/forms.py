@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from megatron.core.attention.masks import Mask
 from megatron.core.attention.sink import sink_gradient
 from megatron.core.attention.tiles import Tile, plan_tiles
 from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 
@@ -54,7 +54,13 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
+        ctx: AutogradContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        bias: Tensor | None,
+        plan: _Plan,
     ) -> Tensor:
         """Return the output [s, b, a, d] in the dtype of ``query``. Each step attends to the held K/V block while the
         next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over the layout's group. Saves
@@ -73,7 +79,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
         sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
         later, so that they end at their rank: n - 1 exchanges each over the layout's group. Gradients of query, key and
@@ -106,7 +112,13 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
+        ctx: AutogradContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        bias: Tensor | None,
+        plan: _Plan,
     ) -> Tensor:
         """All-gather keys and values over the layout's group and attend to all of them; return the output [s, b, a, d]
         in the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
@@ -120,7 +132,7 @@ class _AllGather(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
         sums over local queries only. All-gathers keys and values again; reduce-scatters their gradients in fp32 and
         casts them to the dtype of ``query``."""

@@ -58,9 +58,11 @@ class FlashAttentionPackage(FlashKernel):
         :meth:`FlashKernel._flash`; return (output, None): the log-sum-exp is not available. Differentiable by the
         package's autograd."""
         options = {
-            "softmax_scale": self.scale, "causal": window[1] == 0, "window_size": window,
+            "softmax_scale": self.scale,
+            "causal": window[1] == 0,
+            "window_size": window,
             "deterministic": self.deterministic,
-        }  # fmt: skip
+        }
         if shape[0] is None:
             result = self.module.flash_attn_func(query, key, value, **options)
         else:

@@ -15,6 +15,7 @@ import functools
 import importlib
 import logging
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.core.attention.kernels.base import FlashKernel, Request
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.tiles import Tile, full_tile
 from megatron.core.attention.window import Window
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.extensions.flash_attn import INSTALL, MODULES, installed_versions
@@ -34,7 +36,7 @@ MEASURED_CHANNELS, MEASURED_LENGTH = 128, 8192
 """Head dim, and minimum tokens of a causal square, for which it was measured to be faster than cuDNN."""
 
 
-def _interface() -> Any:
+def _interface() -> ModuleType:
     """Import and return the package's module of tensor functions (seconds the first time). Raises UserError with the
     install command if the import fails with any exception."""
     try:
@@ -93,7 +95,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], deterministic: bool
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, options: dict[str, object], deterministic: bool
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of the package's forward with ``options``; ``out`` of four dims is dense in the order [s,
         b, a, e]. Saves the inputs and both results; only ``out`` is differentiable."""
@@ -109,13 +111,13 @@ class _FlashAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
         grads = _gradients([grad, query, key, value, out], lse, ctx.options, ctx.deterministic)
         return *grads, None, None
 
 
-def _gradients(tensors: list[Tensor], lse: Tensor, options: dict[str, Any], deterministic: bool) -> tuple:
+def _gradients(tensors: list[Tensor], lse: Tensor, options: dict[str, object], deterministic: bool) -> tuple:
     grad, query, key, value, out = tensors
     return _interface()._flash_attn_bwd(query, key, value, out, grad, lse, deterministic=deterministic, **options)
 

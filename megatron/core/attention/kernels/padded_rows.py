@@ -10,8 +10,6 @@ Legend: s, t query and key sequence, b batch, a query heads, g key/value groups,
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from megatron.core.attention.kernels.base import FlashKernel
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.tiles import Tile, full_tile
+from megatron.core.autograd_context import AutogradContext
 
 
 def attend_padded_rows(
@@ -41,7 +40,14 @@ def attend_padded_rows(
 class _PaddedRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, tile: Tile, whole: int, shape: tuple
+        ctx: AutogradContext,
+        kernel: FlashKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tile: Tile,
+        whole: int,
+        shape: tuple,
     ) -> Tensor:
         """Return [s, b, a, d]: all rows computed as full rows, then the rows from ``whole`` on replaced by packed
         attention over the bounds in ``shape``. Saves both sets of inputs, outputs and log-sum-exps. The result is the
@@ -56,7 +62,7 @@ class _PaddedRows(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of query, key and value [s, b, heads, d]: all rows by the backward of full rows, then
         the rows from ``whole`` on overwritten in place by the packed backward."""
         query, key, value, mixed, lse, *packed, rest_lse = ctx.saved_tensors

@@ -14,6 +14,7 @@ from megatron.core.attention.kernels.base import NO_SOFT_CAP, SIXTEEN_BIT, Reque
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.position_bias import of_distances, zero_distance_index
 from megatron.core.attention.tiles import Tile, full_tile
+from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.dispatch import kernels_serve
 from megatron.core.fusions.relative_attention import Pairs, relative_attention, relative_attention_backward
@@ -35,7 +36,7 @@ class _Attend(torch.autograd.Function):
     """Autograd wrapper; forward saves query, key, value, output, log-sum-exp and bias."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, *args: Any) -> Tensor:
+    def forward(ctx: AutogradContext, bias: Tensor, *args: Any) -> Tensor:
         """Return out [b, a, s, d] for (query, key, value, scale, tile, document ranges) in ``args`` with the position
         bias [a, n]. Saves the inputs, output, log-sum-exp and bias."""
         query, key, value, scale, tile, ranges = args
@@ -46,7 +47,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         bias, tile = ctx.saved_tensors[-1], ctx.tile
         *grads, of_pairs = relative_attention_backward(grad, ctx.saved_tensors, ctx.scale, ctx.pairs)
         return of_distances(of_pairs, bias, tile), *grads, None, None, None

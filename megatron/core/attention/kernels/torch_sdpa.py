@@ -174,9 +174,14 @@ class TorchAttention(FlashKernel):
         try:
             with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
                 mixed = F.scaled_dot_product_attention(
-                    query_basd, key_bgtd, value_bgtd, attn_mask=visible, is_causal=causal, scale=self.scale,
+                    query_basd,
+                    key_bgtd,
+                    value_bgtd,
+                    attn_mask=visible,
+                    is_causal=causal,
+                    scale=self.scale,
                     enable_gqa=query_basd.shape[1] != key_bgtd.shape[1],
-                )  # fmt: skip
+                )
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
@@ -239,9 +244,17 @@ class TorchAttention(FlashKernel):
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
         # is_causal stays False: a right window of 0 is the causal mask, relative to the lower right corner
         return aten._flash_attention_forward(
-            query, key, value, *shape, 0.0, False, False, scale=self.scale,
-            window_size_left=window[0], window_size_right=window[1],
-        )[:2]  # fmt: skip
+            query,
+            key,
+            value,
+            *shape,
+            0.0,
+            False,
+            False,
+            scale=self.scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )[:2]
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
         """Return dQ, dK and dV of torch's flash operator, without dropout; ``tensors`` are grad, query, key, value and
@@ -249,9 +262,21 @@ class TorchAttention(FlashKernel):
         grad, query, key, value, out = tensors
         random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # unused: no dropout
         return aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out.contiguous(), lse, *shape, 0.0, False, random_state,
-            lse.new_empty(0), scale=self.scale, window_size_left=window[0], window_size_right=window[1],
-        )  # fmt: skip
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            out.contiguous(),
+            lse,
+            *shape,
+            0.0,
+            False,
+            random_state,
+            lse.new_empty(0),
+            scale=self.scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
 
 
 @functools.cache

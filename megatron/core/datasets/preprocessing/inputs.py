@@ -12,13 +12,16 @@ import logging
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import UserError, listed
 from megatron.core.safe_files import open_regular, parse_json
 from megatron.core.tokenizers.libraries import require
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +120,13 @@ def _below(path: str) -> list[str]:
     if not found:
         raise UserError(f"--input {path}: the folder holds no {', '.join((*SUFFIXES, TEXT_SUFFIX))} file")
     if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(suffixes)]:
-        logger.warning("--input %s: skips %d file(s) that are not %s: %s", path, len(skipped), ", ".join(suffixes),
-                       listed(skipped, most=5))  # fmt: skip
+        logger.warning(
+            "--input %s: skips %d file(s) that are not %s: %s",
+            path,
+            len(skipped),
+            ", ".join(suffixes),
+            listed(skipped, most=5),
+        )
     return found
 
 
@@ -175,7 +183,7 @@ def split_file(file_index: int, file: InputFile, size: int, max_line_bytes: int)
             seen = position
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(path: str) -> ParquetFile:
     """A ``pyarrow.parquet.ParquetFile``.
 
     Raises:
@@ -252,7 +260,7 @@ def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes
         raise UserError(f"--input {file.path} is damaged: {error}") from error
 
 
-def _decompressor_factory(file: InputFile) -> Any:
+def _decompressor_factory(file: InputFile) -> Callable[[], Any]:
     if file.kind == "gzip":
         return lambda: zlib.decompressobj(31)
     library = require("zstandard", f"--input {file.path}")

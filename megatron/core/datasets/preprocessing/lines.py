@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import READ_BYTES, TEXT, InputSlice, open_parquet
@@ -117,11 +117,11 @@ def row_parser(keys: Sequence[str], max_line_bytes: int) -> Callable[[bytes], li
     return parse
 
 
-def _no_quick_parser(line: bytes) -> Any:
+def _no_quick_parser(line: bytes) -> NoReturn:
     raise ValueError
 
 
-def _careful_parse(line: bytes) -> Any:
+def _careful_parse(line: bytes) -> object:
     """Return the JSON value of a line that orjson rejected, parsed by Python's ``json``, which accepts more (such as
     NaN), or a BadLine with the reason: empty line, invalid UTF-8, malformed JSON, lone surrogate."""
     if not line.strip():
@@ -141,14 +141,14 @@ def _careful_parse(line: bytes) -> Any:
     return document
 
 
-def _why_no_texts(document: Any, keys: Sequence[str]) -> BadLine:
+def _why_no_texts(document: object, keys: Sequence[str]) -> BadLine:
     if not isinstance(document, dict):
         return BadLine(f"not a JSON object but {_json_type(document)}")
     missing = next(key for key in keys if key not in document)
     return BadLine(f"has no key {missing!r}")
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
     names = {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "a boolean", str: "a string"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 

@@ -18,13 +18,15 @@ import multiprocessing
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputSlice, find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.progress import PreprocessingProgress
 from megatron.core.datasets.preprocessing.sentences import make_splitter
@@ -50,7 +52,7 @@ OWN_FILE = re.compile(r"plan\.json|publishing|\d{6}\.count|\d{6}-\d{8}\..*|.*\.p
 MAX_PLAN_BYTES = 1 << 28
 PARTS_IN_FLIGHT = 2  # per worker: bounds the memory of decompressed parts that wait
 
-TokenizerBuilder = Callable[[Any], Tokenizer]
+TokenizerBuilder = Callable[[TokenizerConfig], Tokenizer]
 
 
 @dataclass
@@ -83,7 +85,7 @@ def output_prefixes(cfg: PreprocessConfig) -> dict[str, str]:
     return {key: f"{cfg.output_prefix}_{key}_{cfg.level}" for key in cfg.json_keys}
 
 
-def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
+def preprocess(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: TokenizerBuilder) -> Totals:
     """Tokenize ``cfg.input`` into the pairs of ``output_prefixes``; return the totals. Continues from the finished
     parts of an interrupted run with equal settings; the folder of parts is removed after success only.
 
@@ -169,12 +171,12 @@ def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, s
     }
 
 
-def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
+def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, object]) -> None:
     """Make ``folder`` ready for ``plan``: keep finished parts of an equal plan, else remove the parts of another run
     with --overwrite only; remove temporary files; write the plan. Raises UserError if the folder holds other files or
     another plan's parts, or if the output exists, without --overwrite."""
     path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
-    old: dict[str, Any] | None = None
+    old: dict[str, object] | None = None
     with contextlib.suppress(FileNotFoundError, ValueError):
         old = parse_json(read_file(path, MAX_PLAN_BYTES))
     if old == plan:
@@ -216,9 +218,9 @@ class _Run:
         self.accounted = 0
         self.totals = Totals()
         self.line_of_file: dict[str, int] = {}
-        self.bad_entries: list[dict[str, Any]] = []
+        self.bad_entries: list[dict[str, object]] = []
 
-    def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
+    def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: TokenizerConfig, build: TokenizerBuilder) -> Totals:
         """Process all parts that have no shard yet, in this process or in a pool of workers (forked if possible), and
         return the totals of all parts. Always writes the list of bad lines. Raises TooManyBadLines if no line was
         usable."""
@@ -246,9 +248,7 @@ class _Run:
         progress.finish(self.totals)
         return self.totals
 
-    def _with_pool(
-        self, workers: int, context: Any, initargs: tuple[Any, ...], progress: PreprocessingProgress
-    ) -> None:
+    def _with_pool(self, workers: int, context: BaseContext, initargs: tuple, progress: PreprocessingProgress) -> None:
         """Process the parts in a pool of ``workers`` processes, with a bounded number in flight. Raises UserError if a
         worker dies; on any exit cancels queued parts and waits for running ones."""
         pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_process, initargs=initargs)
@@ -338,13 +338,16 @@ class _Run:
             if done.bad_lines and limit is not None and self.totals.bad_lines > limit:
                 raise TooManyBadLines(
                     f"{self._describe(self.bad_entries[0])}; "
-                    + ("--strict stops at the first such line" if limit == 0 else
-                       f"in all {self.totals.bad_lines} unusable lines so far, more than --max-bad-lines {limit}")
+                    + (
+                        "--strict stops at the first such line"
+                        if limit == 0
+                        else f"in all {self.totals.bad_lines} unusable lines so far, more than --max-bad-lines {limit}"
+                    )
                     + f"; they are listed in {self.cfg.output_prefix}.bad_lines.jsonl"
-                )  # fmt: skip
+                )
 
     @staticmethod
-    def _describe(entry: dict[str, Any]) -> str:
+    def _describe(entry: Mapping[str, object]) -> str:
         unit = "line" if "line" in entry else "document"
         return f"{entry['file']}, {unit} {entry[unit]}: {entry['reason']}"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.datasets.preprocessing.worker import PartRecord
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.preprocessing.pipeline import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +55,22 @@ class PreprocessingProgress:
             f"time left {format_seconds(max(left, 0))}"
         )
 
-    def finish(self, totals: Any) -> None:
+    def finish(self, totals: Totals) -> None:
         """Log the summary of ``totals``: documents, sequences, tokens, time, MB/s, omitted documents and lines, parts
         reused from an earlier run."""
         seconds = max(self.seconds, 1e-9)
         logger.info(
             "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable "
             "lines%s",
-            totals.documents, totals.sentences, totals.tokens, format_seconds(seconds), self.text_bytes / seconds / 1e6,
-            totals.empty_documents, totals.bad_lines,
+            totals.documents,
+            totals.sentences,
+            totals.tokens,
+            format_seconds(seconds),
+            self.text_bytes / seconds / 1e6,
+            totals.empty_documents,
+            totals.bad_lines,
             f"; {totals.reused_parts} parts were done by an earlier run" if totals.reused_parts else "",
-        )  # fmt: skip
+        )
 
 
 def format_seconds(seconds: float) -> str:

@@ -8,9 +8,9 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, split_file
 from megatron.core.datasets.preprocessing.lines import read_rows
 from megatron.core.datasets.preprocessing.pipeline import TokenizerBuilder, preprocess
@@ -19,7 +19,7 @@ from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 logger = logging.getLogger(__name__)
 
 
-def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> int:
+def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: TokenizerConfig, build: TokenizerBuilder) -> int:
     """Preprocess the first ``cfg.max_documents`` documents with each of ``cfg.workers_to_check`` in a temporary folder,
     log MB/s, and return the fastest number of workers. Writes nothing next to input or output. Raises UserError as
     ``preprocess``, or if no document is usable."""
@@ -40,9 +40,13 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
         for workers in cfg.workers_to_check:
             prefix = os.path.join(folder, "out")
             trial = dataclasses.replace(
-                cfg, input=[sample], output_prefix=prefix, workers=workers, overwrite=True,
+                cfg,
+                input=[sample],
+                output_prefix=prefix,
+                workers=workers,
+                overwrite=True,
                 find_optimal_num_workers=False,
-            )  # fmt: skip
+            )
             totals = preprocess(trial, tokenizer_cfg, build)
             speeds[workers] = totals.text_bytes / max(totals.seconds, 1e-9) / 1e6
             logger.info(

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.tokenizers.libraries import is_installed, require
+
+if TYPE_CHECKING:
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 Splitter = Callable[[str], "list[str]"]
 
@@ -53,7 +56,7 @@ def make_splitter(lang: str, keep_newlines: bool) -> tuple[Splitter, str]:
     return split, name
 
 
-def _punkt(lang: str) -> Any:
+def _punkt(lang: str) -> PunktSentenceTokenizer:
     """Return NLTK's Punkt tokenizer of ``lang``; None if NLTK or the language's data is not installed."""
     if not is_installed("nltk"):
         return None

@@ -88,8 +88,13 @@ class PreprocessConfig:
             found.append("--output-prefix is missing")
         if self.output_prefix and not os.path.isdir(os.path.dirname(os.path.abspath(self.output_prefix))):
             found.append(f"--output-prefix {self.output_prefix}: its folder does not exist; create it first")
-        least = {"workers": self.workers, "partitions": self.partitions, "log_interval": self.log_interval,
-                 "max_documents": self.max_documents, "max_line_bytes": self.max_line_bytes}  # fmt: skip
+        least = {
+            "workers": self.workers,
+            "partitions": self.partitions,
+            "log_interval": self.log_interval,
+            "max_documents": self.max_documents,
+            "max_line_bytes": self.max_line_bytes,
+        }
         for name, value in least.items():
             if value is not None and value < 1:
                 found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")

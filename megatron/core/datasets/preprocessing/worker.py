@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.preprocessing.inputs import TEXT, InputSlice
 from megatron.core.datasets.preprocessing.lines import BadLine, read_rows
 from megatron.core.datasets.preprocessing.sentences import make_splitter
@@ -180,9 +181,12 @@ class Worker:
         return len(lengths)
 
     def _add_sentences(
-        self, texts: Sequence[str], split: Callable[[str], list[str]], builder: IndexedDatasetBuilder,
+        self,
+        texts: Sequence[str],
+        split: Callable[[str], list[str]],
+        builder: IndexedDatasetBuilder,
         record: PartRecord,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Split ``texts`` into sentences, tokenize them, and append each document with one sequence per sentence;
         end-of-document is added to the last. Sentences and documents without tokens are omitted. Adds counts to
         ``record``; returns the number of documents added."""
@@ -206,7 +210,9 @@ class Worker:
 _PROCESS: dict[str, Worker] = {}  # the worker of this process, set once by ``start_process``
 
 
-def start_process(worker: Worker | None, build: Callable[[Any], Tokenizer], tokenizer_cfg: Any, *rest: Any) -> None:
+def start_process(
+    worker: Worker | None, build: Callable[[TokenizerConfig], Tokenizer], tokenizer_cfg: TokenizerConfig, *rest: Any
+) -> None:
     """Initializer of a pool process: takes the parent's worker or builds one (``rest``: its other arguments), and ends
     when the parent process has ended."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

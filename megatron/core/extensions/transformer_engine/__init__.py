@@ -16,8 +16,16 @@ from megatron.core.extensions.transformer_engine.modules import (
 )
 
 __all__ = [
-    "INSTALL", "NAME", "TEColumnParallelLinear", "TEDotProductAttention", "TENorm", "TERowParallelLinear",
-    "kernel_variables", "load_transformer_engine", "missing_package", "transformer_engine_is_installed",
-]  # fmt: skip
+    "INSTALL",
+    "NAME",
+    "TEColumnParallelLinear",
+    "TEDotProductAttention",
+    "TENorm",
+    "TERowParallelLinear",
+    "kernel_variables",
+    "load_transformer_engine",
+    "missing_package",
+    "transformer_engine_is_installed",
+]
 
 serve_other_names(__name__)

@@ -22,12 +22,14 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from megatron.core.attention.context import AttentionContext
 from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.groups.process_groups import ProcessGroups
@@ -52,7 +54,7 @@ def missing_package(reason: str = "the package is not installed") -> ValueError:
     return ValueError(f"--transformer-impl {NAME}: {reason}; install it: {INSTALL}; or take --transformer-impl local")
 
 
-def load_transformer_engine() -> Any:
+def load_transformer_engine() -> ModuleType:
     """Return ``transformer_engine.pytorch``, imported at the first call so that it uses torch's cuDNN if that is loaded
     (:func:`one_cudnn`). Raises ValueError, with the install command, if it is missing or its import fails; UserError if
     libraries of several cuDNN installations are loaded after the import."""
@@ -67,14 +69,14 @@ def load_transformer_engine() -> Any:
     return sys.modules[MODULE]
 
 
-def fp8_context(config: Any) -> Callable[[], AbstractContextManager[Any]]:
+def fp8_context(config: TransformerConfig) -> Callable[[], AbstractContextManager[Any]]:
     """Return the function that opens the package's context for GEMMs in fp8, by the recipe (tensorwise or blockwise,
     which have no state) and format of ``config``. Raises UserError if the package is too old for the recipe."""
     te, recipes = load_transformer_engine(), importlib.import_module(f"{NAME}.common.recipe")
     name = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}[config.fp8_recipe]
     if not hasattr(recipes, name):
         raise UserError(f"--fp8-recipe {config.fp8_recipe}: the installed {NAME} has no {name}; update it: {INSTALL}")
-    recipe = getattr(recipes, name)(fp8_format=getattr(recipes.Format, config.fp8.upper()))
+    recipe = getattr(recipes, name)(fp8_format=getattr(recipes.Format, str(config.fp8).upper()))
     if hasattr(te, "autocast"):
         return partial(te.autocast, enabled=True, recipe=recipe)
     return partial(te.fp8_autocast, enabled=True, fp8_recipe=recipe)
@@ -117,9 +119,15 @@ class NormGemm:
         weight, bias = gemm.weight, gemm.bias
         out_features, in_features = weight.shape
         self.linear = load_transformer_engine().LayerNormLinear(
-            in_features, out_features, eps=norm.eps, bias=bias is not None, normalization=norm.kind,
-            zero_centered_gamma=norm.zero_centered, params_dtype=weight.dtype, device="meta",
-        )  # fmt: skip
+            in_features,
+            out_features,
+            eps=norm.eps,
+            bias=bias is not None,
+            normalization=norm.kind,
+            zero_centered_gamma=norm.zero_centered,
+            params_dtype=weight.dtype,
+            device="meta",
+        )
         self.linear.weight, self.linear.layer_norm_weight = weight, norm.weight
         if bias is not None:
             self.linear.bias = bias
@@ -133,7 +141,7 @@ class NormGemm:
 
 
 def column_parameters(
-    input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
+    input_size: int, size: StackedSize, *, bias: bool, init: Init, config: TransformerConfig, groups: ProcessGroups
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Return weight and bias (zeros; None without ``bias``) of a column-parallel layer, placed as in
     ``tensor_parallel.layers.ColumnParallelLinear``: output dim split over ``tp``, folded to 2-d and 1-d. Raises
@@ -155,9 +163,17 @@ class TEColumnParallelLinear(nn.Module):
     implementation = NAME
 
     def __init__(
-        self, input_size: int, output_size: int | StackedSize, *, config: Any, init_method: Init, bias: bool = True,
-        gather_output: bool = False, skip_bias_add: bool = False, groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+        self,
+        input_size: int,
+        output_size: int | StackedSize,
+        *,
+        config: TransformerConfig,
+        init_method: Init,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        groups: ProcessGroups,
+    ) -> None:
         super().__init__()
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
         self.weight, self.bias = column_parameters(
@@ -179,7 +195,7 @@ class TEColumnParallelLinear(nn.Module):
         output = self._gemm(self._enter(x, self.group))
         return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
-    def use_fp8(self, config: Any) -> None:
+    def use_fp8(self, config: TransformerConfig) -> None:
         """Compute the GEMMs in fp8 as ``config`` says."""
         self._inner_gemm.context = fp8_context(config)
 
@@ -196,12 +212,12 @@ class TERowParallelLinear(RowParallel):
 
     implementation = NAME
 
-    def __init__(self, *sizes: int, config: Any, **options: Any) -> None:
+    def __init__(self, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         super().__init__(*sizes, config=config, **options)
         fused_bias = self.bias if self._bias_is_fused else None
         self._gemm = Gemm(self.weight, fused_bias, fuse_weight_gradient=config.gradient_accumulation_fusion)
 
-    def use_fp8(self, config: Any) -> None:
+    def use_fp8(self, config: TransformerConfig) -> None:
         """Compute the GEMMs in fp8 as ``config`` says."""
         self._gemm.context = fp8_context(config)
 
@@ -218,9 +234,14 @@ class TENorm(MovableParameters):
     implementation = NAME
 
     def __init__(
-        self, config: Any, hidden_size: int, eps: float, *, groups: ProcessGroups,
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float,
+        *,
+        groups: ProcessGroups,
         partial: tuple[str, ...] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if partial is None:
             partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
@@ -252,18 +273,27 @@ class TEDotProductAttention(nn.Module):
     implementation = NAME
 
     def __init__(
-        self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None,
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        causal: bool,
+        window: tuple[int, int] | None,
         groups: ProcessGroups,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         tp = groups.tp
         left, right = window or (-1, -1)
         attention = load_transformer_engine().DotProductAttention(
-            config.num_attention_heads // tp.size, config.kv_channels,
-            num_gqa_groups=config.num_query_groups // tp.size, attention_dropout=0.0,
-            attn_mask_type="causal" if causal else "no_mask", window_size=(left, 0 if causal else right),
-            layer_number=layer_number, softmax_scale=config.softmax_scale,
-        )  # fmt: skip
+            config.num_attention_heads // tp.size,
+            config.kv_channels,
+            num_gqa_groups=config.num_query_groups // tp.size,
+            attention_dropout=0.0,
+            attn_mask_type="causal" if causal else "no_mask",
+            window_size=(left, 0 if causal else right),
+            layer_number=layer_number,
+            softmax_scale=config.softmax_scale,
+        )
         self._attention = (attention,)  # in a tuple: no submodule
         self.packed_mask = "padding_causal" if causal else "padding"
 
@@ -284,9 +314,14 @@ class TEDotProductAttention(nn.Module):
         flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         bounds, longest = documents.cu_seqlens_q, documents.max_seqlen_q or length
         mixed = self._attention[0](
-            *flat, qkv_format="thd", attn_mask_type=self.packed_mask, cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
-            max_seqlen_q=longest, max_seqlen_kv=longest,
-        )  # fmt: skip
+            *flat,
+            qkv_format="thd",
+            attn_mask_type=self.packed_mask,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
         return mixed.reshape(batch, length, -1).transpose(0, 1)
 
 

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 DEVICE = "cuda"
 
 
-def start_copy_engines(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
+def start_copy_engines(name: str, handle: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> CopyEngines | None:
     """Return copy engines for the group ``ranks``, or None (on all of its ranks) if they are not supported. Collective
     over the group; waits for the device. Copy engines require NCCL and all ranks on one host with GPU peer access. They
     are not used with CUDA_DEVICE_MAX_CONNECTIONS=1: all streams then share one hardware queue, so that a waiting stream
@@ -65,7 +64,7 @@ def _trial(open_window: OpenWindow, rank: int) -> str:
     return ""
 
 
-def _all_agree(handle: Any, agrees: bool) -> bool:
+def _all_agree(handle: dist.ProcessGroup, agrees: bool) -> bool:
     """Return whether ``agrees`` is true on all ranks of the group. Collective (one all-reduce); waits for the
     device."""
     votes = torch.tensor([int(agrees)], device=DEVICE)
@@ -73,7 +72,7 @@ def _all_agree(handle: Any, agrees: bool) -> bool:
     return bool(votes.item())
 
 
-def _on_one_host(handle: Any) -> bool:
+def _on_one_host(handle: dist.ProcessGroup) -> bool:
     """Return whether all ranks of the group run on one host, by host name and boot id: the same answer on all ranks.
     Collective (one all-reduce); waits for the device."""
     boot = Path("/proc/sys/kernel/random/boot_id")

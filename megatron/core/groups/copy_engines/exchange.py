@@ -24,7 +24,7 @@ from megatron.core.groups.copy_engines.window import SLOTS, OpenWindow, Queue, W
 LEAST_BYTES = 1 << 20
 """Minimum message size in bytes; smaller messages use NCCL, because a transfer needs about ten driver calls, while a
 megabyte takes a few microseconds on NVLink. An estimate, not a measurement."""
-Consume = Callable[[Sequence[Tensor]], Tensor]
+Consume = Callable[[list[Tensor]], Tensor]
 
 
 class Transfer:

@@ -49,7 +49,7 @@ class Window(Protocol):
     def beside(self) -> Queue:
         """Return a queue on the side stream, after the current stream's work so far."""
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Record an event on the side stream."""
 
     def after(self, mark: Any) -> None:

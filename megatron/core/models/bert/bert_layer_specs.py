@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.models.backends import get_backend
@@ -28,7 +26,7 @@ _CONSTANTS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleSpec:
     """Return a new spec for each import of a constant such as ``bert_layer_local_spec``."""
     if name not in _CONSTANTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -59,9 +59,8 @@ class BertModel(LanguageModule):
             branches = self.stage_branches(described)
         with self.construction(num_tokentypes=num_tokentypes):
             self.encoder = TransformerBlock(
-                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process,
-                groups=self.groups,
-            )  # fmt: skip
+                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
+            )
             if self.post_process:
                 self._build_heads()
 
@@ -75,9 +74,13 @@ class BertModel(LanguageModule):
         if self.add_binary_head:
             self.pooler = Pooler(config, self.groups)
             self.binary_head = ReplicatedLinear(
-                config.hidden_size, 2, config=config, init_method=weight_init(config), whole_input=True,
+                config.hidden_size,
+                2,
+                config=config,
+                init_method=weight_init(config),
+                whole_input=True,
                 groups=self.groups,
-            )  # fmt: skip
+            )
 
     def forward(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from megatron.core.config.problems import Settings
 from megatron.core.description.model import Config, LayerPlace, ModelDescription, Op, Param, Piece, Saved
@@ -54,7 +53,7 @@ def describe_bert(
     position_embedding_type: str = "learned_absolute",
     num_tokentypes: int = 2,
     add_binary_head: bool = True,
-    spec: Any = None,
+    spec: object = None,
 ) -> ModelDescription:
     """Return the description of the model that :class:`BertModel` builds from the same arguments, for sequences of
     ``seq_length`` tokens without padding. A vocabulary size of 0 means unknown; ``spec`` is as in :func:`describe_gpt`.
@@ -102,10 +101,13 @@ def with_head_on(described: ModelDescription, computed: float, needed: float) ->
     final, *rest = described.head.ops
     ops = [
         replace(
-            op, flops=op.flops * computed, traffic=op.traffic * computed, gradients=op.gradients * computed,
+            op,
+            flops=op.flops * computed,
+            traffic=op.traffic * computed,
+            gradients=op.gradients * computed,
             saved=tuple(replace(each, bytes=each.bytes * computed) for each in op.saved),
         )
         for op in rest
-    ]  # fmt: skip
+    ]
     head, needless = replace(described.head, ops=(final, *ops)), (computed - needed) * sum(op.flops for op in rest)
     return replace(described, head=head, needless_flops=needless)

@@ -6,8 +6,14 @@ from megatron.core.config.problems import Problems, Settings, problem
 from megatron.core.models.bert.config import BertConfig
 from megatron.core.models.common.masked_data import reads_text
 
-WITHOUT_MASK = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
-                "ByteLevelTokenizer")  # fmt: skip
+WITHOUT_MASK = (
+    "GPT2BPETokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+    "ByteLevelTokenizer",
+)
 """Tokenizer types that never have the tokens of BERT's samples."""
 
 

@@ -15,10 +15,18 @@ from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece
 from megatron.core.transformer.mlp_description import describe_mlp
 
 SETTINGS = (
-    "num_layers", "mtp_num_layers", "mtp_use_repeated_layer", "position_embedding_type",
-    "untie_embeddings_and_output_weights", "use_parallel_residual", "apply_embedding_scaling",
-    "final_logit_softcapping", "embedding_multiplier", "logits_scaling", *parts.RESIDUAL_SETTINGS,
-)  # fmt: skip
+    "num_layers",
+    "mtp_num_layers",
+    "mtp_use_repeated_layer",
+    "position_embedding_type",
+    "untie_embeddings_and_output_weights",
+    "use_parallel_residual",
+    "apply_embedding_scaling",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "logits_scaling",
+    *parts.RESIDUAL_SETTINGS,
+)
 """Settings that the weights outside the layers depend on."""
 
 

@@ -53,9 +53,13 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         self.max_sequence_length, self.group = max_sequence_length, groups.tp
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, config.hidden_size, init_method=embedding_init(config), config=config,
-            divisible_by=divisible_by, groups=groups,
-        )  # fmt: skip
+            vocab_size,
+            config.hidden_size,
+            init_method=embedding_init(config),
+            config=config,
+            divisible_by=divisible_by,
+            groups=groups,
+        )
         self.position_embeddings = FullEmbedding(config, max_sequence_length, groups) if learned_positions else None
         self.tokentype_embeddings = FullEmbedding(config, num_tokentypes, groups) if num_tokentypes else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
@@ -66,9 +70,12 @@ class LanguageModelEmbedding(nn.Module):
         self.sequence_parallel = groups.stream(config.sequence_parallel).size > 1
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None,
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        dropout: DropoutCoordinates | None = None,
         tokentype_ids: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the embeddings [s, b, h] of ids int64 [b, s], plus position and token-type embeddings if the model has
         them, times the scale, after dropout. With sequence parallelism the result is this rank's part of s
         (reduce-scatter or split). AssertionError if a table's ids are None; ids without a table are ignored."""

@@ -64,7 +64,7 @@ class LanguageModule(MegatronModule):
         self.dropout_stream = DropoutStream(self.seed)
         self.layout = TokenLayout.of(self.groups, config.sequence_parallel)
         """Tokens that this rank holds of every micro-batch."""
-        self._input_tensor: Any = None
+        self._input_tensor: object = None
         self._forward_calls = 0
 
     # ---- stages
@@ -86,7 +86,7 @@ class LanguageModule(MegatronModule):
             )
         return stages[pp.rank + (self.vp_stage or 0) * pp.size].branches
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: object) -> None:
         """Store the hidden states [s, b, h] received from the previous pipeline stage for the next ``forward``."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
@@ -126,11 +126,14 @@ class LanguageModule(MegatronModule):
         with torch.device(_construction_device(config)):
             if self.pre_process if embedding is None else embedding:
                 self.embedding = LanguageModelEmbedding(
-                    config, self.vocab_size, settings.max_sequence_length,
+                    config,
+                    self.vocab_size,
+                    settings.max_sequence_length,
                     learned_positions=settings.position_embedding_type == "learned_absolute",
-                    num_tokentypes=num_tokentypes, divisible_by=settings.make_vocab_size_divisible_by,
+                    num_tokentypes=num_tokentypes,
+                    divisible_by=settings.make_vocab_size_divisible_by,
                     groups=self.groups,
-                )  # fmt: skip
+                )
             yield
             self.tie_over_stages(whole_embedding=tie_embedding)
             if config.perform_initialization:
@@ -149,12 +152,15 @@ class LanguageModule(MegatronModule):
         it."""
         config, tied = self.config, self.share_embeddings_and_output_weights
         layer = VocabParallelOutput(
-            config.hidden_size, self.vocab_size, config=config,
+            config.hidden_size,
+            self.vocab_size,
+            config=config,
             init_method=embedding_init(config) if tied else weight_init(config),
             weight_is_shared=tied and self.has_embedding,
             tied_to="embedding.word_embeddings.weight" if tied else None,
-            divisible_by=self.settings.make_vocab_size_divisible_by, groups=self.groups,
-        )  # fmt: skip
+            divisible_by=self.settings.make_vocab_size_divisible_by,
+            groups=self.groups,
+        )
         if bias:
             layer.add_bias(config, self.groups)
         layer.soft_cap = config.final_logit_softcapping
@@ -210,9 +216,13 @@ class LanguageModule(MegatronModule):
     # ---- positions
 
     def forward_context(
-        self, input_ids: Tensor | None, sample_index: Tensor | None, documents: PackedSeqParams | None = None,
-        position_ids: Tensor | None = None, **more: Any,
-    ) -> ForwardContext:  # fmt: skip
+        self,
+        input_ids: Tensor | None,
+        sample_index: Tensor | None,
+        documents: PackedSeqParams | None = None,
+        position_ids: Tensor | None = None,
+        **more: Any,
+    ) -> ForwardContext:
         """Build the layers' context for this rank's tokens [b, s]: rotary tables, documents and, in training only,
         dropout coordinates. ``more`` sets further fields of :class:`ForwardContext`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.enums import AttnMaskType
@@ -18,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 
-def _latent_attention(backend: Backend, qk_norm: Callable[..., Any] | None) -> ModuleSpec:
+def _latent_attention(backend: Backend, qk_norm: Callable[..., object] | None) -> ModuleSpec:
     """Return the spec of multi-latent attention: the backend's linears for up and output projections, replicated
     linears for the down projections, the library's core attention."""
     column = backend.column_parallel_linear
@@ -38,7 +37,7 @@ def _latent_attention(backend: Backend, qk_norm: Callable[..., Any] | None) -> M
     return ModuleSpec(MLASelfAttention, submodules=slots)
 
 
-def _self_attention(backend: Backend, qk_norm: Callable[..., Any] | None, mask: AttnMaskType) -> ModuleSpec:
+def _self_attention(backend: Backend, qk_norm: Callable[..., object] | None, mask: AttnMaskType) -> ModuleSpec:
     """Return the spec of self-attention with the backend's linears and core attention, and the mask type as a
     parameter."""
     slots = SelfAttentionSubmodules(
@@ -53,9 +52,13 @@ def _self_attention(backend: Backend, qk_norm: Callable[..., Any] | None, mask: 
 
 
 def layer_spec(
-    backend: Backend, *, multi_latent_attention: bool = False, experts: bool = False,
-    mask: AttnMaskType = AttnMaskType.causal, qk_norm: Callable[..., Any] | None = None,
-) -> ModuleSpec:  # fmt: skip
+    backend: Backend,
+    *,
+    multi_latent_attention: bool = False,
+    experts: bool = False,
+    mask: AttnMaskType = AttnMaskType.causal,
+    qk_norm: Callable[..., object] | None = None,
+) -> ModuleSpec:
     """Return the spec of one layer, with a dense MLP or MoE (``experts``). ``mask`` selects causal or bidirectional
     attention. Latent attention (MLA) is always causal and ignores ``mask``. ``qk_norm`` overrides the norms that the
     configuration gives queries and keys. The MLP's slots are also the shared expert's."""

@@ -17,9 +17,11 @@ def reads_text(cfg: Settings) -> bool:
 def masking_options(cfg: Settings, longest_ngram: int) -> dict[str, Any]:
     """Return the options of the data set's configuration; at most ``longest_ngram`` words are masked together."""
     return {
-        "masking_probability": cfg.masked_data.mask_prob, "short_sequence_probability": cfg.masked_data.short_seq_prob,
-        "masking_max_ngram": longest_ngram, "masking_do_full_word": True,
-    }  # fmt: skip
+        "masking_probability": cfg.masked_data.mask_prob,
+        "short_sequence_probability": cfg.masked_data.short_seq_prob,
+        "masking_max_ngram": longest_ngram,
+        "masking_do_full_word": True,
+    }
 
 
 def maskable_tokens(cfg: Settings, special: int) -> Problems:

@@ -25,9 +25,12 @@ class _Table(nn.Module):
     def __init__(self, config: TransformerConfig, num_buckets: int, groups: ProcessGroups) -> None:
         super().__init__()
         self.weight = parameter(
-            (num_buckets, config.num_attention_heads), init=weight_init(config), mesh={"tp": Shard(1)}, groups=groups,
+            (num_buckets, config.num_attention_heads),
+            init=weight_init(config),
+            mesh={"tp": Shard(1)},
+            groups=groups,
             dtype=config.params_dtype,
-        )  # fmt: skip
+        )
 
 
 class RelativePositionEmbedding(nn.Module):

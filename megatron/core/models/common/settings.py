@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.config.errors import UserError
@@ -74,10 +74,13 @@ class LanguageModelSettings:
             return None
         scaling = Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling else None
         return RotaryEmbedding(
-            config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base, dtype=config.params_dtype,
+            config.kv_channels,
+            self.rotary_percent,
+            rotary_base=self.rotary_base,
+            dtype=config.params_dtype,
             interpolation=self.seq_len_interpolation_factor,
             scaling=yarn_scaling(config, self.max_sequence_length) if kind == "yarn" else scaling,
-        )  # fmt: skip
+        )
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
         """Return the rotary embedding of sliding-window layers at base ``config.rotary_base_local``, unscaled; None if
@@ -110,7 +113,7 @@ def takes_settings(order: str) -> Callable[[Init], Init]:
         accepted = Signature([*first, *rest])
 
         @wraps(init)
-        def wrapped(*args: Any, **kwargs: Any) -> None:
+        def wrapped(*args: object, **kwargs: object) -> None:
             given = accepted.bind(*args, **kwargs).arguments
             shared = {each.name: given.pop(each.name) for each in declared if each.name in given}
             init(**given, settings=LanguageModelSettings(**shared))

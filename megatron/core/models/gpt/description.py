@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
@@ -39,7 +38,7 @@ def describe_gpt(
     position_embedding_type: str = "learned_absolute",
     share_embeddings_and_output_weights: bool = False,
     make_vocab_size_divisible_by: int = 128,
-    spec: Any = None,
+    spec: object = None,
 ) -> ModelDescription:
     """Return the description of the model that :class:`GPTModel` builds from the same arguments, for sequences of
     ``seq_length`` tokens, with ``config.mtp_num_layers`` prediction depths after the output layer.

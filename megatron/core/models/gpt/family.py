@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
@@ -16,7 +16,7 @@ from megatron.core.config.optional import (
     UpcyclingConfig,
 )
 from megatron.core.config.problems import Settings, collect_rules
-from megatron.core.models.family import DataSet, ModelFamily, Options, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
 from megatron.core.models.gpt import custom_layers, description, rules
 
 if TYPE_CHECKING:
@@ -38,16 +38,20 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     return MockGPTDataset if cfg.data.mock_data else GPTDataset, config
 
 
-def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+def generate(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
     """Return ``prompt`` followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
     eod token. Older tokens than --seq-length are dropped from the context."""
     from megatron.core.inference import sampling as inference  # imports torch
 
     tokenizer = trained.tokenizer
     tokens = inference.generate(
-        trained.model, tokenizer.tokenize(prompt) or [tokenizer.eod], max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.data.seq_length, stop_token=tokenizer.eod, sampling=sampling,
-    )  # fmt: skip
+        trained.model,
+        tokenizer.tokenize(prompt) or [tokenizer.eod],
+        max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.data.seq_length,
+        stop_token=tokenizer.eod,
+        sampling=sampling,
+    )
     return prompt + tokenizer.detokenize(list(tokens))
 
 
@@ -70,8 +74,14 @@ FAMILY = ModelFamily(
     describe=description.describe_settings,
     branches=custom_layers.branches,
     groups=(
-        MoEConfig, UpcyclingConfig, MTPConfig, LatentAttentionConfig, MultiplierConfig, RopeScalingConfig,
-        CustomLayersConfig, DocumentConfig,
+        MoEConfig,
+        UpcyclingConfig,
+        MTPConfig,
+        LatentAttentionConfig,
+        MultiplierConfig,
+        RopeScalingConfig,
+        CustomLayersConfig,
+        DocumentConfig,
     ),
     rules=collect_rules(rules),
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),
@@ -79,4 +89,4 @@ FAMILY = ModelFamily(
     generate=generate,
     logits=logits,
     auto_model="AutoModelForCausalLM",
-)  # fmt: skip
+)

@@ -16,10 +16,18 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 _FOLLOWS_FROM_CONFIG = {
-    "experimental_attention_variant", "kitchen_attention_backend", "mla_down_proj_fusion",
-    "moe_use_legacy_grouped_gemm", "normalization", "use_grouped_gemm_for_dense_mlp", "use_kitchen",
-    "use_kitchen_attention", "use_te_activation_func", "use_te_op_fuser", "vp_stage",
-}  # fmt: skip
+    "experimental_attention_variant",
+    "kitchen_attention_backend",
+    "mla_down_proj_fusion",
+    "moe_use_legacy_grouped_gemm",
+    "normalization",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_kitchen",
+    "use_kitchen_attention",
+    "use_te_activation_func",
+    "use_te_op_fuser",
+    "vp_stage",
+}
 """Arguments that existing programs pass and that are ignored: the configuration or the pipeline stage determines them.
 """
 
@@ -30,15 +38,20 @@ def _accept(names: Iterable[str]) -> None:
 
 
 def _layer_spec(
-    backend: str, num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False,
-    multi_latent_attention: bool = False, fp8: str | None = None, *, qk_l2_norm: bool = False, **accepted: object,
-) -> ModuleSpec:  # fmt: skip
+    backend: str,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    *,
+    qk_l2_norm: bool = False,
+    **accepted: object,
+) -> ModuleSpec:
     _accept(accepted)
     modules = get_backend(backend)
     norm = L2Norm if qk_l2_norm and not multi_latent_attention else modules.norm if qk_layernorm else None
-    return layer_spec(
-        modules, multi_latent_attention=multi_latent_attention, experts=bool(num_experts), qk_norm=norm
-    )
+    return layer_spec(modules, multi_latent_attention=multi_latent_attention, experts=bool(num_experts), qk_norm=norm)
 
 
 get_gpt_layer_local_spec = partial(_layer_spec, "local")
@@ -62,9 +75,7 @@ def get_gpt_decoder_layer_specs(
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     return [
-        layer_spec(
-            backend, multi_latent_attention=config.multi_latent_attention, experts=has_experts(config, number)
-        )
+        layer_spec(backend, multi_latent_attention=config.multi_latent_attention, experts=has_experts(config, number))
         for number in range(1, config.num_layers + 1)
     ]
 

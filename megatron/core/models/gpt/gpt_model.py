@@ -5,8 +5,6 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,7 @@ class GPTModel(LanguageModule):
         mtp_block_spec: prediction.MultiTokenPredictionBlockSubmodules | None = None,
         *,
         layer_range: range | None = None,
-        pg_collection: Any = None,
+        pg_collection: object = None,
         logit_dtype: torch.dtype | None = None,
     ) -> None:
         """Build this stage's embedding, decoder layers, output layer and prediction depths; the last stage with
@@ -65,18 +63,20 @@ class GPTModel(LanguageModule):
             raise ValueError("layer_range and branches both say what this stage holds: give one of them")
         if branches is None:
             described = describe_gpt(
-                config, vocab_size=self.vocab_size, seq_length=length, max_sequence_length=length,
+                config,
+                vocab_size=self.vocab_size,
+                seq_length=length,
+                max_sequence_length=length,
                 spec=transformer_layer_spec,
-            )  # fmt: skip
+            )
             branches = self.stage_branches(described, layer_range)
         self.max_sequence_length = length
         self.mtp, predicts_on = None, mtp_block_spec is not None
         embeds = self.pre_process or (self.post_process and predicts_on)
         with self.construction(embedding=embeds, tie_embedding=predicts_on):
             self.decoder = TransformerBlock(
-                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process,
-                groups=self.groups,
-            )  # fmt: skip
+                config, transformer_layer_spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
+            )
             if self.post_process:
                 self.output_layer = self.build_output_layer()
                 if mtp_block_spec is not None:

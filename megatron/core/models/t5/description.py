@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron.core.attention.description import describe_cross_attention
 from megatron.core.config.problems import Settings
@@ -18,8 +17,11 @@ from megatron.core.models.t5.config import EncoderDecoderConfig
 from megatron.core.pipeline_parallel.stages import BranchNames
 
 OWN_SETTINGS = (
-    "decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance", "scale_decoder_outputs",
-)  # fmt: skip
+    "decoder_num_layers",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "scale_decoder_outputs",
+)
 ENCODER_LAYER = ("attention", "feed-forward")
 DECODER_LAYER = ("attention", "cross-attention", "feed-forward")
 
@@ -72,7 +74,7 @@ def describe_t5(
     *,
     max_sequence_length: int,
     position_embedding_type: str = "learned_absolute",
-    specs: tuple[Any, Any] = (None, None),
+    specs: tuple[object, object] = (None, None),
 ) -> ModelDescription:
     """Return the description of the model that :class:`T5Model` builds from the same arguments, for samples without
     padding. A vocabulary size of 0 means unknown. ``specs`` holds the encoder's and the decoder's spec, each as in
@@ -93,7 +95,9 @@ def describe_t5(
     return ModelDescription(embedding, layers, _head(config, output, sizes, vocabulary.shared))
 
 
-def _layers(config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]) -> Iterator[tuple[Piece, ...]]:
+def _layers(
+    config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[object, object]
+) -> Iterator[tuple[Piece, ...]]:
     """Yield the branches of each encoder layer, then of each decoder layer. The last encoder layer includes the
     encoder's final norm. Layer numbers continue from encoder to decoder; parameter names count from 0 in each stack.
     Costs are per encoder token.

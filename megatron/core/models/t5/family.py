@@ -11,7 +11,7 @@ from megatron.core.config.optional import MaskedDataConfig
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.common.masked_data import maskable_tokens, masking_options, sinks_exclude_cuda_graphs
-from megatron.core.models.family import DataSet, ModelFamily, Options, Program
+from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
 from megatron.core.models.t5 import description, rules
 from megatron.core.models.t5.config import EncoderDecoderConfig
 
@@ -51,7 +51,7 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     return t5_dataset.T5MaskedWordPieceDataset, config
 
 
-def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+def generate(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
     """Return ``prompt``, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
     decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for an empty
     or too long prompt."""
@@ -60,9 +60,14 @@ def generate(trained: Any, prompt: str, max_new_tokens: int, sampling: Sampling)
     tokenizer = trained.tokenizer
     start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
     tokens = generate_seq2seq(
-        trained.model, tokenizer.tokenize(prompt), start=start, max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.embeddings.max_position_embeddings, stop_token=tokenizer.eos, sampling=sampling,
-    )  # fmt: skip
+        trained.model,
+        tokenizer.tokenize(prompt),
+        start=start,
+        max_new_tokens=max_new_tokens,
+        max_sequence_length=trained.cfg.embeddings.max_position_embeddings,
+        stop_token=tokenizer.eos,
+        sampling=sampling,
+    )
     return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
 
 

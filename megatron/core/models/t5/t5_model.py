@@ -93,9 +93,12 @@ class T5Model(LanguageModule):
         specs = transformer_encoder_layer_spec, transformer_decoder_layer_spec
         encoder_depth, depth, length = encoder_config.num_layers, _depth(specs[1], config), settings.max_sequence_length
         described = describe_t5(
-            encoder_config, settings.vocabulary, EncoderDecoder(length, length, depth), max_sequence_length=length,
+            encoder_config,
+            settings.vocabulary,
+            EncoderDecoder(length, length, depth),
+            max_sequence_length=length,
             specs=specs,
-        )  # fmt: skip
+        )
         branches = self.stage_branches(described) if settings.branches is None else settings.branches
         of_encoder = sum(map(len, described.costs.names[:encoder_depth]))
         with self.construction():
@@ -103,14 +106,21 @@ class T5Model(LanguageModule):
                 tables = (RelativePositionEmbedding(config, self.num_buckets, groups=self.groups) for _ in range(2))
                 self.encoder_relative_pos_emb, self.decoder_relative_pos_emb = tables
             self.encoder = TransformerBlock(
-                encoder_config, specs[0], groups=self.groups, branches=branches,
+                encoder_config,
+                specs[0],
+                groups=self.groups,
+                branches=branches,
                 post_layer_norm=branches.start < of_encoder <= branches.stop,
-            )  # fmt: skip
+            )
             self.decoder = TransformerBlock(
-                config, specs[1], num_layers=depth, first_number=encoder_depth + 1, groups=self.groups,
+                config,
+                specs[1],
+                num_layers=depth,
+                first_number=encoder_depth + 1,
+                groups=self.groups,
                 branches=range(branches.start - of_encoder, branches.stop - of_encoder),
                 post_layer_norm=self.post_process,
-            )  # fmt: skip
+            )
             if self.post_process:
                 biased = self.share_embeddings_and_output_weights and not config.scale_decoder_outputs
                 self.lm_head = T5LMHead(self.build_output_layer(bias=biased))
@@ -140,7 +150,7 @@ class T5Model(LanguageModule):
         decoder_input_ids: Tensor,
         encoder_attn_mask: Tensor | None = None,
         decoder_attn_mask: Tensor | None = None,
-        encoder_decoder_attn_mask: Any = None,
+        encoder_decoder_attn_mask: object = None,
         lm_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         output_encoder_hidden_only: bool = False,

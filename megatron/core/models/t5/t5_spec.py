@@ -34,15 +34,17 @@ def get_t5_encoder_with_transformer_engine_block_spec(num_layers: int) -> Transf
 
 
 def get_t5_decoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """Return a decoder spec of Transformer Engine modules. Without the package: local modules with its parameter names.
-    """
+    """Return a decoder spec of Transformer Engine modules. Without the package: local ones with its parameter names."""
     return _decoder(get_backend("transformer_engine"), num_layers)
 
 
 def get_t5_block_specs(
-    config: TransformerConfig, decoder_num_layers: int, *, relative_positions: bool = False,
+    config: TransformerConfig,
+    decoder_num_layers: int,
+    *,
+    relative_positions: bool = False,
     use_transformer_engine: bool = False,
-) -> tuple[TransformerBlockSubmodules, TransformerBlockSubmodules]:  # fmt: skip
+) -> tuple[TransformerBlockSubmodules, TransformerBlockSubmodules]:
     """Return the encoder's and the decoder's spec. ``config`` gives the encoder's depth.
     ``relative_positions``: self-attention of both stacks adds a position bias and is local, also with Transformer
     Engine."""
@@ -63,8 +65,11 @@ def _decoder(backend: Backend, num_layers: int) -> TransformerBlockSubmodules:
         linear_proj=backend.row_parallel_linear,
     )
     cross = BranchSpec(
-        "cross_attention", ModuleSpec(CrossAttention, submodules=slots), backend.norm, "pre_cross_attn_layernorm",
+        "cross_attention",
+        ModuleSpec(CrossAttention, submodules=slots),
+        backend.norm,
+        "pre_cross_attn_layernorm",
         "cross attention",
-    )  # fmt: skip
+    )
     attention, mlp = layer.submodules.branches
     return TransformerBlockSubmodules([replace(layer, submodules=(attention, cross, mlp))] * num_layers, backend.norm)

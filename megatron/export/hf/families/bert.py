@@ -5,9 +5,7 @@ Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of te
 A model trained without that head is one of these with a single kind of token, whose embedding is zero.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron.export.hf.attention_settings import equal_heads
 from megatron.export.hf.families import llama
@@ -17,9 +15,13 @@ from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Igno
 
 OURS, LAYER = "encoder.layers.*", "bert.encoder.layer.*"
 EXACT_GELU = Choice(
-    "hidden_act", {"gelu": {"bias_gelu_fusion": False, "exact_gelu": False},
-                   "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True}}, default="gelu",
-)  # fmt: skip
+    "hidden_act",
+    {
+        "gelu": {"bias_gelu_fusion": False, "exact_gelu": False},
+        "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True},
+    },
+    default="gelu",
+)
 """GELU with the error function: the HF setting also applies to the head, which always uses the exact GELU here."""
 
 
@@ -28,19 +30,19 @@ def has_pairs(masked: str) -> Computed:
     ``bert_binary_head``. 1 means single texts, exported as the architecture ``masked``. Other values raise
     UserError."""
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):
             raise refuse("type_vocab_size", kinds, "which cannot be represented: only 1 and 2 can")
         return {"bert_binary_head": kinds == 2}
 
-    def save(settings: Table) -> dict[str, Any]:
+    def save(settings: Table) -> dict[str, object]:
         pairs = settings["bert_binary_head"]
         return {"type_vocab_size": 2} if pairs else {"type_vocab_size": 1, "architectures": [masked]}
 
     return Computed(("type_vocab_size",), ("bert_binary_head",), load, save)
 
 
-def one_token_type(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def one_token_type(settings: Table) -> dict[str, tuple[int, ...]]:
     """The embedding that a model without pairs lacks."""
     if settings["bert_binary_head"]:
         return {}
@@ -55,10 +57,13 @@ COMMON: tuple[Rule, ...] = (
     FixedKeys({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
 )  # fmt: skip
 WEIGHTS: Weights = {
-    **{f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
-       for each, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))},
-    f"{OURS}.self_attention.linear_qkv":
-        QueryKeyValue(*(f"{LAYER}.attention.self.{each}" for each in ("query", "key", "value"))),
+    **{
+        f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
+        for each, theirs in (("word", "word"), ("position", "position"), ("tokentype", "token_type"))
+    },
+    f"{OURS}.self_attention.linear_qkv": QueryKeyValue(
+        *(f"{LAYER}.attention.self.{each}" for each in ("query", "key", "value"))
+    ),
     f"{OURS}.self_attention.linear_proj": f"{LAYER}.attention.output.dense",
     f"{OURS}.mlp.linear_fc1": f"{LAYER}.intermediate.dense",
     f"{OURS}.mlp.linear_fc2": f"{LAYER}.output.dense",
@@ -68,7 +73,7 @@ WEIGHTS: Weights = {
     "output_layer.bias": "cls.predictions.bias",
     "pooler.dense": "bert.pooler.dense",
     "binary_head": "cls.seq_relationship",
-}  # fmt: skip
+}
 POST_NORMS: Weights = {
     "encoder.layers.0.input_layernorm": "bert.embeddings.LayerNorm",
     f"{OURS}.input_layernorm": "bert.encoder.layer.{before}.output.LayerNorm",
@@ -91,13 +96,17 @@ BERT = Family(
     optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_token_type,
 )  # fmt: skip
 MEGATRON_BERT = replace(
-    BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining", models="Megatron-LM's BERT",
-    config=(*COMMON, has_pairs("MegatronBertForMaskedLM")), also_read=("MegatronBertForMaskedLM",),
+    BERT,
+    model_type="megatron-bert",
+    architecture="MegatronBertForPreTraining",
+    models="Megatron-LM's BERT",
+    config=(*COMMON, has_pairs("MegatronBertForMaskedLM")),
+    also_read=("MegatronBertForMaskedLM",),
     weights={
         **WEIGHTS,
         f"{OURS}.input_layernorm": f"{LAYER}.attention.ln",
         f"{OURS}.pre_mlp_layernorm": f"{LAYER}.ln",
         "encoder.final_layernorm": "bert.encoder.ln",
     },
-)  # fmt: skip
+)
 """Megatron-LM's: norms before its branches and one after the last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from megatron.export.hf.families import llama, mixtures
 from megatron.export.hf.family import Family
@@ -13,14 +12,14 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 GROUPS = mixtures.expert_groups(1)
 
 
-def _load_choice(config: Table) -> dict[str, Any]:
+def _load_choice(config: Table) -> dict[str, object]:
     method = get(config, ("topk_method",), GREEDY)
     if method not in (GREEDY, LIMITED):
         raise refuse("topk_method", method, f"which cannot be represented; known: {[GREEDY, LIMITED]}")
     return GROUPS.load(config) if method == LIMITED else dict.fromkeys(GROUPS.ours)
 
 
-def _save_choice(settings: Table) -> dict[str, Any]:
+def _save_choice(settings: Table) -> dict[str, object]:
     limited = settings["moe_router_num_groups"] is not None
     return {**GROUPS.save(settings), "topk_method": LIMITED if limited else GREEDY}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf.attention_settings import (
     FULL,
     SLIDING,
@@ -40,12 +38,12 @@ def cap(key: str, default: float | None) -> Computed:
     return Computed((key,), (key,), lambda config: {key: config.get(key, default)}, lambda ours: {key: ours[key]})
 
 
-def _load_scale(config: Table) -> dict[str, Any]:
+def _load_scale(config: Table) -> dict[str, object]:
     scalar, channels = get(config, ("query_pre_attn_scalar",), 256), get(config, ("head_dim",), 256)
     return {"softmax_scale": None if scalar == channels else scalar**-0.5}
 
 
-def _save_scale(settings: Table) -> dict[str, Any]:
+def _save_scale(settings: Table) -> dict[str, object]:
     scale = settings["softmax_scale"]
     scalar = settings["kv_channels"] if scale is None else round(scale**-2, 6)
     if scalar != int(scalar):
@@ -55,9 +53,13 @@ def _save_scale(settings: Table) -> dict[str, Any]:
 
 SCALE = Computed(("query_pre_attn_scalar",), ("softmax_scale",), _load_scale, _save_scale)
 SECOND: tuple[Rule, ...] = (
-    *COMMON, groups(4), SCALE, Fixed({"norm_placement": "sandwich"}), Ignored(("cache_implementation", "hidden_act")),
+    *COMMON,
+    groups(4),
+    SCALE,
+    Fixed({"norm_placement": "sandwich"}),
+    Ignored(("cache_implementation", "hidden_act")),
     Choice("hidden_activation", GEGLU, default="gelu_pytorch_tanh"),
-)  # fmt: skip
+)
 
 GEMMA2 = Family(
     "gemma2", "Gemma2ForCausalLM", models="Gemma 2",
@@ -79,7 +81,7 @@ class TwoRopes(Rope):
         super().__init__(1e6, kinds=("default", "linear"))
         self.theirs, self.ours = (*self.theirs, "rope_local_base_freq"), (*self.ours, "rotary_base_local")
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         """Return the rotary settings of full layers, and ``rotary_base_local``, the base of layers with a window (None
         without windows). Raises UserError for unknown layer types or scaling of the local positions."""
         given = get(config, ("rope_parameters",), {})
@@ -93,7 +95,7 @@ class TwoRopes(Rope):
         has_windows = WINDOW.load(config)["window_size"] is not None
         return {**super().load(config), "rotary_base_local": local if has_windows else None}
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         """Return the rotary keys and ``rope_local_base_freq``: ``rotary_base_local``, else the common base, or 10000
         without windows. Raises UserError if layers with a window would share positions with linear scaling."""
         local, stretch = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]

@@ -20,20 +20,26 @@ DENSE: tuple[Rule, ...] = (
 WEIGHTS: Weights = {**llama.WEIGHTS, "decoder.layers.*.mlp.linear_fc1": "model.layers.*.mlp.gate_up_proj"}
 
 GLM = Family(
-    "glm", "GlmForCausalLM", models="GLM-4-9B of 2024",
-    config=DENSE, weights=WEIGHTS, unused=(r".*\.rotary_emb\.inv_freq",),
-)  # fmt: skip
+    "glm",
+    "GlmForCausalLM",
+    models="GLM-4-9B of 2024",
+    config=DENSE,
+    weights=WEIGHTS,
+    unused=(r".*\.rotary_emb\.inv_freq",),
+)
 """Half of the channels are rotated, in neighboring pairs; one matrix holds the gate and the linear half."""
 
 GLM4 = Family(
-    "glm4", "Glm4ForCausalLM", models="GLM-4-0414, GLM-Z1",
+    "glm4",
+    "Glm4ForCausalLM",
+    models="GLM-4-0414, GLM-Z1",
     config=(*DENSE, Fixed({"norm_placement": "sandwich"})),
     weights={
         **WEIGHTS,
         "decoder.layers.*.post_self_attention_layernorm": "model.layers.*.post_self_attn_layernorm",
         "decoder.layers.*.post_mlp_layernorm": "model.layers.*.post_mlp_layernorm",
     },
-)  # fmt: skip
+)
 """GLM with norms before and after each branch."""
 
 GLM4_MOE = Family(

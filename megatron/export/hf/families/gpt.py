@@ -7,9 +7,11 @@ from megatron.export.hf.layouts import QueryKeyValue, TensorLayout
 from megatron.export.hf.settings import Choice, Fixed, FixedKeys, Ignored, Rule, Same, same
 
 GELU = {
-    "gelu_new": {"bias_gelu_fusion": True}, "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
-    "gelu_fast": {"bias_gelu_fusion": True}, "gelu": {"bias_gelu_fusion": False},
-}  # fmt: skip
+    "gelu_new": {"bias_gelu_fusion": True},
+    "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
+    "gelu_fast": {"bias_gelu_fusion": True},
+    "gelu": {"bias_gelu_fusion": False},
+}
 """Activations of layers with biases: the fused form is the tanh approximation."""
 
 SIZES: tuple[Rule, ...] = (

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf.attention_settings import Rope, groups
 from megatron.export.hf.families import llama
 from megatron.export.hf.family import Family
 from megatron.export.hf.settings import Computed, Same, Table, get
 
 
-def _load_scale(config: Table) -> dict[str, Any]:
+def _load_scale(config: Table) -> dict[str, object]:
     scale, channels = get(config, ("attention_multiplier",), 1.0), llama.HEAD_SIZE.load(config)["kv_channels"]
     return {"softmax_scale": None if scale == channels**-0.5 else scale}
 
 
-def _save_scale(settings: Table) -> dict[str, Any]:
+def _save_scale(settings: Table) -> dict[str, object]:
     return {"attention_multiplier": settings["softmax_scale"] or settings["kv_channels"] ** -0.5}
 
 

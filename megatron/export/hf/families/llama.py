@@ -6,9 +6,12 @@ from megatron.export.hf.layouts import Halves, QueryKeyValue, Weights
 from megatron.export.hf.settings import Begin, Choice, Computed, Fixed, FixedKeys, Ignored, Rule, Same, same
 
 SIZES = same(
-    num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
-    vocab_size="vocab_size", max_position_embeddings="max_position_embeddings",
-)  # fmt: skip
+    num_layers="num_hidden_layers",
+    hidden_size="hidden_size",
+    num_attention_heads="num_attention_heads",
+    vocab_size="vocab_size",
+    max_position_embeddings="max_position_embeddings",
+)
 FFN = Same("ffn_hidden_size", "intermediate_size")
 HEAD_SIZE = Same("kv_channels", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"])
 NO_PADDING = Computed((), (), lambda config: {}, lambda ours: {"pad_token_id": None})
@@ -81,10 +84,12 @@ LLAMA = Family(
 )  # fmt: skip
 
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM", models="Mistral 7B, Nemo",
+    "mistral",
+    "MistralForCausalLM",
+    models="Mistral 7B, Nemo",
     config=(*common(), FFN, HEAD_SIZE, groups(8), Rope(), NO_BIASES, Window(4096)),
     weights=WEIGHTS,
-)  # fmt: skip
+)
 """A sliding window."""
 
 PHI3 = Family(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.config.errors import UserError
 from megatron.export.hf.attention_settings import Rope, Window, groups
 from megatron.export.hf.families import llama
@@ -33,13 +31,13 @@ def _layers_with_experts(settings: Table) -> list[bool]:
     return [layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer]) for layer in range(count)]
 
 
-def _load_sparse_step(config: Table) -> dict[str, Any]:
+def _load_sparse_step(config: Table) -> dict[str, object]:
     step, dense = get(config, ("decoder_sparse_step",), 1), get(config, ("mlp_only_layers",), [])
     count = config["num_hidden_layers"]
     return {"moe_layer_freq": _pattern([(layer + 1) % step == 0 and layer not in dense for layer in range(count)])}
 
 
-def _save_sparse_step(settings: Table) -> dict[str, Any]:
+def _save_sparse_step(settings: Table) -> dict[str, object]:
     dense = [layer for layer, has in enumerate(_layers_with_experts(settings)) if not has]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -53,14 +51,14 @@ EXPERT_LAYERS = Computed(
 def first_dense(default: int) -> Computed:
     """DeepSeek: all layers but the first ones have experts; ``default``: dense layers if config.json has no number."""
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         first, count = get(config, ("first_k_dense_replace",), default), config["num_hidden_layers"]
         return {"moe_layer_freq": _pattern([layer >= first for layer in range(count)])}
 
     return Computed(("first_k_dense_replace",), ("moe_layer_freq",), load, _save_first_dense)
 
 
-def _save_first_dense(settings: Table) -> dict[str, Any]:
+def _save_first_dense(settings: Table) -> dict[str, object]:
     has = _layers_with_experts(settings)
     first = has.index(True) if any(has) else len(has)
     if not all(has[first:]):
@@ -137,25 +135,29 @@ QWEN2_MOE = Family(
 """Also Qwen1.5-MoE: mixtures of experts plus a gated shared expert."""
 
 LATENTS = {
-    "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
-    "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm",
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "kv_layernorm": "kv_a_layernorm",
     "linear_kv_up_proj": "kv_b_proj",
-}  # fmt: skip
+}
 
 
-def _load_shared_width(config: Table) -> dict[str, Any]:
+def _load_shared_width(config: Table) -> dict[str, object]:
     width = get(config, ("n_shared_experts",)) * get(config, ("moe_intermediate_size",))
     return {"moe_shared_expert_intermediate_size": width or None}
 
 
-def _save_shared_width(settings: Table) -> dict[str, Any]:
+def _save_shared_width(settings: Table) -> dict[str, object]:
     width, of_one = settings["moe_shared_expert_intermediate_size"] or 0, settings["moe_ffn_hidden_size"]
     if width % of_one:
         raise refuse("moe_shared_expert_intermediate_size", width, f"the family supports multiples of {of_one} only")
     return {"n_shared_experts": width // of_one}
 
 
-def _load_query_rank(config: Table) -> dict[str, Any]:
+def _load_query_rank(config: Table) -> dict[str, object]:
     if "q_lora_rank" not in config:  # null says that there is no latent
         raise UserError("config.json: q_lora_rank is missing")
     return {"q_lora_rank": config["q_lora_rank"]}
@@ -169,12 +171,12 @@ def expert_groups(scored: int) -> Computed:
     1 and 1 without groups, and raises UserError if several groups add up another number of scores."""
     groups, chosen, score = names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
 
-    def load(config: Table) -> dict[str, Any]:
+    def load(config: Table) -> dict[str, object]:
         count, limit = get(config, ("n_group",)), get(config, ("topk_group",))
         by_default = count == 1 or get(config, ("num_experts_per_tok",)) == scored * limit
         return {groups: count, chosen: limit, score: None if by_default else scored}
 
-    def save(settings: Table) -> dict[str, Any]:
+    def save(settings: Table) -> dict[str, object]:
         if settings[groups] is None:
             return {"n_group": 1, "topk_group": 1}
         found = settings[score] or settings["moe_router_topk"] // settings[chosen]
@@ -185,7 +187,7 @@ def expert_groups(scored: int) -> Computed:
     return Computed(("n_group", "topk_group"), names, load, save)
 
 
-def _load_normalized(config: Table) -> dict[str, Any]:
+def _load_normalized(config: Table) -> dict[str, object]:
     count, normalized = get(config, ("num_experts_per_tok",)), get(config, ("norm_topk_prob",), True)
     if normalized != (count != 1):
         raise refuse("norm_topk_prob", normalized, f"but must be {count != 1} for num_experts_per_tok {count}")

@@ -3,8 +3,6 @@ after the embedding is also the first layer's, GELU is gated, and only the outpu
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf import attention_settings as attention
 from megatron.export.hf.attention_settings import FULL, SLIDING
 from megatron.export.hf.families import llama
@@ -15,7 +13,7 @@ from megatron.export.hf.settings import Choice, Computed, Fixed, FixedKeys, Igno
 BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
 
 
-def _load_layers(config: Table) -> dict[str, Any]:
+def _load_layers(config: Table) -> dict[str, object]:
     """Return rotary bases of full and windowed layers and the two-sided window, from ``layer_types`` or the interval of
     full layers. The local base is None without windows. Raises UserError for scaled positions or other tables."""
     count, every = config["num_hidden_layers"], get(config, ("global_attn_every_n_layers",), 3)
@@ -23,13 +21,18 @@ def _load_layers(config: Table) -> dict[str, Any]:
     half, tables = get(config, ("local_attention",), 128) // 2, get(config, ("rope_parameters",), {})
     if not isinstance(tables, dict) or not all(isinstance(tables.get(kind) or {}, dict) for kind in BASES):
         raise refuse("rope_parameters", tables, f"but must be a table each for {FULL} and {SLIDING}")
-    whole, local = (attention.unstretched_base(kind, tables, key, get(config, (key,), default))
-                    for kind, (key, default) in BASES.items())  # fmt: skip
-    return {"rotary_base": whole, "rotary_base_local": local if any(has) else None,
-            **attention.window_settings((half, half), has)}  # fmt: skip
+    whole, local = (
+        attention.unstretched_base(kind, tables, key, get(config, (key,), default))
+        for kind, (key, default) in BASES.items()
+    )
+    return {
+        "rotary_base": whole,
+        "rotary_base_local": local if any(has) else None,
+        **attention.window_settings((half, half), has),
+    }
 
 
-def _save_layers(settings: Table) -> dict[str, Any]:
+def _save_layers(settings: Table) -> dict[str, object]:
     """Return window, layer types and rotary bases, in the keys of both older and newer transformers versions. Raises
     UserError for a window of unequal sides."""
     size, local = settings["window_size"], settings["rotary_base_local"] or settings["rotary_base"]

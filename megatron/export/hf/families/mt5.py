@@ -9,7 +9,10 @@ from megatron.export.hf.families import t5
 from megatron.export.hf.settings import Choice, Fixed, Ignored
 
 MT5 = replace(
-    t5.T5, model_type="mt5", architecture="MT5ForConditionalGeneration", models="mT5",
+    t5.T5,
+    model_type="mt5",
+    architecture="MT5ForConditionalGeneration",
+    models="mT5",
     limits=(),
     config=(
         *(rule for rule in t5.T5.config if rule not in (t5.HEAD, t5.ACTIVATION)),
@@ -17,4 +20,4 @@ MT5 = replace(
         Fixed({"untie_embeddings_and_output_weights": True, "scale_decoder_outputs": False}),
         Ignored(("tie_word_embeddings",)),
     ),
-)  # fmt: skip
+)

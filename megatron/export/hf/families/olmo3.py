@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf.attention_settings import FULL, SLIDING, Rope, Window, rotary_base, unstretched_base
 from megatron.export.hf.families import llama
 from megatron.export.hf.family import Family
@@ -24,7 +22,7 @@ class FullRope(Rope):
         super().__init__(BASE)
         self.ours = (*self.ours, "rotary_base_local")
 
-    def load(self, config: Table) -> dict[str, Any]:
+    def load(self, config: Table) -> dict[str, object]:
         """Return the rotary settings of full layers (scaled) and ``rotary_base_local`` of windowed layers (never
         scaled; None without windows). Raises UserError for tables of other layer types, or, without tables, for a base
         other than the default."""
@@ -32,8 +30,12 @@ class FullRope(Rope):
         if tables is None:
             base = get(config, (self.base_key,), BASE)
             if base != BASE:
-                raise refuse(self.base_key, base, f"which versions of transformers read differently; say it in "
-                             f"rope_parameters for {FULL} and {SLIDING}")  # fmt: skip
+                raise refuse(
+                    self.base_key,
+                    base,
+                    f"which versions of transformers read differently; say it in "
+                    f"rope_parameters for {FULL} and {SLIDING}",
+                )
             settings, local = super().load(config), rotary_base(self.base_key, BASE)
         else:
             if not isinstance(tables, dict) or not all(isinstance(tables.get(kind), dict) for kind in (FULL, SLIDING)):
@@ -47,7 +49,7 @@ class FullRope(Rope):
         has_windows = WINDOW.load(config)["window_size"] is not None
         return {**settings, "rotary_base_local": local if has_windows else None}
 
-    def save(self, settings: Table) -> dict[str, Any]:
+    def save(self, settings: Table) -> dict[str, object]:
         """Return the rotary keys, with one ``rope_parameters`` table per layer type; scaling only for full layers.
         Raises UserError if windowed layers would need scaled positions."""
         config, local = super().save(settings), settings["rotary_base_local"]
@@ -56,14 +58,19 @@ class FullRope(Rope):
             if config["rope_scaling"]:
                 raise refuse("rotary_base_local", local, "the family does not scale it")
             local = base
-        return {**config, "rope_parameters": {
-            FULL: {**scaling, self.base_key: base},
-            SLIDING: {"rope_type": "default", self.base_key: float(local or base)},
-        }}  # fmt: skip
+        return {
+            **config,
+            "rope_parameters": {
+                FULL: {**scaling, self.base_key: base},
+                SLIDING: {"rope_type": "default", self.base_key: float(local or base)},
+            },
+        }
 
 
 OLMO3 = Family(
-    "olmo3", "Olmo3ForCausalLM", models="OLMo 3",
+    "olmo3",
+    "Olmo3ForCausalLM",
+    models="OLMo 3",
     config=(*(rule for rule in llama.OLMO2.config if not isinstance(rule, Rope)), FullRope(), WINDOW),
     weights=llama.POST_NORMS,
-)  # fmt: skip
+)

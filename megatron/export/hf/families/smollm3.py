@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.attention.window import has_rotation
 from megatron.export.hf.attention_settings import FULL, Rope, groups
 from megatron.export.hf.families import llama
@@ -11,7 +9,7 @@ from megatron.export.hf.family import Family
 from megatron.export.hf.settings import Computed, Fixed, FixedKeys, Ignored, Same, Table, get, refuse
 
 
-def _load_rotated(config: Table) -> dict[str, Any]:
+def _load_rotated(config: Table) -> dict[str, object]:
     """Return ``no_rope_freq``: None if all layers rotate, n if every n-th layer does not, else a list with 1 for layers
     without rotary positions. Raises UserError for a list that is too short or has other values than 0 and 1."""
     count, interval = config["num_hidden_layers"], get(config, ("no_rope_layer_interval",), 4)
@@ -26,12 +24,12 @@ def _load_rotated(config: Table) -> dict[str, Any]:
     return {"no_rope_freq": every if is_regular else without}
 
 
-def _save_rotated(settings: Table) -> dict[str, Any]:
+def _save_rotated(settings: Table) -> dict[str, object]:
     layers = range(1, settings["num_layers"] + 1)
     return {"no_rope_layers": [int(has_rotation(settings["no_rope_freq"], number)) for number in layers]}
 
 
-def _load_kinds(config: Table) -> dict[str, Any]:
+def _load_kinds(config: Table) -> dict[str, object]:
     kinds = get(config, ("layer_types",), [])
     if not isinstance(kinds, list) or {*kinds} - {FULL}:
         raise refuse("layer_types", kinds, f"which cannot be represented: only {FULL} can")

@@ -16,17 +16,20 @@ COMMON: tuple[Rule, ...] = (
 )  # fmt: skip
 
 NEMOTRON = Family(
-    "nemotron", "NemotronForCausalLM", models="Nemotron-4, Minitron",
+    "nemotron",
+    "NemotronForCausalLM",
+    models="Nemotron-4, Minitron",
     config=(
-        *COMMON, Rope(share=0.5), Same("norm_epsilon", "norm_eps", default=1e-5),
+        *COMMON,
+        Rope(share=0.5),
+        Same("norm_epsilon", "norm_eps", default=1e-5),
         Fixed({"normalization": "LayerNorm", "apply_layernorm_1p": True}),
         Ignored(("rope_percent", "kv_channels", "hidden_dropout")),
     ),
     weights=WEIGHTS,
-)  # fmt: skip
+)
 """LayerNorm that stores its weights minus one; half of the channels are rotated."""
 
 ARCEE = Family(
-    "arcee", "ArceeForCausalLM", models="AFM-4.5B",
-    config=(*COMMON, *llama.rms_norm(1e-5), Rope()), weights=WEIGHTS,
-)  # fmt: skip
+    "arcee", "ArceeForCausalLM", models="AFM-4.5B", config=(*COMMON, *llama.rms_norm(1e-5), Rope()), weights=WEIGHTS
+)

@@ -3,21 +3,19 @@ the embedding, with the decoder's output scaled; 1.1: gated GELU and a separate 
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.export.hf.attention_settings import equal_heads
 from megatron.export.hf.family import Family
 from megatron.export.hf.layouts import Halves, KeyValue, QueryKeyValue, Weights
 from megatron.export.hf.settings import Choice, Computed, Fixed, Ignored, Same, Table, get, refuse, same
 
 
-def _load_head(config: Table) -> dict[str, Any]:
+def _load_head(config: Table) -> dict[str, object]:
     """Version 5 of ``transformers`` says in the second key what the first one did before."""
     scaled = get(config, ("scale_decoder_outputs", "tie_word_embeddings"), True)
     return {"untie_embeddings_and_output_weights": not scaled, "scale_decoder_outputs": scaled}
 
 
-def _save_head(settings: Table) -> dict[str, Any]:
+def _save_head(settings: Table) -> dict[str, object]:
     scaled = settings["scale_decoder_outputs"]
     if scaled == settings["untie_embeddings_and_output_weights"]:
         raise refuse("scale_decoder_outputs", scaled, "a shared output layer is scaled and has no bias in transformers")
@@ -25,9 +23,11 @@ def _save_head(settings: Table) -> dict[str, Any]:
 
 
 HEAD = Computed(
-    ("tie_word_embeddings", "scale_decoder_outputs"), ("untie_embeddings_and_output_weights", "scale_decoder_outputs"),
-    _load_head, _save_head,
-)  # fmt: skip
+    ("tie_word_embeddings", "scale_decoder_outputs"),
+    ("untie_embeddings_and_output_weights", "scale_decoder_outputs"),
+    _load_head,
+    _save_head,
+)
 NO_GATE = {"relu": False, "geglu": False, "swiglu": False, "exact_gelu": False}
 ACTIVATION = Choice(
     "feed_forward_proj", {"relu": {**NO_GATE, "relu": True}, "gated-gelu": {**NO_GATE, "geglu": True},
@@ -40,9 +40,9 @@ def _stack(stack: str, mlp: int) -> Weights:
     index of the feed-forward network in a HF layer."""
     ours, theirs = f"{stack}.layers.*", f"{stack}.block.*.layer"
     attention, wide = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
+    bias = "relative_attention_bias"
     return {
-        f"{stack}_relative_pos_emb.relative_attention_bias":
-            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",
+        f"{stack}_relative_pos_emb.{bias}": f"{stack}.block.0.layer.0.SelfAttention.{bias}",
         f"{ours}.input_layernorm": f"{theirs}.0.layer_norm",
         f"{ours}.self_attention.linear_qkv": QueryKeyValue(*(f"{attention}.{each}" for each in "qkv")),
         f"{ours}.self_attention.linear_proj": f"{attention}.o",
@@ -50,7 +50,7 @@ def _stack(stack: str, mlp: int) -> Weights:
         f"{ours}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1", whole=f"{wide}.wi"),
         f"{ours}.mlp.linear_fc2": f"{wide}.wo",
         f"{stack}.final_layernorm": f"{stack}.final_layer_norm",
-    }  # fmt: skip
+    }
 
 
 CROSS = "decoder.block.*.layer.1"
