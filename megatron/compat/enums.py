@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Fp8Recipe(str, Enum):
-    """Recipes of fp8, which no setting accepts."""
+    """Recipes of fp8. Settings accept delayed, tensorwise and blockwise."""
 
     delayed = "delayed"
     tensorwise = "tensorwise"

@@ -172,16 +172,16 @@ def set_experimental_flag(flag: bool) -> None:
         raise UserError("set_experimental_flag(True): experimental features are not available here; pass False")
 
 
-# ---- without fp8
+# ---- fp8, which layers apply by themselves
 
 
 def is_float8tensor(tensor: object) -> bool:
-    """False: there are no fp8 parameters."""
+    """False: parameters stay in the model's dtype, and fp8 copies are separate."""
     return False
 
 
 def get_fp8_context(config: object = None, *_: object, **__: object) -> AbstractContextManager[None]:
-    """Return a context that changes nothing; settings of fp8 are rejected by the configuration."""
+    """Return a context that changes nothing: layers read fp8 settings when they are built."""
     return nullcontext()
 
 

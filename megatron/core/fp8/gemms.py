@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.fp8.gather import begin_gather
 from megatron.core.fp8.products import add_product, multiply, transposed
 from megatron.core.fp8.scales import ScaleHistory, current_amax
-from megatron.core.fp8.storage import copy_of
+from megatron.core.fp8.storage import fp8_copy
 from megatron.core.fusions.fp8_cast import LARGEST, Copies, Quantized, Scale, amax_parts, cast_in_blocks, cast_tensor
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
@@ -83,7 +83,7 @@ class Fp8Gemms(Gemms):
         if not self.keeps_weights:
             (copies,) = self.cast_weights([weight], rows=not columns, columns=columns)
             return _present(copies.columns if columns else copies.rows)
-        gathers = [0 if (copy := copy_of(each)) is None else copy.version for each in self.weights]
+        gathers = [0 if (copy := fp8_copy(each)) is None else copy.version for each in self.weights]
         places = (part for each in self.weights for part in (each.data_ptr(), each._version))
         now = (self.clock.step, *gathers, *places)
         if now != self._copied_at or weight.data_ptr() not in self._copies:
@@ -98,7 +98,7 @@ class Fp8Gemms(Gemms):
     def _gathered_copies(self) -> list[Copies] | None:
         """Return the copies that data-parallel ranks have gathered (``storage.py``), with transposed ones; None without
         them."""
-        found = [None if (copy := copy_of(each)) is None else copy.quantized for each in self.weights]
+        found = [None if (copy := fp8_copy(each)) is None else copy.quantized for each in self.weights]
         rows = [each for each in found if each is not None]
         return [Copies(each, transposed(each)) for each in rows] if len(rows) == len(found) else None
 

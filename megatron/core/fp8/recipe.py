@@ -78,7 +78,7 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
         return None
     state = Fp8Stack(config, num_layers, groups)
     install_gemms(stack, state.recipe)
-    for name, module in stack.named_modules():  # layers of other packages have fp8 of their own
+    for name, module in stack.named_modules():  # layers of other packages cast by themselves
         if (use_fp8 := getattr(module, "use_fp8", None)) is not None and layer_index(name) not in state.in_bf16:
             use_fp8(config)
     return state

@@ -1,9 +1,9 @@
-"""Weights of which data-parallel ranks gather fp8 copies (--fp8-param-gather): one byte per element instead of two.
+"""Storage whose all-gather over data-parallel ranks sends fp8 copies (--fp8-param-gather): one byte instead of two.
 
 Each rank casts its shard of the updated weights with the scales of the full weights, for which the ranks exchange
-largest magnitudes. GEMMs read the gathered bytes, which equal those of a cast after gathering: results are the same
-bits. The weights themselves, and their exact values for the optimizer, stay as without fp8; outside of a rank's shards
-they are written only on demand.
+largest magnitudes. GEMMs read the gathered bytes. A cast after gathering would give the same bytes, so that results are
+bit-identical. The weights themselves, and their exact values for the optimizer, stay as without fp8; outside of a rank's
+shards they are written only on demand.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class GatheredCopy:
         return matrix.view(stop - first, BLOCK, -1, BLOCK), first
 
 
-def copy_of(parameter: Tensor) -> GatheredCopy | None:
+def fp8_copy(parameter: Tensor) -> GatheredCopy | None:
     """Return the fp8 copy of a parameter that declares it."""
     return getattr(parameter, "fp8_copy", None)
 
@@ -127,7 +127,7 @@ class Fp8Gathered(Storage):
 
     @classmethod
     def adopt(cls, parameter: Tensor, payload: Tensor) -> None:
-        copy = copy_of(parameter)
+        copy = fp8_copy(parameter)
         assert copy is not None, "declared without a copy"
         copy.payload = payload.view(copy.shape)
 
@@ -136,11 +136,11 @@ class Fp8Gathered(Storage):
     def prepare(cls, parameters: Sequence[Tensor], shards: Sequence[OwnedRange], group: Group) -> None:
         """Exchange the largest magnitudes of all ``parameters`` and set their scales. Collective over ``group`` and the
         tensor-parallel ranks."""
-        copies = [copy for parameter in parameters if (copy := copy_of(parameter)) is not None]
-        own = {id(shard.parameter): shard for shard in shards}
+        copies = [copy for parameter in parameters if (copy := fp8_copy(parameter)) is not None]
+        by_parameter = {id(shard.parameter): shard for shard in shards}
         parts = [
-            copy.amax(own[id(parameter)])
-            if id(parameter) in own
+            copy.amax(by_parameter[id(parameter)])
+            if id(parameter) in by_parameter
             else torch.zeros(copy.num_scales, device=parameter.device)
             for parameter, copy in zip(parameters, copies)
         ]
@@ -155,13 +155,13 @@ class Fp8Gathered(Storage):
     @classmethod
     @torch.no_grad()
     def install_copy(cls, parameter: Tensor) -> None:
-        copy = copy_of(parameter)
+        copy = fp8_copy(parameter)
         if copy is not None and (quantized := copy.quantized) is not None:
             parameter.copy_(dequantize(quantized, parameter.dtype))
 
     def payload(self) -> Tensor:
         assert self.shard is not None, "prepare() comes before payloads"
-        copy = copy_of(self.shard.parameter)
+        copy = fp8_copy(self.shard.parameter)
         assert copy is not None
         return copy.cast(self.shard.values, self.shard.start).view(-1, 1)
 

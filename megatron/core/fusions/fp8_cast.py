@@ -353,7 +353,8 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
         scale: a :class:`Scale`, or amaxes fp32 [n], whose maximum gives the scale.
         rows, columns: whether to return the copy and the transposed copy; at least one.
     """
-    cast = cast_tensor_triton if _on_gpu(x) else cast_tensor_plain
+    # Triton 3.6 stores wrong transposed copies of fp32 tiles
+    cast = cast_tensor_triton if _on_gpu(x) and x.element_size() == 2 else cast_tensor_plain
     return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns)
 
 

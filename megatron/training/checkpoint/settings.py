@@ -70,6 +70,8 @@ NUMBERS = (
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
     "moe_router_dtype", "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_expert_capacity_factor",
     "moe_token_drop_policy", "moe_router_quantile_balancing_ema",
+    "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_compute_algo", "fp8_wgrad", "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 )  # fmt: skip
 """Settings that affect computed values. Learning rate and weight decay are checked by the scheduler."""
 
