@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
 from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
@@ -18,11 +18,13 @@ from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import default_family, families, known_family
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import Tokenizer
 
 SIZES = (
     "num_layers",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
-from megatron.training.data.loader import DataSource
+
+if TYPE_CHECKING:
+    from megatron.training.data.loader import DataSource
 
 OPTIONAL = ("cu_seqlens",)
 

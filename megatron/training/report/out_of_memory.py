@@ -6,15 +6,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.advice import LIBRARIES_GIB, NONE_FITS, memory_advice
 from megatron.training.report.memory import RankMemory, estimate_memory
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 _CPU = "can't allocate memory"
 _REQUEST = re.compile(r"Tried to allocate ([0-9.]+ [KMG]iB)|you tried to allocate ([0-9]+) bytes")
