@@ -47,6 +47,9 @@ CURVES = {
 }
 
 
+COLORS = {"bf16": "black", "tensorwise": "tab:blue", "delayed": "tab:green", "blockwise": "tab:red"}
+
+
 def make_tokens(folder: Path) -> Path:
     """Make corpus, tokenizer and tokens in ``folder`` unless they exist; return the prefix of the tokens."""
     prefix = folder / "corpus_text_document"
@@ -115,7 +118,7 @@ def draw(stored: dict[str, Any], path: Path) -> None:
     base = smooth(stored["curves"]["bf16"]["losses"])
     steps = [50 + 10 * at for at in range(len(base))]
     for name, curve in stored["curves"].items():
-        style = {"linestyle": ":", "color": "gray"} if "seed" in name else {}
+        style = {"linestyle": ":", "color": "gray"} if "seed" in name else {"color": COLORS[name]}
         values = smooth(curve["losses"])
         above.plot(steps, values, label=name, linewidth=1, **style)
         if name != "bf16":

@@ -179,6 +179,11 @@ VARIANTS: dict[str, str] = {
     "recompute-full": RECOMPUTED,
     "precision-aware": PRECISION_AWARE,
     "te": "--transformer-impl transformer_engine",
+    "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8-delayed": (
+        "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+    ),
+    "fp8-blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "flash": "--attention-backend flash",
     "cudnn": "--attention-backend fused",
     "a2a": "--cp-comm-type a2a",

@@ -17,7 +17,7 @@ CORE = {
     "safe_files": "",
     "autograd_context": "",
     "groups": "config safe_files",
-    "fusions": "config",
+    "fusions": "config groups",
     "random": "autograd_context fusions",
     "schedules": "config",
     "timers": "config",

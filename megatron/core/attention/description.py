@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
-from megatron.core.description.parts import activation_bytes, gemm, linear, norm
+from megatron.core.description.parts import activation_bytes, gemm, input_bytes, linear, norm
 
 SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
@@ -52,7 +52,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     ops = [
         gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(kept,)),
         attention_core(config, place, query, key_value // 2, query),
-        gemm(proj[0], config, place.seq_length, saved=(Saved("mixed values", query * item),)),
+        gemm(proj[0], config, place.seq_length, saved=mixed_values(config, query)),
     ]
     if place.rotary and has_rotation(config.no_rope_freq, place.layer_number):
         ops.insert(1, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
@@ -81,7 +81,7 @@ def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
         gemm(to_query[0], config, place.seq_length, gradients=queries, saved=(Saved("query", queries),)),
         gemm(to_pairs[0], config, place.source_length, gradients=pairs, saved=(Saved("key and value", pairs),)),
         attention_core(config, place, query, key_value // 2, query, num_keys=place.source_length),
-        gemm(proj[0], config, place.seq_length, saved=(Saved("mixed values", queries),)),
+        gemm(proj[0], config, place.seq_length, saved=mixed_values(config, query)),
     )
     return Piece("cross-attention", (*to_query, *to_pairs, *proj), ops, settings=SETTINGS)
 
@@ -96,6 +96,13 @@ def is_unfused(config: Config) -> bool:
     """Return whether the settings select unfused attention on full sequences: by backend, dropout or soft cap."""
     is_asked_for = config.attention_backend in ("unfused", "local")
     return bool(config.attention_dropout or config.attn_logit_softcapping) or is_asked_for
+
+
+def mixed_values(config: Config, elements: int) -> tuple[Saved, ...]:
+    """Describe the saved output of core attention, ``elements`` per token: attention itself saves it, and in fp8 the
+    output projection saves a copy."""
+    copy = input_bytes(config) if input_bytes(config) < activation_bytes(config) else 0
+    return (Saved("mixed values", elements * (activation_bytes(config) + copy)),)
 
 
 def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0) -> Op:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.attention.description import attention_core, is_unfused, sink_params
+from megatron.core.attention.description import attention_core, is_unfused, mixed_values, sink_params
 from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, gemm, linear, norm
@@ -41,8 +41,7 @@ def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
     if is_filled:
         core = replace(core, saved=(*core.saved, Saved("filled output", local * width * item, ("core_attn",))))
     proj = linear("linear_proj", (config.hidden_size,), heads * value, 1, bias=config.add_bias_linear)
-    mixed = Saved("mixed values", local * value * item)
-    ops += [core, gemm(proj[0], config, place.seq_length, saved=(mixed,))]
+    ops += [core, gemm(proj[0], config, place.seq_length, saved=mixed_values(config, local * value))]
     return Piece("attention", (*params, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)
 
 

@@ -14,6 +14,13 @@ def activation_bytes(config: Config) -> int:
     return 2 if config.fp16 or config.bf16 else 8 if config.fp64 else 4
 
 
+def input_bytes(config: Config) -> int:
+    """Return the bytes per element that a linear layer saves of its input: 1 for a copy in fp8. Models with experts
+    count as without fp8: routers and experts read the same inputs."""
+    saves_copy = config.fp8 is not None and config.fp8_wgrad and config.num_moe_experts is None
+    return 1 if saves_copy else activation_bytes(config)
+
+
 def stream_bytes(config: Config) -> int:
     """Return the bytes per element of the residual stream."""
     return max(activation_bytes(config), 4) if config.fp32_residual_connection else activation_bytes(config)
@@ -67,7 +74,8 @@ def _residual_norm(name: str, config: Config) -> Op:
     """
     elements, item = stream_elements(config), activation_bytes(config)
     gathered = config.hidden_size if config.tp_comm_overlap else elements
-    kept = (Saved("stream", elements * stream_bytes(config)), Saved("normed", gathered * item, ("layernorm",)))
+    normed = Saved("normed", gathered * input_bytes(config), ("layernorm",))
+    kept = (Saved("stream", elements * stream_bytes(config)), normed)
     return Op("norm", name, traffic=8.0 * item * elements, saved=kept)
 
 

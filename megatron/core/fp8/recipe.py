@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from torch import nn
 
+from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fp8.gemms import E4M3, E5M2, BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
@@ -14,6 +16,8 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare
 from megatron.core.sharding.sharded_tensor import ShardedTensor
 from megatron.core.tensor_parallel.gemms import GemmPlace, Gemms, install_gemms, layer_index
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "fp8."
 """Prefix of the stored names of scales and histories."""
@@ -76,6 +80,8 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
     """Let the linear layers of ``stack`` compute in fp8 and return its state; None without ``config.fp8``."""
     if config.fp8 is None:
         return None
+    if config.num_moe_experts is not None:
+        notice(logger, "fp8: experts compute in the model's dtype: casts of their rows cost what faster GEMMs save")
     state = Fp8Stack(config, num_layers, groups)
     install_gemms(stack, state.recipe)
     for name, module in stack.named_modules():  # layers of other packages cast by themselves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.description.model import Config, LayerPlace, Op, Piece, Saved
-from megatron.core.description.parts import activation_bytes, gemm, linear
+from megatron.core.description.parts import activation_bytes, gemm, input_bytes, linear
 
 SETTINGS = (
     "ffn_hidden_size",
@@ -34,7 +34,8 @@ def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None)
     # reads and writes of forward and backward pass, in tensors of one width
     passes = 3 + 5 if gated else 2 + 3
     # ReLU goes backward by its output: of the two only one is kept, whichever is not computed again
-    kept = () if config.relu else (Saved("output of the activation", narrow, ("mlp", "mlp_act")),)
+    output = narrow // item * input_bytes(config)
+    kept = () if config.relu else (Saved("output of the activation", output, ("mlp", "mlp_act")),)
     activation = Op("activation", "activation", traffic=passes * narrow, gradients=narrow, saved=kept)
     ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
     return Piece("feed-forward", (*fc1, *fc2), ops, settings=SETTINGS)

@@ -102,9 +102,23 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
 
 
 def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
-    """Return bytes of (weights, gradients, optimizer state, working memory) of one stage. Working memory, gathered
-    weights plus unreduced gradients of one unit, is nonzero only under FSDP. Experts with another reduction group have
-    separate buffers."""
+    """Return bytes of (weights, gradients, optimizer state, working memory) of one stage. Weights include their fp8
+    copies. Working memory, gathered weights plus unreduced gradients of one unit, is nonzero only under FSDP."""
+    weights, gradients, optimizer, working = _sharded_state(cfg, model, stage)
+    if cfg.model.fp8 is not None and not cfg.distributed.use_torch_fsdp2:
+        weights += _fp8_copies(model, stage)
+    return weights, gradients, optimizer, working
+
+
+def _fp8_copies(model: ModelDescription, stage: StageContents) -> int:
+    """Return the bytes of the two fp8 copies of every weight of a stage's layers, except branches with experts."""
+    branches = [branch for layer in layers_held(model, stage) for branch in layer]
+    dense = [branch for branch in branches if not any(param.is_expert for param in branch.params)]
+    return 2 * sum(out * into for branch in dense for op in branch.ops if op.gemm for out, into in [op.gemm])
+
+
+def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
+    """Return :func:`_chunk_state` without fp8 copies. Experts with another reduction group have separate buffers."""
     parameters = stored_parameters(cfg, stage_pieces(model, stage))
     if not parameters:
         return 0, 0, 0, 0

@@ -7,7 +7,7 @@ with the kind of model and the rank axes in use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -46,7 +46,13 @@ def measured_rates() -> list[MeasuredRate]:
 
 
 def model_kind(cfg: PretrainConfig) -> str:
-    """Return the kind of model with the most similar speed, as named in measured rows."""
+    """Return the kind of model with the most similar speed, as named in measured rows; with fp8 followed by the recipe.
+    """
+    kind = _kind_in_bf16(cfg)
+    return kind if cfg.model.fp8 is None else f"{kind}, fp8 {cfg.model.fp8_recipe}"
+
+
+def _kind_in_bf16(cfg: PretrainConfig) -> str:
     if not cfg.family.is_default:
         return cfg.model_family
     if cfg.model.num_moe_experts is not None:
@@ -68,12 +74,13 @@ def used_axes(cfg: PretrainConfig) -> dict[str, int]:
 
 def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
     """Return the slowest of the measured rows of this kind of model: one row per rank axis in use, and one without
-    axes. The row of an axis is the largest that does not exceed this run's size; axes without a row are ignored. None
-    for runs not in 16 bits and for families without rows, which were not measured."""
+    axes. The row of an axis is the largest that does not exceed this run's size; axes without a row are ignored. With
+    fp8 the rate in bf16 is multiplied by the gain of one GPU, if that was measured for this kind. None for runs not in
+    16 bits and for families without rows, which were not measured."""
     if not (cfg.model.bf16 or cfg.model.fp16):
         return None
-    used = used_axes(cfg)
-    same = [rate for rate in measured_rates() if rate.kind == model_kind(cfg)]
+    used, rates = used_axes(cfg), measured_rates()
+    same = [rate for rate in rates if rate.kind == _kind_in_bf16(cfg)]
     if not same:
         return None
     alone = max((rate for rate in same if not rate.axes), key=lambda rate: rate.tflops)
@@ -82,7 +89,12 @@ def nearest_rate(cfg: PretrainConfig) -> MeasuredRate | None:
         for axis, size in used.items()
         if (found := [rate for rate in same if set(rate.axes) == {axis} and rate.axes[axis] <= size])
     ]
-    return min([alone, *per_axis], key=lambda rate: rate.tflops)
+    slowest = min([alone, *per_axis], key=lambda rate: rate.tflops)
+    in_fp8 = [rate for rate in rates if cfg.model.fp8 and rate.kind == model_kind(cfg) and not rate.axes]
+    if not in_fp8:
+        return slowest
+    tflops = slowest.tflops * in_fp8[0].tflops / alone.tflops
+    return replace(slowest, row=f"{slowest.row}, {in_fp8[0].row}", tflops=tflops)
 
 
 def cost_rows(cfg: PretrainConfig, flops_per_iteration: float, samples: int) -> Iterator[tuple[str, str]]:

@@ -149,7 +149,8 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
 def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
     --use-packed-sequence, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or --overlap-param-gather with
-    several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, and (not in a dry run) no GPU."""
+    several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, fp8, and (not in a dry run) no
+    GPU."""
     model = cfg.model
     field = "cuda_graph_impl"
     if cfg.training.cuda_graph_impl != "local":
@@ -168,6 +169,7 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
         "reads the current loss scale (--mtp-num-layers)": model.mtp_num_layers is not None,
         f"is untested with --transformer-impl {ENGINE}": model.transformer_impl == ENGINE,
         "is untested with --apex-parts": bool({"wgrad", "norm"} & set(model.apex_parts)),
+        "is untested with --fp8-format": model.fp8 is not None,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -16,6 +16,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.sharding.placement import global_name
 from tests.test_utils import fake_transformer_engine
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,8 @@ def outcome(model, **kwargs):
     for _ in range(2):
         output = losses(model, **kwargs)
         output.mean().backward()
-    return output.detach(), {name: param.main_grad for name, param in model.module.named_parameters()}
+    named = model.module.named_parameters()
+    return output.detach(), {global_name(name, param.spec): param.main_grad for name, param in named}
 
 
 @pytest.mark.parametrize("documents", [False, True])
