@@ -23,7 +23,14 @@ from megatron.core.fusions.fp8_cast import new_amax, note_amax
 from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCK, _NUM_WARPS = 2048, 4
-"""Elements per program: 4 KiB of 16-bit values of each tensor, two 16-byte vectors per thread."""
+"""Elements per program: 4 KiB of 16-bit values of each tensor, two 16-byte vectors per thread. Gated kernels take the
+next power of 2 for narrower rows: threads beyond the width hold no loads in flight (65536 rows of width 768 on an H200:
+forward 76 and backward 137 us, with 2048 elements 118 and 208)."""
+
+
+def _gated_block(width: int) -> int:
+    """Return the columns per program of the gated kernels."""
+    return min(_BLOCK, triton.next_power_of_2(width))
 
 
 class GateTraits(NamedTuple):
@@ -123,14 +130,15 @@ def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tenso
     buffer (backward); None: unweighted. The last is the output, whose largest magnitude is noted if ``traits`` say
     so."""
     width, weighted, out = packed.shape[-1] // 2, tensors[-2] is not None, tensors[-1]
-    tiles = triton.cdiv(width, _BLOCK)
+    block = _gated_block(width)
+    tiles = triton.cdiv(width, block)
     amax = new_amax(packed.device) if traits.notes_amax and packed.numel() else None
     # an absent tensor is passed as another pointer, which the kernel does not read without WEIGHTED
     if packed.numel():
         kernel[(packed.numel() // (2 * width) * tiles,)](
             *(packed if each is None else each for each in tensors), packed if amax is None else amax, width, tiles,
             traits.slope, traits.clamp or 0.0, traits.offset, CLAMPS=traits.clamp is not None, WEIGHTED=weighted,
-            NOTED=0 if amax is None else len(amax), BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            NOTED=0 if amax is None else len(amax), BLOCK=block, num_warps=_NUM_WARPS,
         )  # fmt: skip
     if amax is not None and out is not None:
         note_amax(out, amax)
@@ -155,11 +163,14 @@ class _Gated(torch.autograd.Function):
         packed, weights = ctx.saved_tensors
         grad_packed, shares = torch.empty_like(packed), None
         if weights is not None:  # each program sums its columns; torch sums the few programs of a row
-            tiles = triton.cdiv(grad.shape[-1], _BLOCK)
+            tiles = triton.cdiv(grad.shape[-1], _gated_block(grad.shape[-1]))
             shares = torch.empty((*weights.shape, tiles), dtype=torch.float32, device=grad.device)
         tensors = (grad.contiguous(), packed, weights, shares, grad_packed)
         _gated_launch(_gated_backward, tensors, packed, ctx.traits)
-        return grad_packed, None, None if shares is None else shares.sum(-1).to(weights.dtype)
+        if shares is None:
+            return grad_packed, None, None
+        total = shares.squeeze(-1) if shares.shape[-1] == 1 else shares.sum(-1)  # one tile needs no launch
+        return grad_packed, None, total.to(weights.dtype)
 
 
 class _SquaredReLU(torch.autograd.Function):

@@ -22,13 +22,14 @@ from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.attention.window import has_rotation, layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions import split_rotary
+from megatron.core.fusions import normed_rotary, split_rotary
+from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, build_norm
+from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, RMSNorm, build_norm
 from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -107,6 +108,9 @@ class SelfAttention(Segmented):
         if isinstance(self.q_layernorm, IdentityOp) and isinstance(self.k_layernorm, IdentityOp):
             self._heads = split_rotary.choose_split_heads(config.params_dtype)
             self._rotated_heads = split_rotary.choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
+        served = isinstance(self._rotated, ByDevice) and channels <= normed_rotary.WIDEST
+        if served and all(type(x) is RMSNorm and x.has_kernel for x in (self.q_layernorm, self.k_layernorm)):
+            self._rotated_heads = ByDevice(self._normed_and_rotated_in_kernel, self._normed_and_rotated)
 
     def _normed(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [s, b, g * p, d], key and value [s, b, g, d], after the head norms."""
@@ -118,6 +122,19 @@ class SelfAttention(Segmented):
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self._normed(grouped)
         return self._rotated(query, cos, sin, interleaved), self._rotated(key, cos, sin, interleaved), value
+
+    def _normed_and_rotated_in_kernel(
+        self, grouped: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key = self.q_layernorm, self.k_layernorm
+        assert isinstance(query, RMSNorm) and isinstance(key, RMSNorm)
+        norms = normed_rotary.HeadNorms(query.weight, key.weight, query.eps, query.offset)
+        return normed_rotary.split_normed_rotary_triton(grouped, norms, cos, sin, interleaved)
+
+    @property
+    def borrowed(self) -> tuple[nn.Parameter, ...]:
+        """Weights of the head norms, which a kernel may read without calling the norms' modules."""
+        return tuple(x.weight for x in (self.q_layernorm, self.k_layernorm) if isinstance(x, RMSNorm))
 
     describe = staticmethod(describe_attention)
 

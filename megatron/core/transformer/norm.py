@@ -19,6 +19,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.fp8 import notes_amax
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
+from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.moved_parameters import MovableParameters
@@ -77,7 +78,19 @@ class LayerNorm(StreamNorm):
 
 
 class RMSNorm(StreamNorm):
-    pass
+    @property
+    def has_kernel(self) -> bool:
+        """Whether this project's kernels may compute it."""
+        return isinstance(self.normalize, ByDevice)
+
+    @property
+    def eps(self) -> float:
+        return self._traits.eps
+
+    @property
+    def offset(self) -> float:
+        """Constant added to the stored weight."""
+        return self._traits.offset
 
 
 class L2Norm(nn.Module):

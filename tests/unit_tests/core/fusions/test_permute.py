@@ -20,13 +20,15 @@ from megatron.core.fusions.permute import (
     gather_triton,
     pad_to,
     sort_choices,
+    spread_plain,
+    spread_triton,
 )
 from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
 from tests.test_utils.unstable_sort import make_sorts_unstable
 
 KEYS = 5
 DOUBLE = torch.float64
-TRITON = RowMoves(gather_triton, combine_triton)
+TRITON = RowMoves(gather_triton, combine_triton, spread_triton)
 
 
 def keys_of(tokens, choices, seed=0, dropped=0.2, num_keys=KEYS):
@@ -139,6 +141,22 @@ def test_kernels_equal_the_formula(tokens, choices, width, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "tokens, choices, width, dtype", [*SIZES, *(pytest.param(*size, marks=pytest.mark.gpu) for size in BIG)]
+)  # fmt: skip
+def test_rows_of_a_complete_permutation_equal_gathered_rows(tokens, choices, width, dtype):
+    pytest.importorskip("triton")
+    key = keys_of(tokens, choices, dropped=0, num_keys=2 * choices).to(DEVICE)
+    masked, complete = sort_choices(key, 2 * choices), sort_choices(key, 2 * choices, is_complete=True)
+    x, y = filled(tokens, width, dtype=dtype).to(DEVICE), filled(tokens * choices, width, dtype=dtype).to(DEVICE)
+    expected = gather_rows(x, masked)
+    for moves in (PLAIN, TRITON):
+        assert torch.equal(gather_rows(x, complete, moves), expected)
+        rows = y.clone().requires_grad_()
+        combine_rows(rows, complete, moves).backward(x)
+        assert torch.equal(rows.grad, expected)
+
+
 ABSORBED = torch.tensor([256.0, 1.0, 1.0, 1.0, 1.0])
 """260 in fp32; in bf16 each 1 is rounded away, and a sum of pairs gives another number."""
 
@@ -175,4 +193,5 @@ def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
     kernels = choose_row_moves(torch.bfloat16)
     assert (kernels.gather.kernel, kernels.combine.kernel) == (gather_triton, combine_triton)
     assert (kernels.gather.plain, kernels.combine.plain) == (gather_plain, combine_plain)
+    assert (kernels.spread.kernel, kernels.spread.plain) == (spread_triton, spread_plain)
     assert choose_row_moves(torch.float64) is PLAIN and choose_row_moves(torch.bfloat16, wanted=False) is PLAIN
