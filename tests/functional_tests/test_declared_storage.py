@@ -80,6 +80,38 @@ def test_zero_gathers_bytes_of_blocks(gloo_pool):
     assert gloo_pool.run(gathered_bytes, 2, True) == [elements // 128 * 132] * 2
 
 
+def weights_of_blocks(rank, world_size):
+    """Weights after the optimizer is built and after others are loaded, both with their values in blocks. The first
+    rank updates the only block."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.sharding.placement import declare
+
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    weight = model[0].weight
+    declare(weight, storage=Blocks)
+    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    values = [weight.detach().clone(), torch.randn(16, 8)]
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [ddp])
+    assert ("0.weight" in optimizer.storage) == (rank == 0)
+    found = [weight.detach().clone()]
+    weight.data.copy_(values[1])
+    optimizer.reload_model_params()
+    return [*found, weight.detach().clone()], values
+
+
+def test_every_rank_reads_blocks_before_the_first_step(gloo_pool):
+    for found, values in gloo_pool.run(weights_of_blocks, 2):
+        for weight, value in zip(found, values, strict=True):
+            blocks = Blocks(torch.empty_like(value))
+            blocks.kept = torch.empty_like(value)
+            blocks.write(value)
+            assert torch.equal(weight, blocks.weight) and not torch.equal(weight, value)
+
+
 # ---- whole runs
 
 

@@ -114,8 +114,8 @@ class RankPool:
     def close(self) -> None:
         """Ends every worker."""
         for process, connection in self._workers:
+            process.terminate()  # first: a worker whose pipe ends prints a traceback
             connection.close()
-            process.terminate()
             process.join(5)
         self._workers.clear()
         self._num_tasks = 0

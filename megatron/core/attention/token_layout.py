@@ -111,7 +111,7 @@ class TokenLayout:
     def full(self, x: Tensor, dim: int) -> Tensor:
         """All-gather ``x``, this rank's tokens along ``dim``, to full sequences in natural order; ``x`` itself for one
         rank. The gradient is :meth:`sum_local`, so that each rank may use the result differently."""
-        return x if self.group.size == 1 else _Full.apply(x, self, dim % x.dim())
+        return x if self.group.size == 1 else _Full.apply(x, self, dim)
 
     def sum_local(self, x: Tensor, dim: int) -> Tensor:
         """Reduce-scatter ``x``, full sequences along ``dim``, in its dtype: return the sum over ranks for this rank's

@@ -35,6 +35,7 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
     assert tool(*common, "--prompt", "1 2", "--prompt-file", tmp_path / "prompts") == 0
     assert capsys.readouterr().out.split("-" * 40 + "\n") == texts
     assert all(text.startswith(prompt) for text, prompt in zip(texts, ("1 2", "7 8", "9 10 11")))
+    assert tool(*common, "--prompt", "") == 0 and capsys.readouterr().out.strip()
     assert tool("fill-mask", "--load", tmp_path / "run", "--text", "1") == 2
     assert "contains a 'gpt' model; use tools/generate.py" in capsys.readouterr().err
 

@@ -27,9 +27,8 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 
 
 def logits(model: nn.Module, cfg: Settings, tokens: Tensor) -> Tensor:
-    """Return the logits [b, s, v] for ``tokens`` [b, s] of the first type."""
-    types = tokens.new_zeros(tokens.shape) if cfg.group(BertConfig).bert_binary_head else None
-    return model(tokens, None, types)[0]
+    """Return the logits [b, s, v] for ``tokens`` [b, s] of the first type; models without types ignore it."""
+    return model(tokens, None, tokens.new_zeros(tokens.shape))[0]
 
 
 FAMILY = ModelFamily(

@@ -34,10 +34,16 @@ def test_impossible_experts_are_refused(settings, problem):
 
 def test_a_dense_model_takes_settings_of_experts_and_varying_lengths():
     """Programs pass them to every model."""
-    settings = {"moe_token_dispatcher_type": "alltoall", "moe_router_topk": 4, "moe_ffn_hidden_size": 8,
+    settings = {"moe_token_dispatcher_type": "unknown", "moe_router_topk": 4, "moe_ffn_hidden_size": 8,
                 "moe_router_load_balancing_type": "none", "variable_seq_lengths": True}  # fmt: skip
     dense = TransformerConfig(**SIZES, **settings)
     assert dense.num_moe_experts is None and dense.variable_seq_lengths and dense.moe_router_topk == 4
+
+
+def test_head_size_may_be_given_for_any_width():
+    assert TransformerConfig(num_layers=1, hidden_size=18, num_attention_heads=4, kv_channels=4).kv_channels == 4
+    with pytest.raises(ConfigError, match="hidden_size 18: is not a multiple of num_attention_heads 4"):
+        TransformerConfig(num_layers=1, hidden_size=18, num_attention_heads=4)
 
 
 def test_configurations_may_be_derived_from_dense_ones_and_those_with_experts():

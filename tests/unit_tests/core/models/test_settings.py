@@ -3,9 +3,12 @@
 import inspect
 
 import pytest
+import torch
 
+from megatron.core.attention.rotary import RotaryEmbedding
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.common.settings import takes_settings
+from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.t5.t5_model import T5Model
 
@@ -53,3 +56,16 @@ def test_positions_are_those_of_megatron_lm(kind):
     positional = [each.name for each in parameters if each.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
     first, last = ENDS[kind]
     assert positional[: len(first) + 4] == first + COMMON and positional[-len(last) :] == last
+
+
+@pytest.mark.parametrize("kind, is_used", [("rope", True), ("yarn", True), ("learned_absolute", False)])
+def test_rotary_table_of_window_layers_is_not_scaled(kind, is_used):
+    settings = LanguageModelSettings(
+        vocab_size=8, max_sequence_length=8, position_embedding_type=kind, seq_len_interpolation_factor=4.0,
+        rope_scaling=True, rotary_percent=0.5,
+    )  # fmt: skip
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1, rotary_base_local=100.0)
+    found = settings.local_rotary(config)
+    assert (found is not None) == is_used
+    if is_used:
+        torch.testing.assert_close(found(9).sin, RotaryEmbedding(16, 0.5, rotary_base=100.0)(9).sin)

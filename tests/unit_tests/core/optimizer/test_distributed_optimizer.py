@@ -250,3 +250,20 @@ def test_only_what_a_module_needs_is_waited_for_and_readers_wait_for_all(gloo_po
     (pending, waited, rest, weights), (*_, others) = gloo_pool.run(used_early, 2)
     assert all(pending) and len(pending) >= 3 and 0 < sum(waited) < len(waited) and not any(rest)
     assert all((weights[name] == others[name]).all() for name in weights)
+
+
+def loaded_masters(rank, world):
+    """Weights of a rank after a state with other masters was loaded."""
+    parallel_state.initialize_model_parallel()
+    net = nn.Linear(16, 16).bfloat16()
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(None, config, net)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True, store_param_remainders=False), [ddp])
+    state = optimizer.state_dict()
+    masters = {name: torch.full_like(master, 2.5) for name, master in state["main_param"].items()}
+    optimizer.load_state_dict({**state, "main_param": masters})
+    return {value for parameter in net.parameters() for value in parameter.flatten().tolist()}
+
+
+def test_loaded_masters_reach_the_weights_of_all_ranks(gloo_pool):
+    assert gloo_pool.run(loaded_masters, 2) == [{2.5}, {2.5}]

@@ -182,7 +182,15 @@ def test_the_standard_overrides_are_the_defaults(settings):
             theirs["min_lr"] = config.min_lr  # the schedule's own
         assert mine == theirs, name
     everything = get_megatron_optimizer(config, [model], config_overrides={})
-    assert {group["wd_mult"] for group in everything.param_groups} == {1.0}
+    assert {(group["wd_mult"], group["max_lr"]) for group in everything.param_groups} == {(1.0, None)}
+
+
+def test_attributes_match_if_they_are_true():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].weight.is_slow, net[1].weight.is_slow = True, False
+    overrides = {ParamKey(attr="is_slow"): {"lr_mult": 0.5}}
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [net], config_overrides=overrides)
+    assert group_of(optimizer, "0.weight")["lr_mult"] == 0.5 and group_of(optimizer, "1.weight")["lr_mult"] == 1.0
 
 
 def test_mistakes_in_overrides_are_named():
@@ -202,6 +210,11 @@ def test_older_releases_arguments_are_taken():
     )
     assert group_of(optimizer, "embedding.word_embeddings.weight")["wd_mult"] == 0.0
     assert group_of(optimizer, "output_layer.weight")["wd_mult"] == 1.0
+    optimizer = get_megatron_optimizer(
+        config, [model], lambda name, parameter: "output" in name, default_skip_embedding_weight_decay=True
+    )
+    assert group_of(optimizer, "embedding.word_embeddings.weight")["wd_mult"] == 1.0
+    assert group_of(optimizer, "output_layer.weight")["wd_mult"] == 0.0
 
 
 def _checkpointed(rank, world_size, tensor_size, folder, dtype):

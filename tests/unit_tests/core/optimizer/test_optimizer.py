@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.param_groups import parameter_groups
+from megatron.core.sharding.placement import Shard, Zeros, parameter
 
 
 def network(dtype=torch.float32):
@@ -88,6 +90,8 @@ def test_parameters_of_one_model_may_have_different_rules():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
     state = optimizer.state_dict()
     assert state["exp_avg"].keys().isdisjoint(state["momentum_buffer"])
+    moments = [*state["exp_avg"].values(), *state["exp_avg_sq"].values(), *state["momentum_buffer"].values()]
+    assert {moment.dtype for moment in moments} == {torch.float64}
     assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in ours.named_parameters()}
     optimizer.load_state_dict(copy.deepcopy(state))
     with pytest.raises(ValueError, match="--optimizer muon: not available yet; choose adam or sgd"):
@@ -227,7 +231,7 @@ class Names(nn.Module):
     def __init__(self):
         super().__init__()
         self.word_embeddings = nn.Embedding(4, 3)
-        self.q_layernorm = nn.LayerNorm(3)
+        self.q_layernorm, self.k_layernorm = nn.LayerNorm(3), nn.LayerNorm(3, bias=False)
         self.linear = nn.Linear(3, 3)
         self.output_layer = nn.Linear(3, 4, bias=False)
 
@@ -238,10 +242,11 @@ def test_groups_decay_matrices_only_and_decouple_the_ends():
     assert [(g["wd_mult"], g["max_lr"], g["min_lr"], sorted(g["names"])) for g in groups] == [
         (1.0, None, None, ["linear.weight"]),
         (1.0, 0.5, 0.1, ["output_layer.weight", "word_embeddings.weight"]),
-        (0.0, None, None, ["linear.bias", "q_layernorm.bias", "q_layernorm.weight"]),
+        (0.0, None, None, ["k_layernorm.weight", "linear.bias", "q_layernorm.bias", "q_layernorm.weight"]),
     ]
     groups = parameter_groups(settings(apply_wd_to_qk_layernorm=True), named)
-    assert "q_layernorm.weight" in groups[0]["names"] and "q_layernorm.bias" in groups[1]["names"]
+    assert {"q_layernorm.weight", "k_layernorm.weight"} <= {*groups[0]["names"]}
+    assert "q_layernorm.bias" in groups[1]["names"]
     groups = parameter_groups(settings(), named, scale_lr=lambda name, p: name == "linear.weight", lr_mult=3.0)
     assert [g["lr_mult"] for g in groups] == [1.0, 3.0, 1.0]
 
@@ -305,3 +310,30 @@ def test_an_overflow_restarts_the_window_of_finite_steps():
         scaler.update(overflow)
         scales.append(scaler.scale)
     assert scales == [16] * 8 + [32]
+
+
+def test_experts_have_separate_groups():
+    net = nn.Module()
+    net.experts = parameter((4, 3), init=Zeros(), mesh={"ep": Shard(0)}, groups=SINGLE_PROCESS)
+    net.dense = parameter((4, 3), init=Zeros(), mesh={"tp": Shard(0)}, groups=SINGLE_PROCESS)
+    groups = parameter_groups(settings(), net.named_parameters())
+    assert [(group["is_expert_parallel"], group["names"]) for group in groups] == [
+        (False, ["dense"]), (True, ["experts"]),
+    ]  # fmt: skip
+
+
+def test_skipped_steps_do_not_clip_by_a_norm_that_is_not_finite():
+    """A custom update rule may scale its gradients although the step is skipped."""
+    optimizer = get_megatron_optimizer(settings(clip_grad=1.0), [network()])
+    norm = torch.tensor(torch.nan, dtype=torch.float64)
+    assert optimizer._factor(norm, torch.tensor(True), None) == 1.0
+    assert optimizer._factor(norm, torch.tensor(True), 0.5) == 0.5
+
+
+def test_update_waits_for_weights_before_and_gathers_them_after():
+    optimizer = get_megatron_optimizer(settings(), [ddp := wrapped(network())])
+    calls, rule = [], optimizer.parts[0].rule
+    ddp.finish_param_sync, ddp.start_param_sync = (lambda: calls.append("wait")), (lambda: calls.append("gather"))
+    update, rule.update = rule.update, lambda *args: calls.append("update") or update(*args)
+    optimizer.update()
+    assert calls == ["wait", "update", "gather"]

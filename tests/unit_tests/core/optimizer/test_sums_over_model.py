@@ -98,6 +98,8 @@ def test_sums_of_squares_of_several_tensors_are_fp64():
     assert l2_norm([(tensors[:1], ()), (tensors[1:], ())], CPU).square().item() == pytest.approx(2.0**26 + 8, abs=1e-6)
     mixed = [torch.full((1,), 2.0**40, dtype=torch.float64), torch.full((1,), 3.0), torch.full((4,), 2.0).bfloat16()]
     assert l2_norm([(mixed, ())], CPU).square().item() == pytest.approx(2.0**80 + 25, rel=1e-14)
+    later = [torch.full((1,), 3.0, dtype=torch.float64), torch.full((301,), 7.0).bfloat16()]
+    assert l2_norm([(later, ())], CPU).square().item() == pytest.approx(9 + 301 * 49, rel=1e-6)
     assert l2_norm([([], ())], CPU).item() == 0.0 and l2_norm([([], ())], CPU).dtype == torch.float64
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.core.config.errors import UserError
-from megatron.core.pipeline_parallel.program_losses import split_loss
+from megatron.core.pipeline_parallel.loss_weights import MainLoss
+from megatron.core.pipeline_parallel.program_losses import MainLossInput, split_loss
 from megatron.core.pipeline_parallel.results import as_sum_and_count
 
 
@@ -51,3 +52,10 @@ def test_a_loss_function_returns_equally_many_values_for_every_micro_batch(first
     split_loss(returned[first], first)
     with pytest.raises(UserError, match=rf"loss_func: returned {other} values \(.*, and {first} for the first micro-"):
         split_loss(returned[other], first)
+
+
+def test_weight_of_the_main_loss_that_a_program_passes_stays():
+    default, own = MainLoss(torch.tensor(1.0)), MainLoss(torch.tensor(2.0))
+    add = MainLossInput(default)
+    assert add(torch.nn.Identity(), (), {})[1] == {"main_loss": default}
+    assert add(torch.nn.Identity(), (), {"main_loss": own, "x": 1})[1] == {"main_loss": own, "x": 1}

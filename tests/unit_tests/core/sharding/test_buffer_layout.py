@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron.core.sharding.buffer_layout import CutRule, cut_buffer, owned_elements
+from megatron.core.sharding.buffer_layout import CutRule, chosen_bucket_size, cut_buffer, owned_elements
 
 SIZES = [random.Random(seed).choices([1, 63, 64, 65, 1000, 4096, 5000], k=17) for seed in range(4)]
 
@@ -27,7 +27,7 @@ def in_order(sizes, alone, bucket_size, alignment):
     return starts, ends
 
 
-@pytest.mark.parametrize("bucket_size", [None, 1, 3000])
+@pytest.mark.parametrize("bucket_size", [None, 1, 3000, 4096])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_elements_are_laid_out_in_order(sizes, bucket_size):
     alone = [index % 5 == 3 for index in range(len(sizes))]
@@ -42,7 +42,8 @@ def test_elements_are_laid_out_in_order(sizes, bucket_size):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
     shards, unit = 3, math.lcm(64, block)
-    cut = cut_buffer(sizes, [False] * len(sizes), 9000, CutRule(shards, pad, block, full=True))
+    rule = CutRule(shards, pad, block, full=True)
+    cut = cut_buffer(sizes, [False] * len(sizes), 9000, rule)
     taken, first = set(), 0
     for stop, begin, end in cut.buckets:
         length, loads = (end - begin) // shards, [0] * shards
@@ -57,6 +58,7 @@ def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
             loads[shard] += -(-sizes[index] // unit) * unit
         largest = max(-(-size // unit) * unit for size in sizes[first:stop])
         assert max(loads) <= sum(loads) / shards + largest
+        assert end - begin - shards * max(loads) < rule.bucket_alignment, "more padding than the alignment needs"
         first = stop
     assert first == len(sizes) and sum(owned_elements(sizes, cut, shards)) == sum(sizes)
 
@@ -65,3 +67,17 @@ def test_a_buffer_without_elements_has_one_bucket():
     assert cut_buffer([], [], None, CutRule()).buckets == ((0, 0, 0),)
     assert cut_buffer([0], [False], None, CutRule()).buckets == ((1, 0, 0),)
     assert len(cut_buffer([0, 0], [False, False], 10, CutRule()).starts) == 2
+
+
+@pytest.mark.parametrize(
+    "bucket_size, num_buckets, overlap, num_ranks, expected",
+    [
+        (None, None, False, 8, None), (None, None, True, 8, 40_000_000), (None, None, True, 64, 64_000_000),
+        (500, None, False, 8, 500), (500, None, True, 8, 500), (None, 3, False, 8, 334), (500, 3, True, 8, 334),
+    ],
+)  # fmt: skip
+def test_number_of_buckets_goes_before_their_size(bucket_size, num_buckets, overlap, num_ranks, expected):
+    found = chosen_bucket_size(
+        1000, bucket_size=bucket_size, num_buckets=num_buckets, overlap=overlap, num_ranks=num_ranks
+    )
+    assert found == expected

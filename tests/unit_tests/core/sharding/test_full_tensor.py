@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.full_tensor import gather_full, take_shard
 from megatron.core.sharding.parameter_shard import ParameterShard, full_shard
-from megatron.core.sharding.placement import Nested, Normal, Replicate, Shard, fill_parameter, parameter
+from megatron.core.sharding.placement import Nested, Normal, Replicate, Shard, SubTensor, fill_parameter, parameter
+from megatron.core.sharding.rectangles import Rectangle
 
 CASES = {
     "rows": ((8, 6), {"tp": Shard(0)}, None),
@@ -44,17 +46,21 @@ def test_shards_are_joined_and_taken_again(gloo_pool, case):
 
 
 def joined_alone(case):
-    from megatron.core.groups.process_groups import SINGLE_PROCESS
-
     shape, _, _ = CASES[case]
     param = parameter(shape, init=Normal(1.0), groups=SINGLE_PROCESS)
     fill_parameter(param, param.spec, "weight", 1, SINGLE_PROCESS)
     return param.detach(), True
 
 
-def test_a_cut_matrix_is_not_joined():
-    from megatron.core.groups.process_groups import SINGLE_PROCESS
+def test_a_part_of_a_tensor_is_the_matrix_of_its_parameter():
+    part = SubTensor((6, 4), "weight", Rectangle((2, 0), (4, 4)))
+    param = parameter(part, init=Normal(1.0), groups=SINGLE_PROCESS, mesh={"tp": Shard(0)})
+    fill_parameter(param, param.spec, "weight", 1, SINGLE_PROCESS)
+    full = gather_full(param.detach(), full_shard(param), SINGLE_PROCESS)
+    assert torch.equal(full, param) and torch.equal(take_shard(full, full_shard(param), SINGLE_PROCESS), param)
 
+
+def test_a_cut_matrix_is_not_joined():
     param = torch.nn.Parameter(torch.zeros(4, 4))
     shard = ParameterShard(param, 0, 8, param.detach().view(-1)[:8], lambda: None, param.dtype)
     with pytest.raises(AssertionError, match="cut between ranks"):

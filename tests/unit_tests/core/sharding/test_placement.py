@@ -12,10 +12,13 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGr
 from megatron.core.sharding.placement import (
     Normal,
     Ones,
+    Partial,
+    Replicate,
     Shard,
     XavierUniform,
     Zeros,
     adopt_declarations,
+    counts_on_this_rank,
     initialize_parameters,
     local_rectangle,
     local_view,
@@ -73,6 +76,7 @@ def test_initial_weights_are_bit_identical_for_every_split(size, dtype):
             Weights(tensor_parallel(0, 4))
         return
     one, many = gathered(1, dtype), gathered(size, dtype)
+    assert dtype != torch.float64 or any(not torch.equal(x, x.float().double()) for x in one.values()), "fp32 draws"
     for name in one:
         assert not many[name].isnan().any(), name
         assert torch.equal(one[name], many[name]), name
@@ -131,6 +135,10 @@ def test_a_tied_copy_starts_equal_and_is_not_counted():
     assert unique_parameter_count(owner) == 24 and unique_parameter_count(copy) == 0
 
 
+def test_parameters_without_a_declaration_count_once():
+    assert [counts_on_this_rank(None, tensor_parallel(rank, 2)) for rank in (0, 1)] == [True, False]
+
+
 def test_counts_are_of_the_true_global_shapes():
     assert unique_parameter_count(build(2, 0)[0]) == 120 + 144 + 30 + 80 + 84 + 16 + 36 + 7
 
@@ -154,8 +162,29 @@ def test_partial_sums_are_over_axes_of_the_parameters_own_grid():
             parameter((4, 4), init=Zeros(), mesh=mesh, partial=partial, groups=SINGLE_PROCESS)
 
 
-def test_a_stride_is_refused_with_words_that_can_be_copied():
+def test_attributes_of_megatron_lm_declare_partial_sums_and_shards():
+    module, groups = nn.Linear(4, 2), tensor_parallel(0, 2)
+    module.weight.tensor_model_parallel, module.weight.partition_dim = True, 1
+    module.bias.sequence_parallel = False
+    adopt_declarations(module, groups)
+    assert module.weight.spec.shape == (2, 8) and module.weight.spec.mesh == {"tp": Shard(1)}
+    assert module.bias.spec.grad == {} and module.bias.spec.mesh == {}
+    norm = nn.LayerNorm(4)
+    norm.weight.sequence_parallel = True
+    adopt_declarations(norm, groups)
+    assert norm.weight.spec.grad == {"tp": Partial()} and not hasattr(norm.bias, "spec")
+
+
+@pytest.mark.parametrize("mesh", [{"ep": Shard(0)}, {"etp": Shard(0)}, {"ep": Replicate(), "etp": Replicate()}])
+def test_any_expert_axis_makes_an_expert_parameter(mesh):
+    assert parameter((4, 4), init=Zeros(), mesh=mesh, groups=SINGLE_PROCESS).spec.is_expert
+    assert not parameter((4, 4), init=Zeros(), mesh={"tp": Shard(0)}, groups=SINGLE_PROCESS).spec.is_expert
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_a_stride_is_refused_with_words_that_can_be_copied(dim):
     module = nn.Linear(2, 2)
     module.weight.tensor_model_parallel, module.weight.partition_stride = True, 2
+    module.weight.partition_dim = dim
     with pytest.raises(UserError, match=r'mesh=\{"tp": Shard\(dim\)\}\)'):
         adopt_declarations(module, SINGLE_PROCESS)

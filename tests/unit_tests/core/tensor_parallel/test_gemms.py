@@ -64,6 +64,9 @@ def test_a_recipe_gets_each_layer_with_its_name_and_number():
     assert places["decoder.layers.1.self_attention.linear_proj"] == (1, "RowParallelLinear")
     assert {kind for layer, kind in places.values() if layer == 0} == {"ColumnParallelLinear", "RowParallelLinear"}
     assert "GroupedLinear" in {kind for layer, kind in places.values() if layer == 1}
+    several, places = torch.nn.ModuleDict({"models": torch.nn.ModuleList([model()])}), {}
+    install_gemms(several, lambda place: places.update({place.name: place.layer}))
+    assert places["models.0.decoder.layers.1.mlp.linear_fc1"] == 1 and places["models.0.output_layer"] is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 3])

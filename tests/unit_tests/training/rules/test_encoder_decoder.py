@@ -15,8 +15,9 @@ DECODER = "--decoder-seq-length 16 "
 RELATIVE = DECODER + "--position-embedding-type relative "
 
 
-def problems(text, world_size=1, family="t5"):
-    return [str(each) for each in check(resolve(parse_args((TINY + text).split(), model_family=family), world_size))]
+def problems(text, world_size=1, family="t5", **options):
+    parsed = parse_args((TINY + text).split(), model_family=family, **options)
+    return [str(each) for each in check(resolve(parsed, world_size))]
 
 
 @pytest.mark.parametrize("text, world_size, flag, reason", [
@@ -48,6 +49,19 @@ def test_a_checkpoint_of_weights_alone_leaves_the_length_to_the_command_line():
     """A converted checkpoint stores no length; --use-checkpoint-args has already taken its settings when rules run."""
     (problem,) = problems("--use-checkpoint-args --load x")
     assert problem == "--decoder-seq-length: is required; for example --decoder-seq-length 128"
+
+
+def test_scripts_with_custom_data_need_the_length_to_train():
+    (problem,) = problems("", needs_data=False)
+    assert problem.startswith("--decoder-seq-length: is required")
+    assert not problems("--skip-train", needs_data=False)
+
+
+def test_parallel_branches_are_on_one_stage():
+    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Eta|fL "
+    assert not problems(pipeline, 2, "bert")
+    (problem,) = problems(pipeline + "--use-parallel-residual", 2, "bert")
+    assert problem.startswith("--pipeline-model-parallel-layout Eta|fL: ")
 
 
 @pytest.mark.parametrize("text, world_size", [
@@ -88,7 +102,8 @@ def test_flags_of_other_families_are_rejected_with_their_programs(family, text, 
 
 
 @pytest.mark.parametrize("text, programs", [
-    ("--mask-prob 0.2", "pretrain_bert.py and pretrain_t5.py"), ("--bert-no-binary-head", "pretrain_bert.py"),
+    ("--mask-prob 0.2", "pretrain_bert.py and pretrain_t5.py"),
+    ("--short-seq-prob 0.2", "pretrain_bert.py and pretrain_t5.py"), ("--bert-no-binary-head", "pretrain_bert.py"),
 ])  # fmt: skip
 def test_harmless_flags_of_other_families_give_one_notice(text, programs):
     given = parse_args((TINY + text).split())

@@ -48,6 +48,8 @@ def test_possible_experts_are_accepted(text):
         (MOE + TP2 + "--moe-ffn-hidden-size 31", "--moe-ffn-hidden-size 31: is not a multiple of the 2 expert-tensor"),
         (MOE + TP2 + "--moe-shared-expert-intermediate-size 5",
          "--moe-shared-expert-intermediate-size 5: is not a multiple of --tensor-model-parallel-size 2; nearest: 4"),
+        (MOE + TP2 + "--moe-shared-expert-intermediate-size 5 --expert-tensor-parallel-size 1",
+         "--moe-shared-expert-intermediate-size 5: is not a multiple of --tensor-model-parallel-size 2; nearest: 4"),
         (MOE + "--expert-model-parallel-size 8",
          "--expert-model-parallel-size 8: x expert-tensor-parallel 1 x pipeline 1 does not divide the world size 4;"
          " sizes that do: 1, 2, 4"),

@@ -37,7 +37,8 @@ FINE = [
     " --apply-embedding-scaling --position-embedding-type rope --window-size 7,0 --rotary-base-local 10000",
     "--norm-placement post --normalization RMSNorm --qk-layernorm --qk-layernorm-across-heads"
     " --fp32-residual-connection",
-    "--use-parallel-residual",
+    "--use-parallel-residual --hidden-size 66 --kv-channels 16",
+    "--geglu --exact-gelu",
     "--fp16 --loss-scale 128 --global-batch-size 16 --clip-grad 0",
     "--group-query-attention --num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights",
     "--num-query-groups 4",
@@ -245,7 +246,9 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     for odd in ("../../..", "x", "a b c"):
         (problem,) = problems(f"--spec {odd}", 1)
         assert problem.startswith(f"--spec {odd}: ") and problem.endswith("; give a module and a name in it")
-    assert not problems("--spec tests.test_utils.gated_recurrence mixed_layers", 1) + problems("--spec local", 1)
+    for kind in ("mixed_layers", "local_layers"):  # on one rank a layer need not know of others
+        assert not problems(f"--spec tests.test_utils.gated_recurrence {kind}", 1)
+    assert not problems("--spec local", 1)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +268,7 @@ def test_unavailable_capability_is_refused(text):
 
 def test_flags_of_data_are_not_asked_of_scripts_with_data_of_their_own():
     assert problems("", base=f"{MODEL} {BATCH}", needs_data=False) == []
+    assert problems("--vocab-size 1", needs_data=False) == []
 
 
 def test_nearest_sizes_count_the_data_parallel_ranks():

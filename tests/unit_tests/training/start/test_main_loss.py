@@ -46,6 +46,24 @@ def test_a_given_weight_stays():
     assert model.given.main_loss is own
 
 
+class Positional(Model):
+    """A program's model, whose forward pass takes masks and weights by position."""
+
+    def forward(self, tokens, loss_mask=None, main_loss=None):
+        super().forward(tokens, loss_mask=loss_mask, main_loss=main_loss)
+
+
+def test_arguments_by_position_and_none_are_seen():
+    model, weight, own = Positional(**EXPERTS), torch.tensor(0.5), MainLoss(torch.tensor(3.0))
+    supply_main_loss([model], weight)
+    model(TOKENS, TOKENS)
+    assert model.given.main_loss.scale is weight and model.given.loss_mask is TOKENS
+    model(TOKENS, TOKENS, own)
+    assert model.given.main_loss is own
+    model(TOKENS, TOKENS, main_loss=None)
+    assert model.given.main_loss.scale is weight
+
+
 def test_auxiliary_losses_without_a_mask_are_rejected_in_training():
     model, _ = build(**EXPERTS)
     with pytest.raises(UserError, match="neither loss_mask nor main_loss"):
