@@ -218,10 +218,10 @@ def test_all_contradictions_are_reported_at_once(dataset):
     from tests.test_utils.gpt_runs import MODEL_FLAGS
 
     argv = MODEL_FLAGS + ["--data-path", str(dataset), "--fp16", "--bf16"]
-    argv += ["--global-batch-size", "7", "--fp8-format", "hybrid"]
+    argv += ["--global-batch-size", "7", "--optimizer-cpu-offload"]
     with pytest.raises(ConfigError) as error:
         validate_args(parse_args(argv), world_size=2)
-    for flag in ("--fp16", "--global-batch-size", "--fp8-format"):
+    for flag in ("--fp16", "--global-batch-size", "--optimizer-cpu-offload"):
         assert flag in str(error.value)
 
 

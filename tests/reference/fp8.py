@@ -90,7 +90,7 @@ def scaled(x: Tensor, factor: Tensor, to: Format) -> Tensor:
 
 def find_amax(x: Tensor) -> Tensor:
     """NaN if there is one; 0 of nothing."""
-    return fp32(x).abs().amax().view(1) if x.numel() else torch.zeros(1, dtype=torch.float64)
+    return fp32(x).abs().amax().view(1) if x.numel() else x.new_zeros(1)
 
 
 def per_tensor(x: Tensor, to: Format, factor: Tensor | None = None) -> Quantized:

@@ -91,6 +91,34 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
             yield problem(cfg, field, reason, nearest_multiples(per_rank, unit))
 
 
+def fp8_other_sizes(cfg: ModelSettings) -> Problems:
+    """Require the widths per rank that derive from several settings to be multiples of 16: keys and values, latents and
+    heads of latent attention, shared experts. GEMMs take parts of 128 x 128 blocks."""
+    if cfg.fp8 is None or cfg.hidden_size is None or cfg.num_attention_heads is None:
+        return
+    tp, heads = cfg.tensor_model_parallel_size, cfg.num_attention_heads
+    widths: list[tuple[str, str, int | None]] = [
+        ("moe_shared_expert_intermediate_size", "is", (cfg.moe_shared_expert_intermediate_size or 0) // tp)
+    ]
+    if cfg.multi_latent_attention:
+        plain, turned, value, latent = cfg.qk_head_dim, cfg.qk_pos_emb_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
+        widths += [
+            ("q_lora_rank", "is", cfg.q_lora_rank),
+            ("kv_lora_rank", "is", latent),
+            ("kv_lora_rank", "with --qk-pos-emb-head-dim is", latent + turned),
+            ("v_head_dim", "x heads is", value * heads // tp),
+            ("qk_head_dim", "with --qk-pos-emb-head-dim, x heads, is", (plain + turned) * heads // tp),
+            ("qk_head_dim", "with --v-head-dim, x heads, is", (plain + value) * heads // tp),
+        ]
+    elif cfg.kv_channels is not None:
+        both = 2 * cfg.kv_channels * max((cfg.num_query_groups or heads) // tp, 1)
+        widths.append(("kv_channels", "x 2 x key and value heads is", both))
+    for field, kind, width in widths:
+        if width and width % ALIGNED:
+            reason = f"{kind} {width} per rank; --fp8-format requires multiples of {ALIGNED}"
+            yield problem(cfg, field, reason, nearest_multiples(width, ALIGNED))
+
+
 def fp8_first_last_layers(cfg: ModelSettings) -> Problems:
     """Reject --first-last-layers-bf16 with delayed scaling, as Megatron-LM does, and with more layers than exist."""
     if cfg.fp8 is None or not cfg.first_last_layers_bf16:

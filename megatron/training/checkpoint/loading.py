@@ -137,6 +137,8 @@ class Loading:
         wants_rng = self.wants_rng and self._same_world()
         state = live.optimizer.state_dict() if live.optimizer is not None and self.wants_optimizer else None
         wants_scales = self._has_scales()
+        if self._wants_scales() and not wants_scales:
+            logger.info("the checkpoint holds no fp8 scales: they start from the magnitudes of the first step")
         tensors = live.tensors(optimizer=state, rng=wants_rng, scales=wants_scales)
         source: Source = reader
         if cfg.upcycling.moe_use_upcycling and is_dense(reader.objects["args"]):
@@ -216,21 +218,23 @@ class Loading:
         )
 
     def _has_scales(self) -> bool:
-        """Return whether the run continues with stored delayed scales; logs it if it needs some and none are stored."""
+        """Return whether the run continues with, or evaluates with, stored delayed scales."""
+        stored = any(name.startswith(PREFIX) for name in self.reader.names)
+        return stored and self._wants_scales()
+
+    def _wants_scales(self) -> bool:
         model = self.cfg.model
-        if not self.goes_on or model.fp8 is None or model.fp8_recipe != "delayed":
-            return False
-        found = any(name.startswith(PREFIX) for name in self.reader.names)
-        if not found:
-            logger.info("the checkpoint holds no fp8 scales: they start from the magnitudes of the first step")
-        return found
+        return not self.weights_only and model.fp8 is not None and model.fp8_recipe == "delayed"
 
     def _other_history(self) -> list[str]:
-        """Return a problem if stored histories of fp8 magnitudes have another length than this run's."""
-        stored, own = self.reader.objects["args"].get("fp8_amax_history_len"), self.cfg.model.fp8_amax_history_len
-        if not self._has_scales() or stored == own:
-            return []
-        return [f"{self.found.directory} was trained with --fp8-amax-history-len {stored}, not {own}: give its value"]
+        """Return problems if stored delayed scales have another format than this run's, or histories another length."""
+        stored, model, found = self.reader.objects["args"], self.cfg.model, self.found.directory
+        pairs = ("format", "fp8", model.fp8), ("amax-history-len", "fp8_amax_history_len", model.fp8_amax_history_len)
+        return [
+            f"{found} was trained with --fp8-{flag} {stored.get(field)}, not {own}: give its value"
+            for flag, field, own in pairs
+            if self._has_scales() and stored.get(field) != own
+        ]
 
     def _other_precision(self) -> list[str]:
         """Return a problem if main parameters are stored but not used, or reverse: only half precision and some

@@ -39,7 +39,7 @@ def fp8_devices(cfg: PretrainConfig) -> Problems:
         reason = f"requires a GPU with fp8 tensor cores (compute capability 8.9 or newer), not {capability}"
         yield problem(cfg, "fp8", reason, "remove it")
     elif cfg.model.fp8_recipe == "blockwise" and capability[0] != 9:
-        reason = f"blockwise requires a Hopper GPU (compute capability 9.0), not {capability}"
+        reason = f"requires a Hopper GPU (compute capability 9.0), not {capability}"
         yield problem(cfg, "fp8_recipe", reason, "--fp8-recipe tensorwise")
 
 
@@ -50,7 +50,7 @@ def fp8_backend(cfg: PretrainConfig) -> Problems:
     if model.fp8 is None or model.transformer_impl != ENGINE:
         return
     if model.fp8_recipe == "delayed":
-        yield problem(cfg, "fp8_recipe", f"delayed {reason}: checkpoints would not hold its scales", "tensorwise")
+        yield problem(cfg, "fp8_recipe", f"{reason}: checkpoints would not hold its scales", "tensorwise")
     if not model.fp8_wgrad:
         yield problem(cfg, "fp8_wgrad", reason, "remove it, or --transformer-impl local")
     if model.fp8_param_gather:

@@ -134,8 +134,8 @@ def test_retired_spellings_are_logged(caplog):
         ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers"),
         ("--window-size a", "--window-size a: "),
         ("--moe-layer-freq [2]", "--moe-layer-freq [2]: must be an integer"),
-        ("--fp8-hybrid", "--fp8-format hybrid: fp8 is not available yet"),
-        ("--fp8-e4m3", "--fp8-format e4m3: fp8 is not available yet"),
+        ("--fp8-hybrid --hidden-size 72", "--hidden-size 72: is 72 per rank; --fp8-recipe delayed requires"),
+        ("--fp8-e4m3 --hidden-size 72", "--hidden-size 72: is 72 per rank; --fp8-recipe delayed requires"),
         ("--cpu-optimizer --cpu-optimizer-type ADAM", "--optimizer-cpu-offload: optimizer state in host memory is not"),
         ("--exit-signal SIGNOPE", "--exit-signal SIGNOPE: must be the name of a signal"),
     ],
@@ -145,9 +145,9 @@ def test_wrong_spelling_is_answered(text, problem):
 
 
 def test_mistakes_and_contradictions_are_reported_together():
-    problems = problems_of("--hiden-size 3 --lr fast --fp16 --bf16 --global-batch-size 3 --fp8-hybrid")
+    problems = problems_of("--hiden-size 3 --lr fast --fp16 --bf16 --global-batch-size 3 --optimizer-cpu-offload")
     assert [problem.split()[0].rstrip(":") for problem in problems] == [
-        "--hiden-size", "--lr", "--fp16", "--global-batch-size", "--fp8-format",
+        "--hiden-size", "--lr", "--fp16", "--global-batch-size", "--optimizer-cpu-offload",
     ]  # fmt: skip
 
 

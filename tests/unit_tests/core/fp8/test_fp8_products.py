@@ -50,7 +50,8 @@ def check(m, n, k, kinds, dtype, formats, device="cpu", fast=(False,), scale=1.0
     exact = wide_left @ wide_right.t()
     bias = filled(n, dtype=dtype, seed=2, device=device)
     for is_fast in fast:
-        tolerance = scale * TOLERANCE[dtype] + (2e-3 if is_fast else 5e-4)
+        # Hopper's tensor cores sum in 14 bits; without fast sums they are moved to fp32 registers every 128 terms
+        tolerance = scale * TOLERANCE[dtype] + (0 if device == "cpu" else 2e-3 if is_fast else 5e-4)
         product = multiply(left, right, dtype, fast=is_fast)
         assert product.dtype == dtype and error(product, exact) < tolerance
         assert error(multiply(left, right, dtype, fast=is_fast, bias=bias), exact + bias.double()) < tolerance
@@ -106,4 +107,4 @@ def test_cublaslt_adds_products_to_gradients(m, n, k, kinds, formats, dtype):
     assert torch.cuda.max_memory_allocated() - held < total.numel() * total.element_size()
     assert torch.equal(buffer[: m * n], before[: m * n])
     expected = before[m * n :].view(m, n).double() + 3 * exact
-    assert error(total, expected) < 6 * TOLERANCE[dtype]
+    assert error(total, expected) < 6 * TOLERANCE[dtype] + 5e-4

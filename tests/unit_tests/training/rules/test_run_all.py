@@ -254,7 +254,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
 @pytest.mark.parametrize(
     "text",
     [
-        "--fp8-format hybrid", "--transformer-impl inference_optimized",
+        "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--optimizer muon",
         "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
