@@ -274,12 +274,19 @@ class MegatronOptimizer(MegatronNames):
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
         for part in self.parts:
             part.rule.update(self._entries(part, grads), conditions)
+        self._mark_changed_weights()
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.update(bool(found))
         for chunk in self._parallel_chunks():
             chunk.start_param_sync()
         return Update(found, norm, num_zeros)
+
+    def _mark_changed_weights(self) -> None:
+        """Raise the versions of all weights: torch does not notice writes of kernels and gathers, and fp8 copies
+        would stay old in programs without ``finalize_model_grads``."""
+        for chunk in self.model_chunks:
+            torch.autograd.graph.increment_version(list(chunk.parameters()))
 
     def _factor(self, norm: Tensor, found: Tensor, unscale: Tensor | float | None) -> Tensor | None:
         """Return the combined clipping and unscaling factor of the gradients, a 0-d tensor; None if both are off.
@@ -424,6 +431,7 @@ class MegatronOptimizer(MegatronNames):
         for name, storage in self.storage.items():
             if storage.saves_master:
                 storage.write(state_dict["main_param"][name])
+        self._mark_changed_weights()
         self._steps.fill_(float(state_dict["step"]))
         if self.grad_scaler and state_dict["grad_scaler"]:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])

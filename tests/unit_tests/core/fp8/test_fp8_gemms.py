@@ -234,3 +234,34 @@ def test_bad_values_reach_the_output_and_do_not_stay(recipe, bad):
         gemms.found = found
     for one, other in zip(clean.found[:3], dirty.found[:3]):
         assert one.isfinite().all() and torch.equal(one, other)
+
+
+# ---- programs
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shards", [True, False], ids=["zero", "replicated"])
+def test_a_program_without_finalize_model_grads_reads_updated_weights(bf16, shards):
+    """Updates of flat buffers are invisible to torch; the optimizer marks the weights."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.fp8.recipe import fp8_gemms
+    from megatron.core.groups.process_groups import SINGLE_PROCESS
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from tests.unit_tests.core.fp8.test_fp8_recipe import build
+
+    model = build(
+        num_layers=1, fp8_recipe="tensorwise", bf16=bf16, params_dtype=torch.bfloat16 if bf16 else torch.float32
+    )
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=shards)
+    ddp = DistributedDataParallel(None, settings, model, groups=SINGLE_PROCESS)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=bf16), [ddp], groups=SINGLE_PROCESS)
+    ids = torch.arange(16)[None]
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(ids, ids, labels=ids).float().sum().backward()
+        ddp.finish_grad_sync()
+        assert optimizer.step()[0]
+        for gemms in fp8_gemms(model):
+            weight = gemms.weights[0]
+            fresh = gemms.cast_weights([weight.detach()], rows=True, columns=False)[0].rows
+            assert torch.equal(gemms.weight_copies(weight, columns=False).data.float(), fresh.data.float())
