@@ -20,12 +20,21 @@ def fp8_tokens(cfg: PretrainConfig) -> Problems:
         return
     blockwise = model.fp8_recipe == "blockwise"
     unit, size = BLOCK if blockwise else ALIGNED, cfg.training.micro_batch_size
-    split = model.tensor_model_parallel_size if blockwise and model.sequence_parallel else 1
+    cp = model.context_parallel_size
+    tp = model.tensor_model_parallel_size if blockwise and model.sequence_parallel else 1
+    parts = {cp * tp: "tokens per rank and micro-batch"}
+    if blockwise and cp > 1:  # a block must not mix the two separate parts of a sequence that a rank holds
+        parts.setdefault(2 * cp, "tokens in each half of a rank's part of a sequence")
     for field, length in sequence_lengths(cfg):
-        tokens = length * (size or 1) // (model.context_parallel_size * split)
-        if size and tokens % unit:
-            reason = f"gives {tokens} tokens per rank and micro-batch; --fp8-recipe {model.fp8_recipe} requires "
-            yield problem(cfg, field, f"{reason}multiples of {unit}", "change it or --micro-batch-size")
+        for count, what in parts.items():
+            tokens = length * (size or 1) // count
+            if size and tokens % unit:
+                reason = f"gives {tokens} {what}; --fp8-recipe {model.fp8_recipe} requires multiples of {unit}"
+                yield problem(cfg, field, reason, "change it or --micro-batch-size")
+                break
+    if cfg.flat.use_packed_sequence:
+        reason = "packs rows of varying lengths; the weight gradients of --fp8-format sum over multiples of 16 tokens"
+        yield problem(cfg, "use_packed_sequence", reason, "remove it, or add --no-fp8-wgrad")
 
 
 def fp8_devices(cfg: PretrainConfig) -> Problems:

@@ -64,7 +64,9 @@ def test_consistent_settings_pass(text, ranks):
     (BLOCKS, 1, "--seq-length 32: gives 64 tokens per rank and micro-batch; --fp8-recipe blockwise requires multiples "
      "of 128"),
     (f"{BLOCKS} --ffn-hidden-size 512 {LONG} {TP2} --sequence-parallel", 2, "--seq-length 128: gives 64 tokens per"),
-    (f"{BLOCKS} {LONG} {CP2}", 2, "--seq-length 128: gives 64 tokens per rank"),
+    (f"{BLOCKS} {LONG} {CP2}", 2, "--seq-length 128: gives 64 tokens per rank and micro-batch"),
+    (f"{BLOCKS} {CP2} --seq-length 256 --max-position-embeddings 256 --micro-batch-size 1", 2,
+     "--seq-length 256: gives 64 tokens in each half of a rank's part of a sequence"),
     # layers
     (f"{DELAYED} {BOTH}", 1, "--first-last-layers-bf16: is not supported with --fp8-recipe delayed; --fp8-recipe "
      "tensorwise or blockwise"),
@@ -142,3 +144,15 @@ def test_a_program_gets_the_rules_with_names_of_fields():
         TransformerConfig(num_layers=2, hidden_size=72, num_attention_heads=4, fp8="hybrid", fp8_recipe="tensorwise")
     with pytest.raises(UserError, match="first_last_layers_bf16: is not supported with fp8_recipe delayed"):
         TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, fp8="e4m3", first_last_layers_bf16=True)
+
+
+def test_packed_rows_of_varying_lengths_need_weight_gradients_in_higher_precision():
+    packed = f"--use-packed-sequence --attention-dropout 0 {FP8}"
+    (found,) = problems(packed, model_family="bert")
+    assert found.startswith("--use-packed-sequence: packs rows of varying lengths") and "--no-fp8-wgrad" in found
+    assert problems(f"{packed} --no-fp8-wgrad", model_family="bert") == []
+
+
+def test_cuda_graphs_are_untested_with_fp8(monkeypatch):
+    found = problems(f"{FP8} --bf16 --cuda-graph-impl local --dry-run")
+    assert any("is untested with --fp8-format" in each for each in found)
