@@ -50,7 +50,7 @@ def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
             partial(rows, name),
         )
         for name in reader.names
-        if not name.startswith("rng.")
+        if not name.startswith(("rng.", "fp8."))  # states of a run, without use elsewhere
     }
     assets = {name: reader.directory / name for name in reader.manifest["assets"]}
     return Interchange(dict(args) if isinstance(args, dict) else {}, tensors, dict(reader.objects), assets)

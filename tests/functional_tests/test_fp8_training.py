@@ -148,3 +148,14 @@ def test_key_and_value_heads_on_several_ranks_stay_near_one_rank(gloo_pool, data
     four = run(gloo_pool, dataset, tmp_path / "four", *flags, "--tensor-model-parallel-size", 4, ranks=4)
     assert losses(four) != losses(one)
     np.testing.assert_allclose(losses(four), losses(one), rtol=0.01)
+
+
+@pytest.mark.parametrize("saver", ["hf", "megatron_torch_dist", "native"])
+def test_a_checkpoint_with_scales_is_converted_without_them(gloo_pool, dataset, tmp_path, saver):
+    from megatron.tools.checkpoint import convert
+
+    llama = ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope"]
+    flags = [*llama, *NO_DROPOUT, *DELAYED, "--ffn-hidden-size", "64", "--train-iters", "4"]
+    saved = run(gloo_pool, dataset, tmp_path / "run", *flags)
+    assert convert.main(["--load-dir", str(saved), "--save-dir", str(tmp_path / "to"), "--saver", saver]) == 0
+    assert any(name.startswith("fp8.") for name in CheckpointReader(saved / "iter_0000004").names)
