@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import counted
+from megatron.core.config.fp8 import ALIGNED, BLOCK
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.optimizer import MixedPrecisionConfig
 from megatron.core.config.tokenizer import TokenizerConfig
@@ -84,6 +85,7 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
         "bf16": False,
         "fp16": False,
         "fp64": True,
+        "fp8_param_gather": False,
         "distributed_backend": "gloo",
         "num_workers": 0,
         "eval_iters": 0,
@@ -103,16 +105,17 @@ def shrink(cfg: FlatConfig, world_size: int) -> FlatConfig:
 
 
 def _small_network(cfg: PretrainConfig) -> dict[str, object]:
-    """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8, a short
-    sequence that context and tensor parallelism divide, few layers, and windows and recomputed layers cut to fit."""
+    """Return sizes with fewer heads (same ratio to the query groups, same split over ranks), head dim 8 (with fp8 the
+    smallest that its casts take), a short sequence that context and tensor parallelism divide, few layers, and windows
+    and recomputed layers cut to fit."""
     model = cfg.model
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     heads, groups = _small_heads(
         model.num_attention_heads, model.num_query_groups or model.num_attention_heads, tp * cp
     )
-    channels = 8
+    channels = _unit(cfg)
     gated = 2 if model.swiglu or model.quick_geglu or model.geglu else 4
-    length = math.lcm(2 * cp * tp, 16)
+    length = math.lcm(2 * cp * tp, 16) if model.fp8 is None else 2 * cp * tp * channels
     return {
         "num_layers": _few_layers(cfg),
         "encoder_num_layers": None,
@@ -132,6 +135,13 @@ def _small_network(cfg: PretrainConfig) -> dict[str, object]:
     }
 
 
+def _unit(cfg: PretrainConfig) -> int:
+    """Return the unit of small sizes: 8, or the divisor that fp8 requires."""
+    if cfg.model.fp8 is None:
+        return 8
+    return BLOCK if cfg.model.fp8_recipe == "blockwise" else ALIGNED
+
+
 def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
     """Return few narrow experts, divisible by the EP size and the number of expert groups.
 
@@ -146,7 +156,7 @@ def _small_experts(cfg: PretrainConfig) -> dict[str, object]:
     in_group = max(math.ceil(chosen / (model.moe_router_group_topk or chosen)), model.moe_router_group_score_topk or 1)
     least = max(chosen + 1, in_group * (model.moe_router_num_groups or 1), 4)
     experts = min(model.num_moe_experts, math.ceil(least / together) * together)
-    shared = model.moe_shared_expert_intermediate_size and 8 * model.tensor_model_parallel_size
+    shared = model.moe_shared_expert_intermediate_size and _unit(cfg) * model.tensor_model_parallel_size
     return {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg.model),
@@ -187,6 +197,8 @@ def _few_layers(cfg: PretrainConfig) -> int:
         or model.pipeline_model_parallel_layout
         or any(isinstance(each, list) for each in patterns)
     )
+    if model.fp8 is not None and model.first_last_layers_bf16:
+        return model.num_layers
     if fixed or len(model.cp_comm_type) > 1 or any(given) or model.num_layers_per_virtual_pipeline_stage:
         return model.num_layers
     least = math.lcm(stages, *(each for each in patterns if isinstance(each, int))) * (2 if stages == 1 else 1)
@@ -242,7 +254,8 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
 def one_rank(cfg: FlatConfig) -> FlatConfig:
     """Return ``cfg`` without parallelism, with the global batch as one micro-batch.
 
-    The micro-batch size is kept for MoE balancing methods that are computed per micro-batch."""
+    The micro-batch size is kept for MoE balancing methods that are computed per micro-batch, and for fp8, whose scales
+    are (with two-batch overlap per half of it)."""
     defaults = type(cfg)()
     layout = [
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
@@ -259,7 +272,9 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
     ]  # fmt: skip
     values = {name: getattr(defaults, name) for name in layout}
     whole = {"aux_loss", "sinkhorn", "quantile_balancing"}
-    if cfg.num_moe_experts is None or not whole & set(cfg.moe_router_load_balancing_type):
+    if cfg.fp8 is not None:
+        values["micro_batch_size"] = cfg.micro_batch_size // 2 if cfg.tp_comm_overlap else cfg.micro_batch_size
+    elif cfg.num_moe_experts is None or not whole & set(cfg.moe_router_load_balancing_type):
         values["micro_batch_size"] = cfg.global_batch_size
     return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
 

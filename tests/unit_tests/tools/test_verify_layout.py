@@ -70,6 +70,26 @@ def test_a_sound_layout_exits_with_0(capsys):
     assert "2 ranks = tensor 1 x context 1 x pipeline 2 x data 1" in out and "\nequal: " in out
 
 
+FP8 = "--fp8-format hybrid --use-distributed-optimizer --fp8-param-gather --micro-batch-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "width", "length", "layers"),
+    [("delayed", 8 * 16, 64, 2), ("blockwise", 8 * 128, 512, 2), ("tensorwise --first-last-layers-bf16", 128, 64, 32)],
+)
+def test_fp8_keeps_sizes_that_its_casts_take(recipe, width, length, layers):
+    cfg = shrunk(*f"{FP8} --fp8-recipe {recipe} --tensor-model-parallel-size 2".split())
+    assert (cfg.model.hidden_size, cfg.data.seq_length, cfg.model.num_layers) == (width, length, layers)
+    assert cfg.model.fp8 == "hybrid" and not cfg.model.fp8_param_gather
+
+
+def test_fp8_layouts_equal_one_rank_with_the_same_micro_batches(capsys):
+    """Scales belong to a micro-batch; two-batch overlap casts halves."""
+    flags = f"{FP8} --tensor-model-parallel-size 2 --tp-comm-overlap --steps 2".split()
+    assert verify_layout.main([*LLAMA, *flags]) == 0
+    assert "\nequal: " in capsys.readouterr().out
+
+
 T5_FLAGS = (
     "--encoder-num-layers 24 --decoder-num-layers 12 --hidden-size 1024 --num-attention-heads 16"
     " --encoder-seq-length 512 --decoder-seq-length 128 --max-position-embeddings 512 --vocab-extra-ids 100"
