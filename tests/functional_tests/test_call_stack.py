@@ -22,7 +22,9 @@ class FirstBatchedGemm(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if not self.calls and "aten.bmm" in str(function):
-            frames = [each for each in traceback.extract_stack() if Path(each.filename).is_relative_to(ROOT)]
+            # an environment may be inside of the repository
+            own = (each for each in traceback.extract_stack() if "site-packages" not in each.filename)
+            frames = [each for each in own if Path(each.filename).is_relative_to(ROOT)]
             first = [each.name for each in frames].index("main")
             calls = [f"{Path(each.filename).relative_to(ROOT)}: {each.name}" for each in frames[first:-1]]
             self.calls = [each for each in calls if not each.endswith(": keep")]  # a frame only before Python 3.11

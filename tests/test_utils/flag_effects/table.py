@@ -4,6 +4,7 @@ from tests.test_utils.flag_effects import (
     checkpoints,
     data,
     experts,
+    fp8,
     layouts,
     masked,
     network,
@@ -15,7 +16,7 @@ from tests.test_utils.flag_effects import (
 
 TABLE = [
     *network.ROWS, *positions.ROWS, *optimizer.ROWS, *training.ROWS, *data.ROWS, *checkpoints.ROWS, *layouts.ROWS,
-    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS,
+    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS, *fp8.ROWS,
 ]  # fmt: skip
 
 EXEMPT: dict[str, str] = {}
