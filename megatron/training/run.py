@@ -34,8 +34,8 @@ from megatron.training.components import Components
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.datasets import batch_size_at, samples_per_split
-from megatron.training.data.loader import BatchReader, EpochShuffle, Shard, TrainSampler, build_loader, sequential
+from megatron.training.data.datasets import samples_per_split
+from megatron.training.data.loader import BatchReader, Shard, build_loader, train_sampler
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import EvalName, EvalSet, eval_sets
 from megatron.training.exits.conditions import ExitConditions, ExitReason
@@ -342,14 +342,8 @@ def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups:
         return iter(dataset)
     if dataset is None:
         raise UserError("there is no training data: give --data-path, --train-data-path or --mock-data")
-    order = EpochShuffle(len(dataset), cfg.model.seed) if cfg.data.dataloader_type == "cyclic" else sequential
-    sampler = TrainSampler(
-        Shard(cfg.training.micro_batch_size, groups.dp.rank, groups.dp.size),
-        batch_size_at(cfg),
-        order,
-        consumed_samples=state.consumed_train_samples,
-        total_samples=sys.maxsize if cfg.data.dataloader_type == "cyclic" else len(dataset),
-    )
+    shard = Shard(cfg.training.micro_batch_size, groups.dp.rank, groups.dp.size)
+    sampler = train_sampler(cfg, shard, len(dataset), state.consumed_train_samples)
     return until_exhausted(
         build_loader(dataset, sampler, cfg.data.num_workers, torch.cuda.is_available()), len(dataset)
     )

@@ -11,6 +11,7 @@ it hands out. Batches that were read but not used are not consumed samples; a re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.core.config.errors import UserError
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.datasets import batch_size_at
 from megatron.training.exits.conditions import IgnoreExitSignals
 
 PADDING = -1  # data set index of samples that only pad an incomplete last batch
@@ -95,6 +98,19 @@ class TrainSampler:
             for positions in self.shard.slices(position, size):
                 yield [(i, self.order(i)) for i in positions]
             position += size
+
+
+def train_sampler(cfg: PretrainConfig, shard: Shard, num_samples: int, consumed_samples: int) -> TrainSampler:
+    """Return the sampler of ``shard``'s training batches, for a data set of ``num_samples``, from the global batch that
+    starts after ``consumed_samples``. ``cyclic`` has no end and reshuffles each epoch."""
+    is_cyclic = cfg.data.dataloader_type == "cyclic"
+    return TrainSampler(
+        shard,
+        batch_size_at(cfg),
+        EpochShuffle(num_samples, cfg.model.seed) if is_cyclic else sequential,
+        consumed_samples=consumed_samples,
+        total_samples=sys.maxsize if is_cyclic else num_samples,
+    )
 
 
 class EvalSampler:
