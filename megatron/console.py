@@ -30,6 +30,7 @@ TOOLS = {
     "plot": ("plot_metrics", "plot the metrics of runs"),
     "verify-layout": ("verify_layout", "compare a parallel layout with a single process"),
     "draw-schedule": ("draw_schedule", "draw a pipeline schedule"),
+    "inspect-batch": ("inspect_batch", "print the text of a training batch"),
     "unigram-baseline": ("unigram_baseline", "loss of a unigram model on a run's validation samples"),
 }
 """Subcommand -> (module below megatron.tools, description)."""

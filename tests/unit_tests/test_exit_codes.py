@@ -24,6 +24,7 @@ BAD_INPUT = {
     "plot": "nothing --text",
     "verify-layout": "--num-layers -1",
     "draw-schedule": "--num-layers -1",
+    "inspect-batch": "--load nothing --iteration 1",
     "unigram-baseline": "--num-layers -1",
 }
 

@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "checkpoint/convert": "convert",
     "checkpoint/inspect_checkpoint": "inspect",
     "checkpoint/verify": "verify",
+    "inspect_batch": "inspect-batch",
     "generate": "generate",
     "fill_mask": "fill-mask",
     "plot_metrics": "plot",
