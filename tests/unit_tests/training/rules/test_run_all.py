@@ -255,7 +255,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     "text",
     [
         "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
-        "--ckpt-convert-format torch", "--optimizer muon",
+        "--ckpt-convert-format torch", "--optimizer lion",
         "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
