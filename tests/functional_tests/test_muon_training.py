@@ -19,9 +19,9 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_sharding_changes_no_bit(gloo_pool, dataset, tmp_path, precision):
-    """A matrix is computed from the same bits by one rank, or by each. No clipping, since the norm is a sum of parts; two
-    ranks, so that a sum of gradients has one order. FSDP adds micro-batches in another order (the layout table covers it
-    to rounding)."""
+    """A matrix is computed from the same bits by one rank, or by each. No clipping, since the norm is a sum of parts;
+    two ranks, so that a sum of gradients has one order. FSDP adds micro-batches in another order; the layout table
+    covers it to rounding."""
     expected = None
     for name, flags in {"plain": [], **SAME_ARITHMETIC}.items():
         folder = run(gloo_pool, 2, dataset, tmp_path / name, [*MUON, *precision, "--clip-grad", "0", *flags])
