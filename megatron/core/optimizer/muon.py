@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.storage import Storage
 from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
@@ -141,3 +142,6 @@ def _held(parts: Sequence[int], spec: ParameterSpec) -> list[int]:
     held = [size for size, end in zip(parts, ends) if first < end <= first + length]
     assert sum(held) == length, "a part of a weight cuts a matrix"
     return held
+
+
+serve_other_names(__name__)
