@@ -202,7 +202,9 @@ def optimizer_bytes_per_parameter(cfg: Config) -> float:
         if cfg.optimizer.use_precision_aware_optimizer
         else [4, 4]
     )
-    if cfg.optimizer.optimizer != "adam":
+    if cfg.optimizer.optimizer == "muon":
+        moments = [4]  # nearly all parameters are matrices
+    elif cfg.optimizer.optimizer != "adam":
         moments = [4] if cfg.optimizer.sgd_momentum else []
     weight = 8 if model.bf16 or not model.fp16 else 10  # fp16: a main weight of four bytes, and a copy that is written
     return 2 * gradient + weight + 2 * sum(moments)

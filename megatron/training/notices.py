@@ -76,8 +76,8 @@ def _strictly(given: FlatConfig) -> Iterator[str]:
 
 def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str]:
     """Yield notices about flags that have no effect with the other settings: saving without --save, recompute sizes,
-    FSDP, latent attention, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also notes
-    extra learned positions with latent attention, and the flex dispatcher."""
+    FSDP, latent attention, Muon, tokenizer files, relative positions, RoPE scaling, upcycling and expert flags. Also
+    notes extra learned positions with latent attention, and the flex dispatcher."""
     saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
     for field in (*saving, "async_save"):
         value = getattr(given, field)
@@ -100,6 +100,11 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
             "--position-embedding-type learned_absolute: added to the rotary positions of latent attention; "
             "--position-embedding-type rope removes them"
         )
+    of_muon = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("muon_")]
+    if of_muon and resolved.optimizer.optimizer != "muon":
+        yield f"{', '.join(of_muon)}: no effect without --optimizer muon"
+    elif resolved.optimizer.muon_tp_mode == "distributed":
+        yield "--muon-tp-mode distributed: computes full matrices on every rank, with the same results up to rounding"
     needed = TOKENIZER_FILES.get(resolved.tokenizer.tokenizer_type or "", ("tokenizer_model",))
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in given.explicit - {*needed}]
     if files and not resolved.data.mock_data:

@@ -60,7 +60,11 @@ LAYOUTS = {
     "tp and sharded": (4, [*OVERLAPPED, *SMALL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "tp and fsdp2": (4, [*FULLY_SHARDED, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
 }
-KINDS = {"adam": [], "sgd": ["--optimizer", "sgd", "--lr", "1e-1"]}
+KINDS = {
+    "adam": [],
+    "sgd": ["--optimizer", "sgd", "--lr", "1e-1"],
+    "muon": ["--optimizer", "muon", "--muon-extra-scale-factor", "0.2"],
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,7 +65,10 @@ OPTIMIZER = {
     "weight_decay_incr_style": "constant", "apply_wd_to_qk_layernorm": False, "clip_grad": 1.0, "adam_beta1": 0.9,
     "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9, "decoupled_lr": None, "decoupled_min_lr": None,
     "fp16": False, "bf16": False, "loss_scale": None, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0,
-    "loss_scale_window": 1000, "hysteresis": 2,
+    "loss_scale_window": 1000, "hysteresis": 2, "muon_momentum": 0.9, "muon_nesterov": False,
+    "muon_no_split_qkv": False, "muon_split_qkv_per_head": False, "muon_split_gate_up": False,
+    "muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0, "muon_coefficient_type": "quintic",
+    "muon_num_ns_steps": 5,
 }  # fmt: skip
 SCHEDULE = {
     "micro_batch_size": 1, "global_batch_size": None, "rampup_batch_size": None, "step_batch_size_schedule": None,

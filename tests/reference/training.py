@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tests.reference import muon
 from tests.reference.data import Corpus, batch_of, cut, samples_of
 from tests.reference.experts import Router
 from tests.reference.fp8 import Histories
@@ -152,7 +153,8 @@ class LossScale:
 
 
 class Optimizer:
-    """AdamW or SGD with momentum. Decayed are matrices, and the weights of query and key norms if asked for."""
+    """AdamW, SGD with momentum, or Muon with AdamW. Decayed are matrices, and the weights of query and key norms if
+    asked for."""
 
     def __init__(self, c: Settings, weights: Weights) -> None:
         self.c, self.weights, self.step = c, weights, 0
@@ -170,6 +172,9 @@ class Optimizer:
             is_matrix = weight.dim() > 1 and not name.endswith("bias")  # a bias of many experts is none
             is_decayed = is_matrix or c.apply_wd_to_qk_layernorm and of_heads
             decay = weight_decay(c, n) if is_decayed else 0.0
+            if c.optimizer == "muon" and muon.is_updated(name, weight):
+                muon.update_weight(name, weight, g, m, c, rate, decay)
+                continue
             if c.optimizer == "sgd":
                 m.mul_(c.sgd_momentum).add_(g + decay * weight)
                 weight -= rate * m

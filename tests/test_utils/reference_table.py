@@ -96,6 +96,17 @@ OPTIMIZER = {
     "decay-ramp-cosine": "--start-weight-decay 0.0 --end-weight-decay 2.0 --weight-decay-incr-style cosine",
     "decoupled-rates": f"--decoupled-lr 2e-2 --decoupled-min-lr 1e-2 --min-lr 1e-4 {UNTIED} {WARMUP}"
                        " --lr-warmup-init 1e-4",
+    "muon": f"--optimizer muon --lr 1e-3 --weight-decay 0.3 {LLAMA}",
+    "muon-variants": "--optimizer muon --lr 1e-2 --muon-momentum 0.8 --muon-nesterov --muon-no-split-qkv"
+                     " --muon-scale-mode unit_rms_norm --muon-coefficient-type cans --muon-num-ns-steps 6",
+    "muon-heads": f"--optimizer muon --lr 1e-2 {LLAMA} --muon-split-qkv-per-head --muon-split-gate-up"
+                  " --muon-scale-mode shape_scaling --muon-coefficient-type cubic5 --decoupled-lr 1e-3",
+    "muon-latent": "--optimizer muon --lr 1e-3 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20"
+                   " --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 10 --muon-split-qkv-per-head"
+                   " --muon-coefficient-type polar_express --muon-num-ns-steps 9",
+    "muon-experts": "--optimizer muon --lr 5e-3 --muon-extra-scale-factor 0.2 --num-experts 4 --moe-ffn-hidden-size 24"
+                    " --swiglu --muon-coefficient-type simple --disable-bias-linear"
+                    " --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
     "decoupled-rate-tied": "--decoupled-lr 1e-3 --min-lr 5e-4 --lr-decay-style cosine",
 }  # fmt: skip
 SCHEDULE = {

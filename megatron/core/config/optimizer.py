@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from megatron.core.config.absent import TakesSettings
 from megatron.core.config.groups import FlagGroup
+from megatron.core.config.muon import MuonConfig
 from megatron.core.config.ranges import INT64_MAX, NonNegativeFloat, PositiveFloat, Probability, Range
 
 
@@ -14,8 +15,8 @@ from megatron.core.config.ranges import INT64_MAX, NonNegativeFloat, PositiveFlo
 class RegularizationConfig(FlagGroup):
     """Optimizer and regularization"""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """Optimizer; adam decouples weight decay (AdamW)."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """Optimizer; adam decouples weight decay (AdamW), muon updates hidden matrices and adam the other parameters."""
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices; biases and normalization weights are exempt."""
@@ -91,7 +92,7 @@ class MixedPrecisionConfig(FlagGroup):
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(RegularizationConfig, MixedPrecisionConfig, metaclass=TakesSettings):
+class OptimizerConfig(RegularizationConfig, MuonConfig, MixedPrecisionConfig, metaclass=TakesSettings):
     """Optimizer kind, hyperparameters and precision. Fields follow Megatron-LM."""
 
     lr: float | None = None

@@ -16,6 +16,7 @@ from megatron.core.optimizer.param_keys import (
     ParamWithNamePredicate,
     find_overrides,
 )
+from megatron.core.optimizer.rule_choice import default_rule
 from megatron.core.optimizer.update_rules import RuleFactory
 from megatron.core.sharding.placement import spec_or_replicated
 
@@ -67,7 +68,7 @@ def parameter_groups(
             norms with ``apply_wd_to_qk_layernorm``.
         scale_lr: predicate for parameters whose learning rate is multiplied by ``lr_mult``.
         lr_mult: learning rate factor.
-        update_rule: update rule per parameter; default: as declared in its spec, else ``config.optimizer``.
+        update_rule: update rule per parameter; default: as declared in its spec, else by ``config.optimizer``.
         overrides: group settings per parameter. They replace the default rules of weight decay and decoupled learning
             rates, which ``get_standard_config_overrides`` returns as overrides; ``no_weight_decay`` is then ignored.
     """
@@ -82,7 +83,7 @@ def parameter_groups(
         wd = 0.0 if overrides is None and rule(name, parameter) else 1.0
         mult = lr_mult if scale_lr is not None and scale_lr(name, parameter) else 1.0
         spec = spec_or_replicated(parameter)
-        kind = (spec.update_rule or config.optimizer) if update_rule is None else update_rule(name, parameter)
+        kind = default_rule(config, name, parameter) if update_rule is None else update_rule(name, parameter)
         values = {} if overrides is None else find_overrides(overrides, parameter, name)
         further = tuple(sorted(values.items()))
         key = (wd, mult, decoupled, spec.is_expert, kind)

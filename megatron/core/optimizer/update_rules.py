@@ -1,4 +1,4 @@
-"""Update rules: AdamW (or Adam with L2 decay) and SGD with momentum.
+"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, and Muon (``muon.py``).
 
 A rule declares its state tensors per parameter with their dtypes, and what it owns: elements, which optimizer shards
 may cut anywhere, or matrices. It updates the storages and moments of a list of :class:`Entry` in place. Learning rate
@@ -11,18 +11,19 @@ FSDP splits; ZeRO-1 shards consist of full parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.storage import OptimizerEntry, Storage, as_fp32_lists, by_rates
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.full_tensor import gather_full, take_shard
 from megatron.core.sharding.parameter_shard import ParameterShard
@@ -46,14 +47,14 @@ class Entry(OptimizerEntry):
         """Declaration of the parameter."""
         return spec_or_replicated(self.shard.parameter)
 
-    def full(self, local: Tensor) -> Tensor:
+    def full(self, local: Tensor, keep: Collection[str] = ()) -> Tensor:
         """All-gather ``local``, shaped as the shard (gradient, moment, master), to the global tensor in its logical
-        shape. Collective over the axes that split the parameter, and over FSDP ranks."""
-        return gather_full(local, self.shard, self.groups)
+        shape. Collective over the axes that split the parameter, except the axes ``keep``, and over FSDP ranks."""
+        return gather_full(local, self.shard, self.groups, keep)
 
-    def local(self, full: Tensor) -> Tensor:
-        """Return this rank's elements of a global tensor, shaped as the shard."""
-        return take_shard(full, self.shard, self.groups)
+    def local(self, full: Tensor, keep: Collection[str] = ()) -> Tensor:
+        """Return this rank's elements of the result of :meth:`full` with the same ``keep``, shaped as the shard."""
+        return take_shard(full, self.shard, self.groups, keep)
 
 
 class Conditions(NamedTuple):
@@ -145,7 +146,7 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD}
+RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD, "muon": Muon}
 """Update rules by name (--optimizer, or ``optimizer`` in a parameter group)."""
 
 
@@ -154,5 +155,5 @@ def find_rule(rule: str | RuleFactory) -> RuleFactory:
     if not isinstance(rule, str):
         return rule
     if rule not in RULES:
-        raise UserError(f"--optimizer {rule}: not available yet; choose {' or '.join(RULES)}")
+        raise UserError(f"--optimizer {rule}: not available yet; choose {listed([*RULES], most=9)}")
     return RULES[rule]

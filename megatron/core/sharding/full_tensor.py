@@ -7,6 +7,8 @@ not depend on the layout.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -18,11 +20,12 @@ from megatron.core.sharding.placement import Nested, Shard, local_rectangle, spe
 from megatron.core.sharding.rectangles import Rectangle
 
 
-def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups) -> Tensor:
+def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups, keep: Collection[str] = ()) -> Tensor:
     """Return the global tensor in its logical shape without padding (for a ``SubTensor``: the part). Every rank passes
     the elements of its ``shard`` as ``flat``, in any shape. Collective: an all-gather over ``shard.rows_over`` and one
-    over every axis that splits the parameter. Requires a full shard, or ``rows_over`` (assert). Returns new memory if
-    the parameter is split, else a view."""
+    over every axis that splits the parameter, except the axes ``keep``: dims that these split, with ``Shard`` and
+    without padding, stay local. Requires a full shard, or ``rows_over`` (assert). Returns new memory if the parameter
+    is split, else a view."""
     spec = spec_or_replicated(shard.parameter)
     local = flat.reshape(-1)
     if shard.rows_over is not None and shard.rows_over.size > 1:
@@ -31,16 +34,20 @@ def gather_full(flat: Tensor, shard: ParameterShard, groups: ProcessGroups) -> T
         assert shard.is_full, "a matrix is cut between ranks"
     full = local.view(stored_rectangle(spec, groups).lengths)
     for axis, placement in reversed([*spec.mesh.items()]):  # a later axis splits the shards of an earlier one
-        full = _join(full, placement, getattr(groups, axis))
+        if axis not in keep:
+            full = _join(full, placement, getattr(groups, axis))
     return full[tuple(slice(length) for length in (spec.shape if spec.part is None else spec.part.rectangle.lengths))]
 
 
-def take_shard(full: Tensor, shard: ParameterShard, groups: ProcessGroups) -> Tensor:
-    """Return this rank's elements of the result of :func:`gather_full`, in the shape of ``shard.values``; padding is
-    zero. No collective."""
+def take_shard(full: Tensor, shard: ParameterShard, groups: ProcessGroups, keep: Collection[str] = ()) -> Tensor:
+    """Return this rank's elements of the result of :func:`gather_full` with the same ``keep``, in the shape of
+    ``shard.values``; padding is zero. No collective."""
     spec = spec_or_replicated(shard.parameter)
     stored, held = stored_rectangle(spec, groups), local_rectangle(spec, groups)
-    origin = (0,) * len(held.offsets) if spec.part is None else spec.part.rectangle.offsets
+    origin = [0] * len(held.offsets) if spec.part is None else list(spec.part.rectangle.offsets)
+    for axis in keep:
+        if isinstance(placement := spec.mesh.get(axis), Shard):
+            origin[placement.dim] = stored.offsets[placement.dim]
     local = held.of(full, origin)
     if held.lengths != stored.lengths:
         padded = full.new_zeros(stored.lengths)

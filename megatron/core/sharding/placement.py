@@ -35,10 +35,10 @@ from megatron.core.random import philox
 from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
-    "AsBuilt", "Init", "Nested", "Normal", "Ones", "OwnsState", "ParameterSpec", "Partial", "Replicate", "Shard",
-    "SubTensor", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank", "data_parallel_groups",
-    "declare", "global_name", "initialize_parameters", "local_rectangle", "parameter", "require_declarations",
-    "spec_or_replicated",
+    "AsBuilt", "Init", "Nested", "Normal", "Ones", "OwnsState", "ParameterSpec", "Partial", "Replicate", "RowParts",
+    "Shard", "SubTensor", "XavierUniform", "Zeros", "adopt_declarations", "counts_on_this_rank",
+    "data_parallel_groups", "declare", "declare_row_parts", "global_name", "initialize_parameters", "local_rectangle",
+    "parameter", "require_declarations", "spec_or_replicated",
 ]  # fmt: skip
 
 DENSE_AXES = ("tp",)
@@ -101,6 +101,16 @@ class SubTensor(NamedTuple):
     """Index range of this part in the global tensor."""
 
 
+class RowParts(NamedTuple):
+    """Matrices that one weight stacks along its output dim, in blocks of equal rows (queries, key and value of a
+    group). Lengths are rows of one block; both lists have the same sum."""
+
+    matrices: tuple[int, ...]
+    """Rows of each matrix in a block; the rows of all blocks together form the matrix."""
+    heads: tuple[int, ...]
+    """Rows of each head in a block."""
+
+
 class OwnsState(Protocol):
     """Class of an update rule (``optimizer/update_rules.py``), as far as sharding depends on it."""
 
@@ -134,6 +144,9 @@ class ParameterSpec:
     """Kind of storage; None: the optimizer chooses it by dtype and configuration."""
     update_rule: OwnsState | None = None
     """Class of the update rule; None: the rule of the parameter group."""
+    row_parts: RowParts | None = None
+    """Matrices that the weight stacks in blocks of rows; None: leading logical dims index matrices, if there are
+    any."""
 
     @property
     def owns_matrices(self) -> bool:
@@ -205,6 +218,13 @@ def declare(param: Tensor, **fields: Any) -> None:
     """Replace ``fields`` of the parameter's spec, for example ``storage`` or ``update_rule``. Call it after the model
     is built and before it is wrapped for data parallelism."""
     param.spec = replace(spec_or_replicated(param), **fields)  # type: ignore[attr-defined]
+
+
+def declare_row_parts(linear: nn.Module, matrices: tuple[int, ...], heads: tuple[int, ...]) -> None:
+    """Set :class:`RowParts` of the weights of a linear layer, of any class; parameters without a spec are skipped."""
+    for param in linear.parameters():
+        if hasattr(param, "spec") and param.ndim == 2:
+            declare(param, row_parts=RowParts(matrices, heads))
 
 
 def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> DataParallelGroups:

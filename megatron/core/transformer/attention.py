@@ -25,6 +25,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.fusions import normed_rotary, split_rotary
 from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import declare_row_parts
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
@@ -83,6 +84,9 @@ class SelfAttention(Segmented):
             init_method=weight_init(config),
             bias=config.add_bias_linear or config.add_qkv_bias,
             groups=groups,
+        )
+        declare_row_parts(
+            self.linear_qkv, (heads_per_group * channels, channels, channels), (channels,) * (heads_per_group + 2)
         )
         self._has_rotation = has_rotation(config.no_rope_freq, layer_number)
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None

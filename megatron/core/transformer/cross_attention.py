@@ -19,6 +19,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import declare_row_parts
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
@@ -76,6 +77,8 @@ class CrossAttention(nn.Module):
             init_method=weight_init(config),
             **shared,
         )
+        declare_row_parts(self.linear_q, (heads * channels,), (channels,) * heads)
+        declare_row_parts(self.linear_kv, (channels, channels), (channels, channels))
         self.core_attention = build_token_mixer(
             submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
         )

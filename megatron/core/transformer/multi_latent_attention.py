@@ -29,6 +29,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import choose_rotary
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import declare_row_parts
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.autograd_handle import start_all_gather
 from megatron.core.transformer.context import ForwardContext
@@ -156,6 +157,9 @@ class MLASelfAttention(Segmented):
             self.linear_kv_down_proj = linear(slots.linear_kv_down_proj, hidden, rank + self._rope)
         self.kv_layernorm = latent_norm(slots.kv_layernorm, rank)
         self.linear_kv_up_proj = linear(slots.linear_kv_up_proj, rank, width)
+        query_rows = (self._nope + self._rope,)
+        declare_row_parts(self._linear_query, query_rows, query_rows)
+        declare_row_parts(self.linear_kv_up_proj, (self._nope + self._value,), (self._nope, self._value))
 
     describe = staticmethod(describe_latent_attention)
 

@@ -196,7 +196,7 @@ class Loading:
         if self.wants_optimizer and "optimizer" not in objects:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         elif self.wants_optimizer:
-            problems += self._other_precision()
+            problems += self._other_optimizer() + self._other_precision()
             if (
                 cfg.model.fp16
                 and cfg.optimizer.loss_scale is None
@@ -234,6 +234,17 @@ class Loading:
             f"{found} was trained with --fp8-{flag} {stored.get(field)}, not {own}: give its value"
             for flag, field, own in pairs
             if self._has_scales() and stored.get(field) != own
+        ]
+
+    def _other_optimizer(self) -> list[str]:
+        """Return a problem if one of the stored and this run's optimizer is Muon, and the other is not: their states
+        have other tensors."""
+        theirs, ours = self.reader.objects["args"].get("optimizer"), self.cfg.optimizer.optimizer
+        if theirs == ours or "muon" not in (theirs, ours):
+            return []
+        return [
+            f"{self.found.directory} holds optimizer state of --optimizer {theirs}, this run has --optimizer {ours}: "
+            f"use {theirs}, or add --no-load-optim to continue from its weights with fresh optimizer state"
         ]
 
     def _other_precision(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.cli import derived
 from megatron.core.config.model_settings import ModelSettings
+from megatron.core.config.muon import MuonConfig
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
 from megatron.core.config.optional import (
     CustomLayersConfig,
@@ -44,6 +45,7 @@ class FlatConfig(
     EncoderDecoderConfig,
     TrainingConfig,
     RegularizationConfig,
+    MuonConfig,
     MixedPrecisionConfig,
     LearningRateConfig,
     DataConfig,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.muon import is_hidden_matrix
 from megatron.core.description.model import ModelDescription, Param, Piece, kept_bytes
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
@@ -136,9 +137,25 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
 def _buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
 ) -> tuple[int, int, int, int]:
-    """Return :func:`_chunk_state` of parameters in one gradient buffer that ``num_ranks`` ranks reduce, with bucket
-    padding, for the largest optimizer shard. Reverses the list ``parameters`` in place."""
+    """Return :func:`_chunk_state` of parameters that ``num_ranks`` ranks reduce, for the largest optimizer shard.
+    Matrices that Muon updates have a separate gradient buffer."""
+    kinds = ([each for each in parameters if _is_matrix(cfg, each) is kind] for kind in (False, True))
+    states = [_one_buffer_state(cfg, model, kind, num_ranks) for kind in kinds if kind]
+    weights, gradients, optimizer = zip(*states)
+    return sum(weights), sum(gradients), max(map(sum, zip(*optimizer))), 0
+
+
+def _is_matrix(cfg: PretrainConfig, stored: Stored) -> bool:
+    return cfg.optimizer.optimizer == "muon" and is_hidden_matrix(stored.param.name, len(stored.shape))
+
+
+def _one_buffer_state(
+    cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
+) -> tuple[int, int, list[int]]:
+    """Return bytes of weights, gradients (with bucket padding) and optimizer state per shard, of parameters in one
+    gradient buffer that ``num_ranks`` ranks reduce. Reverses the list ``parameters`` in place."""
     distributed = cfg.distributed
+    full = _is_matrix(cfg, parameters[0])
     parameters.reverse()
     sizes = [each.elements for each in parameters]
     shards = (
@@ -155,11 +172,12 @@ def _buffer_state(
         overlap=distributed.overlap_grad_reduce,
         num_ranks=num_ranks,
     )
-    cut = cut_buffer(sizes, alone, bucket_size, CutRule(shards, distributed.ddp_pad_buckets_for_high_nccl_busbw))
+    rule = CutRule(shards, distributed.ddp_pad_buckets_for_high_nccl_busbw, full=full)
+    cut = cut_buffer(sizes, alone, bucket_size, rule)
     elements = cut.total if distributed.use_distributed_optimizer else sum(sizes)
-    updated = max(owned_elements(sizes, cut, shards)) if distributed.use_distributed_optimizer else sum(sizes)
-    optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))
-    return elements * activation_bytes(cfg.model), cut.total * gradient_bytes(cfg), optimizer, 0
+    updated = owned_elements(sizes, cut, shards) if distributed.use_distributed_optimizer else [sum(sizes)]
+    optimizer = [count * (moment_bytes(cfg, full) + master_bytes(cfg)) for count in updated]
+    return elements * activation_bytes(cfg.model), cut.total * gradient_bytes(cfg), optimizer
 
 
 def _fully_sharded_state(
@@ -168,7 +186,10 @@ def _fully_sharded_state(
     """Return :func:`_chunk_state` with FSDP: full-precision row shards of weights, gradients and moments (padded to
     equal rows), plus, as working memory, gathered layers, non-layer parameters and the largest unreduced gradients."""
     shards = _sum_ranks(cfg) // cfg.distributed.num_distributed_optimizer_instances
-    rows = sum(-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters)
+    sizes = [-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters]
+    rows, moments = sum(sizes), sum(
+        size * moment_bytes(cfg, _is_matrix(cfg, each)) for size, each in zip(sizes, parameters)
+    )  # fmt: skip
     units = [sum(each.elements for each in stored_parameters(cfg, layer)) for layer in layers]
     outside = sum(each.elements for each in parameters) - sum(units)
     # the next layer is gathered while the current one computes
@@ -177,7 +198,7 @@ def _fully_sharded_state(
     unsummed = max([outside, *units])
     full = state_bytes(cfg)
     working = gathered * activation_bytes(cfg.model) + unsummed * gradient_bytes(cfg)
-    return rows * full, rows * full, rows * moment_bytes(cfg), working
+    return rows * full, rows * full, moments, working
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:
@@ -212,8 +233,10 @@ def master_bytes(cfg: PretrainConfig) -> int:
     return 2 if cfg.model.bf16 and cfg.optimizer.store_param_remainders else 4 if _is_half(cfg) else 0
 
 
-def moment_bytes(cfg: PretrainConfig) -> int:
-    """Return the bytes of all moments per parameter element."""
+def moment_bytes(cfg: PretrainConfig, is_matrix: bool = False) -> int:
+    """Return the bytes of all moments per parameter element; ``is_matrix``: of matrices that Muon updates."""
+    if is_matrix:
+        return state_bytes(cfg)
     if cfg.optimizer.optimizer == "sgd":
         return state_bytes(cfg) if cfg.optimizer.sgd_momentum else 0
     return sum(

@@ -20,12 +20,13 @@ from megatron.training.rules import (
     fp8,
     layout,
     model,
+    muon,
     pipeline,
     training,
 )
 
 RULES = collect_rules(
-    model, families, backends, layout, fp8, experts, context, pipeline, data_parallel, training, checkpoints
+    model, families, backends, layout, fp8, experts, context, pipeline, data_parallel, training, muon, checkpoints
 )
 
 

@@ -21,6 +21,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.backends import kernel_summary
+from megatron.core.optimizer.rule_choice import declare_update_rules
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.sharding.placement import adopt_declarations, require_declarations
 from megatron.core.transformer.transformer_block import LayerList
@@ -33,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
     """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages, whose virtual rank is
-    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes. Raises UserError
-    if sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
+    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes, and declares
+    update rules that own matrices. Raises UserError if sequence parallelism is on and a parameter does not declare
+    whether its gradient must be reduced."""
     pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg.model)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
@@ -49,6 +51,7 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
         adopt_declarations(model, parallel_state.get_process_groups())
         if task.cfg.model.sequence_parallel:
             require_declarations(model)
+        declare_update_rules(model, task.cfg.optimizer)
     return chunks
 
 

@@ -1,15 +1,19 @@
 """The optimizer, learning rates, weight decay and number formats."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 
+from tests.reference.muon import update_weight
 from tests.test_utils.flag_effects.rows import (
     accepts,
+    changes,
     close,
     finished,
     gives,
     keeps,
+    keeps_to_rounding,
     row,
     stops,
 )
@@ -59,6 +63,24 @@ def sgd(momentum=0.9, lr=1e-2, clip=1.0):
                 moving[name] = momentum * moving[name] + each
                 weights[name] -= lr * moving[name]
         assert_close(run.weights, weights)
+
+    return follows
+
+
+def muon(decay=0.01, lr=1e-2, clip=1.0, **settings):
+    """The projections of the MLP follow from the gradients by Muon (``tests/reference``) with these settings."""
+    c = SimpleNamespace(**MUON_DEFAULTS | settings)
+
+    def follows(_, run):
+        finished(run)
+        names = [name for name in run.initial if name.endswith(("linear_qkv.weight", "linear_fc1.weight"))]
+        weights = {name: run.initial[name].double().flatten(0, -2) for name in names}
+        momenta = {name: torch.zeros_like(each) for name, each in weights.items()}
+        for gradients in run.gradients:
+            clipped = _clipped(gradients, clip)
+            for name in names:
+                update_weight(name, weights[name], clipped[name].flatten(0, -2), momenta[name], c, lr, decay)
+        assert_close({name: run.weights[name].flatten(0, -2) for name in names}, weights, 2e-5)
 
     return follows
 
@@ -130,6 +152,13 @@ def kept(name):
 
 
 SGD = "--optimizer sgd --weight-decay 0"
+MUON = "--optimizer muon --muon-fp32-matmul-prec highest --muon-coefficient-type simple"
+MUON_DEFAULTS = {
+    "num_attention_heads": 4, "group_query_attention": False, "swiglu": False, "geglu": False, "quick_geglu": False,
+    "muon_momentum": 0.9, "muon_nesterov": False, "muon_no_split_qkv": False, "muon_split_qkv_per_head": False,
+    "muon_split_gate_up": False, "muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0,
+    "muon_coefficient_type": "simple", "muon_num_ns_steps": 5,
+}  # fmt: skip
 PRECISE = f"{BF16} --use-precision-aware-optimizer"
 FOUR = "--train-iters 4"
 LINEAR = "--lr-decay-style linear --train-iters 4"
@@ -141,6 +170,20 @@ COSINE = [0.5 * (math.cos(math.pi * share / 4) + 1) for share in range(4)]
 OPTIMIZER = [
     row("--optimizer sgd", sgd(), base="--weight-decay 0"),
     row("--sgd-momentum 0.5", sgd(momentum=0.5), base=SGD),
+    row("--optimizer muon", muon(), base="--muon-fp32-matmul-prec highest --muon-coefficient-type simple"),
+    row("--muon-momentum 0.5", muon(muon_momentum=0.5), base=MUON),
+    row("--muon-nesterov", muon(muon_nesterov=True), base=MUON),
+    row("--muon-no-split-qkv", muon(muon_no_split_qkv=True), base=MUON),
+    row("--muon-split-qkv-per-head", muon(muon_split_qkv_per_head=True), base=MUON),
+    row("--muon-split-gate-up", muon(muon_split_gate_up=True, swiglu=True), base=f"{MUON} --swiglu"),
+    row("--muon-scale-mode unit_rms_norm", muon(muon_scale_mode="unit_rms_norm"), base=MUON),
+    row("--muon-extra-scale-factor 0.2", muon(muon_extra_scale_factor=0.2), base=MUON),
+    row("--muon-coefficient-type cans", muon(muon_coefficient_type="cans"), base=MUON),
+    row("--muon-num-ns-steps 3", muon(muon_num_ns_steps=3), base=MUON),
+    row("--muon-fp32-matmul-prec medium", changes("weights"), keeps_to_rounding("weights", tolerance=0.1), base=MUON),
+    row("--muon-tp-mode blockwise", stops("--muon-tp-mode blockwise: orthogonalizes each of 2 shards", code=2),
+        base=f"{MUON} --tensor-model-parallel-size 2", ranks=2),
+    row("--muon-scalar-optimizer lion", stops("--muon-scalar-optimizer lion: is not available", code=2), base=MUON),
     row("--weight-decay 0.3", adamw(decay=0.3)),
     row("--clip-grad 0.1", sgd(clip=0.1), base=SGD),
     row("--adam-beta1 0.5", adamw(beta1=0.5)),

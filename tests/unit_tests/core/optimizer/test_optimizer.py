@@ -94,8 +94,8 @@ def test_parameters_of_one_model_may_have_different_rules():
     assert {moment.dtype for moment in moments} == {torch.float64}
     assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in ours.named_parameters()}
     optimizer.load_state_dict(copy.deepcopy(state))
-    with pytest.raises(ValueError, match="--optimizer muon: not available yet; choose adam or sgd"):
-        get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "muon")
+    with pytest.raises(ValueError, match="--optimizer lion: not available yet; choose adam, sgd, muon"):
+        get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "lion")
 
 
 def test_coupled_decay_is_adam_with_l2():

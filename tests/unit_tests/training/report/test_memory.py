@@ -89,6 +89,10 @@ def built(rank, world_size, text):
         ("--num-experts 4 --moe-ffn-hidden-size 24 --bf16 --expert-tensor-parallel-size 2", 2),
         ("--bf16 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20 --qk-layernorm --sequence-parallel"
          f" {ZERO} --tensor-model-parallel-size 2", 4),
+        ("--bf16 --optimizer muon", 1),
+        (f"{LLAMA} {ZERO} --optimizer muon --tensor-model-parallel-size 2", 4),
+        ("--bf16 --use-torch-fsdp2 --optimizer muon", 2),
+        (f"{EXPERTS} --bf16 {ZERO} --optimizer muon --expert-model-parallel-size 2 --moe-layer-freq 2", 4),
     ],
 )
 def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, world_size):

@@ -79,6 +79,17 @@ def test_consistent_settings_pass(text):
         ("--use-precision-aware-optimizer --main-params-dtype fp16", "--main-params-dtype fp16: is not available"),
         ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: must equal the dtype in"),
         ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: requires --opt"),
+        ("--use-precision-aware-optimizer --optimizer muon", "--use-precision-aware-optimizer: requires --opt"),
+        # Muon
+        ("--optimizer muon --muon-num-ns-steps 0", "--muon-num-ns-steps 0: must be at least 1"),
+        ("--optimizer muon --muon-momentum 1", "--muon-momentum 1: must be at least 0 and less than 1"),
+        ("--optimizer muon --muon-extra-scale-factor 0", "--muon-extra-scale-factor 0: must be positive"),
+        ("--optimizer muon --muon-scale-mode huge", "--muon-scale-mode huge: "),
+        ("--optimizer muon --muon-coefficient-type aol", "--muon-coefficient-type: exists in Megatron-LM, is not"),
+        ("--optimizer muon --muon-coefficient-type cubic5 --muon-num-ns-steps 4", "--muon-num-ns-steps 4: must be 5"),
+        ("--optimizer muon --muon-scalar-optimizer lion", "--muon-scalar-optimizer lion: is not available; use adam"),
+        ("--optimizer muon --muon-fp32-matmul-prec low", "--muon-fp32-matmul-prec low: has no meaning in torch"),
+        ("--optimizer muon --muon-no-split-qkv --muon-split-qkv-per-head", "--muon-split-qkv-per-head: contradicts"),
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: requires --group-query-attention; add that flag"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: does not divide"),
@@ -219,6 +230,10 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
 @pytest.mark.parametrize(
     ("text", "world_size", "problem"),
     [
+        ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", 2,
+         "--muon-tp-mode blockwise: orthogonalizes each of 2 shards separately, so that results depend on the layout"),
+        ("--optimizer muon --tensor-model-parallel-size 2 --muon-no-split-qkv --group-query-attention"
+         " --num-query-groups 1", 2, "--muon-no-split-qkv: is not supported with 1 query groups on 2 tensor-parallel"),
         ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4: is not a multiple"),
         ("--tensor-model-parallel-size 2", 3, "world size 3: TP 2 x PP 1 x CP 1 = 2 ranks"),
         ("--tensor-model-parallel-size 3", 3, "--ffn-hidden-size"),
@@ -255,7 +270,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     "text",
     [
         "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
-        "--ckpt-convert-format torch", "--optimizer muon",
+        "--ckpt-convert-format torch", "--optimizer lion",
         "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",

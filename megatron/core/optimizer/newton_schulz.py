@@ -1,0 +1,93 @@
+"""Newton-Schulz orthogonalization of matrices (Muon, Jordan et al. 2024): X = U S V^T -> nearly U V^T.
+
+    X <- X / |X|_F                       Frobenius norm, in fp32
+    A = X X^T;  X <- a X + (b A + c A A) X        repeated; (a, b, c) per step
+
+The iteration runs in the orientation with fewer rows, so that A is the smaller Gram matrix. Its cost for [m, n] with
+m <= n is 4 m^2 n + 2 m^3 FLOP per step. Singular values of the result are near 1, not exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Precision = Literal["medium", "high", "highest"]
+Triple = tuple[float, float, float]
+
+_EPS = 1e-15  # a zero matrix stays zero
+
+
+class Coefficients(NamedTuple):
+    """Coefficients (a, b, c) per step, and how they continue after the last one."""
+
+    steps: tuple[Triple, ...]
+    repeats_last: bool = False
+    """Whether further steps repeat the last triple; otherwise the list starts again."""
+
+    def take(self, count: int) -> list[Triple]:
+        """Return the triples of ``count`` steps."""
+        last = len(self.steps) - 1
+        return [self.steps[min(step, last) if self.repeats_last else step % (last + 1)] for step in range(count)]
+
+
+_SIMPLE = (3.4445, -4.7750, 2.0315)
+
+COEFFICIENTS = {
+    "simple": Coefficients((_SIMPLE,)),  # Jordan et al. 2024
+    "quintic": Coefficients((
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    )),
+    # arXiv 2505.16932, with its safety factor of 1.01 divided in
+    "polar_express": Coefficients((
+        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.25, 0.375),
+    ), repeats_last=True),
+    # arXiv 2506.10935
+    "cans": Coefficients((
+        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630), (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ), repeats_last=True),
+    "deepseekv4": Coefficients((*[_SIMPLE] * 8, (2.0, -1.5, 0.5)), repeats_last=True),  # 8 + 2 steps
+    # arXiv 2606.00371; c = 0 saves a GEMM
+    "cubic5": Coefficients((
+        (3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0), (2.2230472, -0.9630650, 0.0),
+    )),
+}  # fmt: skip
+"""Coefficients by ``muon_coefficient_type``. Every first step must map (0, 1] to positive numbers. Those of
+Megatron-LM's "aol" do not: they turn the sign of a singular value above 0.884 of the norm, so that a matrix of nearly
+rank one would be updated in the wrong direction."""
+
+
+def orthogonalize(matrices: Tensor, steps: list[Triple], precision: Precision) -> Tensor:
+    """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in the same dtype. ``precision`` is
+    that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64 stays fp64. The
+    result for zeros is zeros. Does not change ``matrices``."""
+    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    if precision == "medium" and x.dtype == torch.float32:
+        x = x.to(torch.bfloat16)
+    with _matmul_precision(precision):
+        for a, b, c in steps:
+            gram = x @ x.mT
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+    x = x.to(matrices.dtype)
+    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+
+
+@contextmanager
+def _matmul_precision(precision: Precision) -> Iterator[None]:
+    """Set the precision of fp32 GEMMs to TF32 (high) or fp32 within the context."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

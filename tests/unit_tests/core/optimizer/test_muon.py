@@ -1,0 +1,306 @@
+"""Newton-Schulz against the polar factor, matrices in fused weights, and the update rule against ``torch.optim.Muon``
+and its definition in ``tests/reference``."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.config.errors import UserError
+from megatron.core.config.muon import is_hidden_matrix
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.muon import Muon, Splits, map_matrices
+from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
+from megatron.core.sharding.placement import Normal, RowParts, SubTensor, declare, parameter
+from megatron.core.sharding.rectangles import Rectangle
+from tests.reference.muon import muon_step
+
+BANDS = {  # steps, lowest and highest singular value for inputs between 0.1 and 1
+    "simple": (5, 0.65, 1.15), "quintic": (5, 0.95, 1.05), "polar_express": (8, 0.99, 1.01), "cans": (5, 0.85, 1.15),
+    "deepseekv4": (10, 0.99, 1.01), "cubic5": (5, 0.75, 1.3),
+}  # fmt: skip
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def polar_factor(matrix):
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+def conditioned(rows, columns, seed=0):
+    """Matrix with singular values from 0.1 to 1."""
+    u, _, v = torch.linalg.svd(random(rows, columns, seed=seed, dtype=torch.float64), full_matrices=False)
+    return u @ torch.linspace(0.1, 1.0, min(rows, columns), dtype=torch.float64).diag() @ v
+
+
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8), (1, 16), (16, 1)])
+def test_singular_values_are_near_one_and_singular_vectors_are_kept(kind, shape):
+    steps, low, high = BANDS[kind]
+    matrix = conditioned(*shape)
+    found = orthogonalize(matrix[None], COEFFICIENTS[kind].take(steps), "highest")[0]
+    values = torch.linalg.svdvals(found)
+    assert low <= values.min() and values.max() <= high
+    # same singular vectors: found = (a polynomial of X X^T) X, so that polar^T found is symmetric and positive
+    product = polar_factor(matrix).mT @ found
+    torch.testing.assert_close(product, product.mT, rtol=0, atol=1e-12)
+    assert torch.linalg.eigvalsh(product).min() > -1e-12
+
+
+def test_ten_deepseek_steps_give_the_polar_factor():
+    matrix = conditioned(12, 20)
+    found = orthogonalize(matrix[None], COEFFICIENTS["deepseekv4"].take(10), "highest")[0]
+    torch.testing.assert_close(found, polar_factor(matrix), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("precision, tolerance", [("medium", 0.04), ("high", 1e-5), ("highest", 1e-5)])
+def test_precisions_differ_from_fp64_by_their_rounding(precision, tolerance):
+    matrix, steps = conditioned(16, 24), COEFFICIENTS["quintic"].take(5)
+    found = orthogonalize(matrix.float()[None], steps, precision)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), orthogonalize(matrix[None], steps, "highest"), rtol=0, atol=tolerance)
+
+
+def test_coefficient_lists_start_again_or_repeat_their_last():
+    assert COEFFICIENTS["quintic"].take(6)[5] == COEFFICIENTS["quintic"].take(1)[0]
+    assert COEFFICIENTS["cans"].take(7)[4:] == [COEFFICIENTS["cans"].steps[-1]] * 3
+    assert COEFFICIENTS["deepseekv4"].take(10) == [COEFFICIENTS["simple"].steps[0]] * 8 + [(2.0, -1.5, 0.5)] * 2
+
+
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+def test_no_singular_value_changes_its_sign(kind):
+    """A matrix of rank one has the singular value 1 after the division by its norm."""
+    values = torch.linspace(1e-3, 1.0, 1000, dtype=torch.float64)[:, None, None]
+    found = values
+    for a, b, c in COEFFICIENTS[kind].take(BANDS[kind][0]):
+        found = a * found + b * found**3 + c * found**5
+        assert found.min() > 0
+
+
+def test_scale_of_the_input_has_no_effect_and_zeros_stay_zeros():
+    matrix, steps = conditioned(6, 9), COEFFICIENTS["quintic"].take(5)
+    one, other = (orthogonalize(factor * matrix[None], steps, "highest") for factor in (1.0, 1e-9))
+    torch.testing.assert_close(one, other)
+    assert not orthogonalize(torch.zeros(2, 3, 4), steps, "medium").any()
+
+
+def weight(shape, *, parts=None, ndim=None, mesh=None, subtensor=None):
+    param = parameter(
+        shape if subtensor is None else subtensor, init=Normal(1.0), groups=SINGLE_PROCESS, ndim=ndim, mesh=mesh
+    )
+    if parts is not None:
+        declare(param, row_parts=RowParts(*parts))
+    return param.spec
+
+
+def seen(spec, splits, full):
+    """The matrices that are computed, as a list; and the joined result, which must be the input."""
+    found = []
+
+    def identity(matrices):
+        found.extend(matrices)
+        return matrices.clone()
+
+    result = map_matrices(identity, full, spec, splits)
+    assert torch.equal(result, full)
+    return found
+
+
+QKV = ((8, 4, 4), (4, 4, 4, 4))  # two heads of four channels per group
+
+
+def test_queries_keys_and_values_of_all_groups_are_three_matrices():
+    full = random(3, 16, 5)
+    found = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(), full)
+    expected = [full[:, :8].reshape(24, 5), full[:, 8:12].reshape(12, 5), full[:, 12:].reshape(12, 5)]
+    assert all(map(torch.equal, found, expected)) and len(found) == 3
+
+
+def test_a_fused_projection_may_be_one_matrix():
+    full = random(3, 16, 5)
+    (found,) = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(qkv=False), full)
+    assert torch.equal(found, full.reshape(48, 5))
+
+
+def test_each_head_may_be_a_matrix():
+    full = random(3, 16, 5)
+    found = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(heads=True), full)
+    assert all(map(torch.equal, found, full.reshape(12, 4, 5))) and len(found) == 12
+
+
+@pytest.mark.parametrize("splits, shapes", [
+    (Splits(), {(30, 7)}), (Splits(heads=True), {(6, 7), (4, 7)}),
+])  # fmt: skip
+def test_latent_projections_are_one_matrix_or_one_per_head(splits, shapes):
+    found = seen(weight((30, 7), parts=((10,), (6, 4))), splits, random(30, 7))
+    assert {tuple(each.shape) for each in found} == shapes
+
+
+def test_parts_of_a_shared_projection_hold_the_same_matrices():
+    full = random(3, 16, 5)
+    together = seen(weight((3, 16, 5), parts=QKV, ndim=2), Splits(), full)
+    found = []
+    for first, length in ((0, 8), (8, 8)):
+        part = SubTensor((3, 16, 5), "weight", Rectangle((0, first, 0), (3, length, 5)))
+        found += seen(weight(None, parts=QKV, ndim=2, subtensor=part), Splits(), full[:, first : first + length])
+    assert all(map(torch.equal, found, together)) and len(found) == 3
+
+
+@pytest.mark.parametrize("splits, count, rows", [(Splits(), 4, 12), (Splits(gate_up=True), 8, 6)])
+def test_experts_are_separate_and_their_gate_and_up_by_choice(splits, count, rows):
+    spec = weight((4, 2, 6, 5), ndim=2, mesh={"ep": torch.distributed.tensor.Shard(0)})
+    found = seen(spec, splits, random(4, 2, 6, 5))
+    assert len(found) == count and found[0].shape == (rows, 5)
+    assert len(seen(spec, splits, random(2, 2, 6, 5))) == count // 2  # on one of two expert-parallel ranks
+
+
+def test_hidden_matrices_are_selected_by_name_and_dims():
+    layer = "decoder.layers.0"
+    yes = (f"{layer}.mlp.router.weight", f"{layer}.mlp.linear_fc1.weight", "mtp.layers.0.eh_proj.weight")
+    no = (
+        "embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight",
+        "encoder_relative_pos_emb.relative_attention_bias.weight", f"{layer}.mlp.experts.linear_fc1.bias",
+    )  # fmt: skip
+    assert all(is_hidden_matrix(name, 2) for name in yes) and not any(is_hidden_matrix(name, 2) for name in no)
+    assert not is_hidden_matrix("decoder.layers.0.input_layernorm.weight", 1)
+
+
+# ---- the rule
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).to(dtype)
+
+
+def settings(**changes):
+    fixed = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
+    return OptimizerConfig(**{**fixed, "muon_fp32_matmul_prec": "highest", **changes})
+
+
+def wrapped(model):
+    return DistributedDataParallel(None, DistributedDataParallelConfig(), model, groups=SINGLE_PROCESS)
+
+
+def train(model, config, steps=4):
+    ddp = wrapped(model)
+    optimizer = get_megatron_optimizer(config, [ddp], groups=SINGLE_PROCESS)
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(random(5, 6, seed=step, dtype=next(model.parameters()).dtype)).square().sum().backward()
+        ddp.finish_grad_sync()
+        gradients.append({name: each.main_grad.clone() for name, each in model.named_parameters()})
+        optimizer.step()
+    return optimizer, gradients
+
+
+VARIANTS = {
+    "defaults": {},
+    "nesterov": {"muon_nesterov": True, "muon_momentum": 0.95},
+    "scales": {"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.2},
+    "other scale": {"muon_scale_mode": "shape_scaling", "muon_num_ns_steps": 7, "muon_coefficient_type": "cans"},
+    "cubic": {"muon_coefficient_type": "cubic5"},
+    "l2": {"decoupled_weight_decay": False},
+    "bf16": {"muon_fp32_matmul_prec": "medium"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_steps_equal_the_definition(name):
+    model, start, config = network(), network(), settings(**VARIANTS[name])
+    _, gradients = train(model, config)
+    weights = {key: each.detach().double() for key, each in start.named_parameters() if each.ndim == 2}
+    momenta = {key: torch.zeros_like(each) for key, each in weights.items()}
+    for each in gradients:
+        for key in weights:
+            weights[key], momenta[key] = muon_step(weights[key], each[key].double(), momenta[key], config)
+    tolerance = 0.02 if name == "bf16" else 1e-5
+    for key, each in weights.items():
+        torch.testing.assert_close(model.get_parameter(key).double(), each, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_equals_torch_muon_where_both_are_defined_alike(nesterov):
+    """Their sum of gradients is 1 / (1 - momentum) times the mean here, which orthogonalization removes. Both use the
+    simple coefficients, bf16 GEMMs and max(1, rows / columns)."""
+    ours, theirs = network(), network()
+    config = settings(
+        muon_nesterov=nesterov, muon_coefficient_type="simple", muon_scale_mode="shape_scaling",
+        muon_fp32_matmul_prec="medium",
+    )  # fmt: skip
+    _, gradients = train(ours, config)
+    matrices = {name: each for name, each in theirs.named_parameters() if each.ndim == 2}
+    peer = torch.optim.Muon(matrices.values(), lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
+    for each in gradients:
+        for name, param in matrices.items():
+            param.grad = each[name].clone()
+        peer.step()
+    for name, param in matrices.items():
+        moved, difference = param - network().get_parameter(name), ours.get_parameter(name) - param
+        assert difference.norm() < 0.1 * moved.norm()  # it rounds to bf16 before the division by the norm
+
+
+def test_other_parameters_are_updated_by_adam():
+    ours, theirs = network(), network()
+    optimizer, gradients = train(ours, settings(), steps=3)
+    peer = torch.optim.AdamW([theirs[0].bias, theirs[2].bias], lr=0.02, weight_decay=0.1)
+    for each in gradients:
+        theirs[0].bias.grad, theirs[2].bias.grad = each["0.bias"], each["2.bias"]
+        peer.step()
+    torch.testing.assert_close(ours[0].bias, theirs[0].bias)
+    state = optimizer.state_dict()
+    assert {*state["momentum_buffer"]} == {"0.weight", "2.weight"} and {*state["exp_avg"]} == {"0.bias", "2.bias"}
+
+
+def test_zero_gradients_change_nothing_and_nan_skips_the_step():
+    model, start = network(), network()
+    ddp = wrapped(model)
+    optimizer = get_megatron_optimizer(settings(weight_decay=0.0), [ddp], groups=SINGLE_PROCESS)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), start.parameters()))
+    model[0].weight.main_grad[0, 0] = float("nan")
+    model[2].weight.main_grad.fill_(1.0)
+    assert optimizer.step()[0] is False
+    assert all(map(torch.equal, model.parameters(), start.parameters()))
+    assert not any(each.any() for each in optimizer.state_dict()["momentum_buffer"].values())
+
+
+def test_permuted_heads_commute_with_the_step_per_head():
+    """The matrices of heads are separate: a permutation of heads before the step equals one after it."""
+    spec, order = weight((1, 16, 5), parts=((8, 4, 4), (4, 4, 4, 4)), ndim=2), torch.tensor([1, 0, 2, 3])
+    rule = Muon(settings(muon_split_qkv_per_head=True), [])
+    heads = random(1, 16, 5)
+
+    def permuted(full):
+        return full.view(1, 4, 4, 5)[:, order].reshape(1, 16, 5)
+
+    assert torch.equal(rule.orthogonalized(permuted(heads), spec), permuted(rule.orthogonalized(heads, spec)))
+    # queries as one matrix commute as well, up to rounding: X X^T is permuted, or X^T X the same
+    rule = Muon(settings(), [])
+    torch.testing.assert_close(
+        rule.orthogonalized(permuted(heads), spec), permuted(rule.orthogonalized(heads, spec)), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("mode, expected", [
+    ("spectral", math.sqrt(10)), ("unit_rms_norm", math.sqrt(10 / 6)), ("shape_scaling", math.sqrt(10 / 6)),
+])  # fmt: skip
+def test_scales_are_those_of_the_matrix(mode, expected):
+    spec, direction = weight((10, 6)), conditioned(10, 6)
+    config = settings(muon_scale_mode=mode, muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
+    found = Muon(config, []).orthogonalized(direction, spec)
+    torch.testing.assert_close(found, expected * polar_factor(direction), rtol=0, atol=0.03)
+
+
+def test_an_unknown_precision_is_rejected():
+    with pytest.raises(UserError, match="muon_fp32_matmul_prec low: torch has no precision below bf16; use medium"):
+        Muon(replace(settings(), muon_fp32_matmul_prec="low"), [])
