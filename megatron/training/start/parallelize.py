@@ -51,7 +51,8 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
         adopt_declarations(model, parallel_state.get_process_groups())
         if task.cfg.model.sequence_parallel:
             require_declarations(model)
-        declare_update_rules(model, task.cfg.optimizer)
+        if (optimizer := getattr(task.cfg, "optimizer", None)) is not None:  # a custom task may have no flags
+            declare_update_rules(model, optimizer)
     return chunks
 
 
