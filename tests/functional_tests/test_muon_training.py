@@ -56,3 +56,13 @@ def test_state_of_another_optimizer_is_rejected_with_the_fix(gloo_pool, dataset,
     assert code != 0 and expected in errors, errors
     code, errors = resumed(gloo_pool, dataset, folder, tmp_path / "rest", "--optimizer", second, "--no-load-optim")
     assert code == 0, errors
+
+
+def test_gathered_fp8_weights_change_no_bit(gloo_pool, dataset, tmp_path):
+    """Both declare something about the same buffers: a storage, and shards of full matrices."""
+    flags = [*MUON, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--clip-grad", "0", *OVERLAPPED]
+    plain, gathers = (
+        run(gloo_pool, 2, dataset, tmp_path / name, [*flags, *more])
+        for name, more in (("plain", []), ("gathers", ["--fp8-param-gather"]))
+    )
+    assert digests(gathers / "iter_0000004") == digests(plain / "iter_0000004")
