@@ -34,9 +34,8 @@ logger = logging.getLogger(__name__)
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
     """Return the task's model chunks on ``device``: one, or several with virtual pipeline stages, whose virtual rank is
-    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes, and declares
-    update rules that own matrices. Raises UserError if sequence parallelism is on and a parameter does not declare
-    whether its gradient must be reduced."""
+    set during each build. Attaches specs to parameters that carry Megatron-LM's sharding attributes. Raises UserError
+    if sequence parallelism is on and a parameter does not declare whether its gradient must be reduced."""
     pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg.model)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
@@ -51,8 +50,6 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
         adopt_declarations(model, parallel_state.get_process_groups())
         if task.cfg.model.sequence_parallel:
             require_declarations(model)
-        if (optimizer := getattr(task.cfg, "optimizer", None)) is not None:  # a custom task may have no flags
-            declare_update_rules(model, optimizer)
     return chunks
 
 
@@ -73,7 +70,9 @@ def building_chunk(chunk: int | None) -> Iterator[None]:
 def parallelize(model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> list[DataParallel]:
     """Wrap every chunk for data parallelism over ``dp_cp``, whose ranks reduce gradients. Uses ``fully_shard`` with
     --use-torch-fsdp2 and more than one such rank, else gradient buffers with full weights (with
-    --use-distributed-optimizer, sharded optimizer state)."""
+    --use-distributed-optimizer, sharded optimizer state). Declares update rules that own matrices first."""
+    for chunk in model_chunks:  # before shards are cut
+        declare_update_rules(chunk, cfg.optimizer)
     distributed = cfg.distributed
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.optimizer.accumulate_allreduce_grads_in_fp32,
