@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import adopt_declarations
@@ -39,6 +40,8 @@ class DataParallel(nn.Module):
         self.groups = groups
         self.shards_optimizer = False
         """Whether optimizer state is sharded over ``DataParallelGroups.shard`` (ZeRO-1 or FSDP)."""
+        self.fp8_stacks = list(fp8_stacks(module).values())
+        """fp8 states of the chunk; ``finalize_model_grads`` ends their step. Empty without fp8."""
         self.statistics_sum: StatisticsSum | None = None
         """Statistics reducer for all chunks of this rank; set on the first chunk only."""
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.partial_gradients import sum_partial_gradients
-from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.statistics import StatisticsSum
 
@@ -45,7 +44,7 @@ def finalize_model_grads(
     if sum_statistics and model_chunks:
         _sum_statistics(model_chunks, groups)
     for chunk in model_chunks:
-        for stack in fp8_stacks(chunk).values():
+        for stack in chunk.fp8_stacks:
             stack.end_step(groups)
     if num_tokens is None:
         return None

@@ -46,7 +46,7 @@ def test_tokens_of_a_batch_are_added_up_exactly(monkeypatch, dtype):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
 
     chunk = SimpleNamespace(
-        finish_grad_sync=lambda: None, parameters=lambda: [], named_modules=lambda: [],
+        finish_grad_sync=lambda: None, parameters=lambda: [], fp8_stacks=[],
         scale_gradients=lambda factor: scaled.append(factor.item()),
     )  # fmt: skip
     pair = {name: Group(name, (0, 1), 0, name) for name in ("dp_cp", "pp")}
