@@ -22,7 +22,7 @@ _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _TRANSPOSE_A, _SCALE_A, _SCALE_B, _FAST, _SCALE_MODE_A, _SCALE_MODE_B = 3, 17, 18, 25, 31, 32
 _MAX_WORKSPACE = 1
-_ONE_SCALE, _SCALES_OF_128 = 0, 4
+_SCALES_OF_128 = 4
 
 
 class Algorithm(ctypes.Structure):
@@ -84,15 +84,14 @@ class _Operation:
         self.library, self.handle = load()
         self.description = c_void_p()
         check(self.library.cublasLtMatmulDescCreate(byref(self.description), _COMPUTE_FLOAT32, _FLOAT32))
-        mode = _SCALES_OF_128 if form.blocks else _ONE_SCALE
         self._set(_TRANSPOSE_A, c_int32(1))  # out^T = right left^T; fp8 needs k contiguous in both
         self._set(_FAST, c_int8(form.fast))
         some = c_void_p(_workspace(torch.device("cuda", torch.cuda.current_device()), 0).data_ptr())
         self._set(_SCALE_A, some)  # the search for an algorithm asks whether there are scales
         self._set(_SCALE_B, some)
         if form.blocks:
-            self._set(_SCALE_MODE_A, c_int32(mode))
-            self._set(_SCALE_MODE_B, c_int32(mode))
+            self._set(_SCALE_MODE_A, c_int32(_SCALES_OF_128))
+            self._set(_SCALE_MODE_B, c_int32(_SCALES_OF_128))
         self.layouts = [
             self._layout(form.right, form.k, form.n), self._layout(form.left, form.k, form.m),
             self._layout(form.total, form.n, form.m),

@@ -20,13 +20,20 @@ from megatron.core.fp8.gather import begin_gather
 from megatron.core.fp8.products import add_product, multiply, transposed
 from megatron.core.fp8.scales import ScaleHistory, current_amax
 from megatron.core.fp8.storage import fp8_copy
-from megatron.core.fusions.fp8_cast import LARGEST, Copies, Quantized, Scale, amax_parts, cast_in_blocks, cast_tensor
+from megatron.core.fusions.fp8_cast import (
+    E4M3,
+    LARGEST,
+    Copies,
+    Quantized,
+    Scale,
+    amax_parts,
+    cast_in_blocks,
+    cast_tensor,
+)
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
 from megatron.core.tensor_parallel.gemms import Gemms, Operand, Operands
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @dataclass

@@ -48,14 +48,13 @@ def multiply(
         wide = torch.promote_types(dtype, torch.float32)
         product = (dequantize(left, wide) @ dequantize(right, wide).t()).to(dtype)
         return product if bias is None else product + bias
-    fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
     if has_blocks(left):
         product = _multiply_blocks(left, right, dtype)
-        fused = None
-    else:
-        product = torch._scaled_mm(
-            left.data, right.data.t(), left.scale, right.scale, bias=fused, out_dtype=dtype, use_fast_accum=fast
-        )
+        return product if bias is None else product + bias
+    fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
+    product = torch._scaled_mm(
+        left.data, right.data.t(), left.scale, right.scale, bias=fused, out_dtype=dtype, use_fast_accum=fast
+    )
     return product if bias is None or fused is not None else product + bias
 
 

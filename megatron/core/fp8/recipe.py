@@ -9,9 +9,10 @@ from torch import nn
 
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fp8.gemms import E4M3, E5M2, BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
+from megatron.core.fp8.gemms import BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
 from megatron.core.fp8.storage import Fp8Gathered, GatheredCopy
+from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare
 from megatron.core.sharding.sharded_tensor import ShardedTensor
@@ -81,7 +82,7 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
     if config.fp8 is None:
         return None
     if config.num_moe_experts is not None:
-        notice(logger, "fp8: experts compute in the model's dtype: casts of their rows cost what faster GEMMs save")
+        notice(logger, "fp8: experts compute in the model's dtype; fp8 experts are not available")
     state = Fp8Stack(config, num_layers, groups)
     install_gemms(stack, state.recipe)
     for name, module in stack.named_modules():  # layers of other packages cast by themselves

@@ -19,19 +19,18 @@ from megatron.core.fp8.products import dequantize
 from megatron.core.fp8.scales import raise_over
 from megatron.core.fusions.fp8_cast import (
     BLOCK,
+    E4M3,
     LARGEST,
     Quantized,
     Scale,
     amax_parts,
+    block_factors,
     cast_tensor,
     factor_of,
-    floor_to_power_of_two,
     to_fp8,
 )
 from megatron.core.fusions.storage import Copy, OwnedRange, Remainder, Storage
 from megatron.core.groups.process_groups import Group
-
-E4M3 = torch.float8_e4m3fn
 
 
 class GatheredCopy:
@@ -74,8 +73,8 @@ class GatheredCopy:
 
     def set_scales(self, amax: Tensor) -> None:
         """Set the scales from the largest magnitudes of the full weight, fp32 [num_scales]."""
-        factor = factor_of(amax, LARGEST[E4M3])
-        self.factor = floor_to_power_of_two(factor).view(self._grid()) if self.square else factor
+        largest = LARGEST[E4M3]
+        self.factor = block_factors(amax, largest).view(self._grid()) if self.square else factor_of(amax, largest)
         self.inverse = 1.0 / self.factor
         self.version += 1
 

@@ -29,7 +29,9 @@ from megatron.core.fusions.installed_triton import tl, triton
 
 BLOCK = 128
 """Side of a block."""
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+"""Largest finite number of each format."""
 FLOAT_MAX = torch.finfo(torch.float32).max
 NOTED = 64
 """Elements of :func:`new_amax`: few enough to read, many enough that atomics do not wait for each other."""
@@ -78,9 +80,11 @@ def factor_of(amax: Tensor, largest: float) -> Tensor:
     return torch.where(usable, quotient.clamp(max=FLOAT_MAX), 1.0)
 
 
-def floor_to_power_of_two(factor: Tensor) -> Tensor:
-    """Return positive fp32 numbers with zeroed mantissas."""
-    return (factor.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+def block_factors(amax: Tensor, largest: float, power_of_two: bool = True) -> Tensor:
+    """Return the factors of blocks with the largest magnitudes ``amax``: :func:`factor_of`, with mantissas zeroed if
+    ``power_of_two``."""
+    factor = factor_of(amax, largest)
+    return (factor.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else factor
 
 
 # ---- torch
@@ -115,9 +119,7 @@ def cast_rows_in_blocks(x: Tensor, dtype: torch.dtype, *, power_of_two: bool = T
     """Return ``x`` [t, i] in fp8 with a scale per 1 x 128 block of each row; the last block may be shorter."""
     height, width = x.shape
     blocks = F.pad(x.float(), (0, -width % BLOCK)).view(height, -(-width // BLOCK), BLOCK)
-    factor = factor_of(blocks.abs().amax(-1), LARGEST[dtype])
-    if power_of_two:
-        factor = floor_to_power_of_two(factor)
+    factor = block_factors(blocks.abs().amax(-1), LARGEST[dtype], power_of_two)
     data = to_fp8(blocks, factor.unsqueeze(-1), dtype).flatten(1)[:, :width].contiguous()
     return Quantized(data, (1.0 / factor).t().contiguous().t())
 
@@ -127,9 +129,7 @@ def cast_square_blocks(weight: Tensor, dtype: torch.dtype, *, power_of_two: bool
     height, width = weight.shape
     padded = F.pad(weight.float(), (0, -width % BLOCK, 0, -height % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    factor = factor_of(blocks.abs().amax((1, 3)), LARGEST[dtype])
-    if power_of_two:
-        factor = floor_to_power_of_two(factor)
+    factor = block_factors(blocks.abs().amax((1, 3)), LARGEST[dtype], power_of_two)
     data = to_fp8(blocks, factor[:, None, :, None], dtype).view(padded.shape)[:height, :width].contiguous()
     return Quantized(data, 1.0 / factor)
 

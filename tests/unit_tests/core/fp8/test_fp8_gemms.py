@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.fp8.gemms import E4M3, E5M2, BlockwiseGemms, Clock, PerTensorGemms
+from megatron.core.fp8.gemms import BlockwiseGemms, Clock, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
+from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.gemms import accumulate_product
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear

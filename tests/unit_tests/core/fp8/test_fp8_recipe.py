@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fp8.gemms import E4M3, E5M2, BlockwiseGemms, Fp8Gemms, PerTensorGemms
+from megatron.core.fp8.gemms import BlockwiseGemms, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.recipe import fp8_gemms, fp8_stacks, scale_tensors
+from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from tests.test_utils.layouts import MODEL, configure

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.fp8.gemms import E5M2, Clock, PerTensorGemms
+from megatron.core.fp8.gemms import Clock, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory, current_amax, raise_over
-from megatron.core.fusions.fp8_cast import FLOAT_MAX, amax_parts
+from megatron.core.fusions.fp8_cast import E5M2, FLOAT_MAX, amax_parts
 from megatron.core.tensor_parallel.gemms import accumulate_product
 from tests.reference import fp8 as reference
 from tests.test_utils.kernels import filled
