@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.harness import kernel_classes as kinds
 from benchmarks.harness.environment import environment
 from benchmarks.harness.roofline import CEILINGS, load_ceilings, weight_shapes
-from benchmarks.harness.rows import ROWS, flags_of
+from benchmarks.harness.rows import ROWS, row_flags
 from benchmarks.harness.timing import milliseconds
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
@@ -44,7 +44,7 @@ def shapes(smoke: bool) -> list[tuple[int, int]]:
     """Return (output, input) of every weight in the rows of one GPU and four GPUs."""
     found: set[tuple[int, int]] = set()
     for name in ("one", "tp4-sp", "dp2-tp2", "gpt-345m"):
-        cfg = resolve(parse_args([*flags_of(name, smoke=smoke), "--train-iters", "1"]), ROWS[name].gpus, gpus=True)
+        cfg = resolve(parse_args([*row_flags(name, smoke=smoke), "--train-iters", "1"]), ROWS[name].gpus, gpus=True)
         found |= weight_shapes(cfg, cfg.tokenizer.vocab_size)
     return sorted(found)
 

@@ -118,8 +118,8 @@ def main() -> int:
         row |= {"RSS of imports GB": base / 1e9, "same bytes after both": str(equal)}
         shown = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in row.items()}
         print("  ".join(f"{key} {value}" for key, value in shown.items()))
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"largest tensor {max(sizes) / 1e9:.3f} GB; this program itself used {own / 1e9:.2f} GB")
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"largest tensor {max(sizes) / 1e9:.3f} GB; this program itself used {used / 1e9:.2f} GB")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2))
     if not args.keep:

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.harness import jobs
 from benchmarks.harness.environment import environment
-from benchmarks.harness.rows import ROWS, VARIANTS, row_of, split_name
+from benchmarks.harness.rows import ROWS, VARIANTS, base_row, split_name
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training.json"
 HEADER = f"{'row':<28}{'TFLOP/s':>8}{'tokens/s':>10}{'s/iter':>8}{'peak GB':>9}{'exposed':>9}{'idle ms':>9}{'waits':>7}"
@@ -83,7 +83,7 @@ def merge(path: Path, name: str, result: dict[str, Any]) -> None:
         result = {**result, **kept, "profiled_at": before.get("profiled_at") or before["environment"].get("commit")}
     rows[name] = result
     order = {row: position for position, row in enumerate(ROWS)}
-    content = {"rows": dict(sorted(rows.items(), key=lambda item: (order[row_of(item[0])], item[0])))}
+    content = {"rows": dict(sorted(rows.items(), key=lambda item: (order[base_row(item[0])], item[0])))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

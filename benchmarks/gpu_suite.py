@@ -109,7 +109,7 @@ def run(item: Item, out: Path, limit: float) -> dict[str, Any]:
         try:
             code: int | None = job.wait(limit)
         except subprocess.TimeoutExpired:
-            stop(job, whole_group=True)
+            stop(job, with_group=True)
             code = None
     text = log.read_text(encoding="utf-8", errors="replace")
     log.unlink()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness import recipes as recipe_costs  # noqa: E402
 from benchmarks.harness import roofline  # noqa: E402
 from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
-from benchmarks.harness.rows import ROWS, Row, flags_of, row_of  # noqa: E402
+from benchmarks.harness.rows import ROWS, Row, base_row, row_flags  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
 
@@ -90,7 +90,7 @@ def training(file: str) -> str:
         number = records.setdefault(record, len(records) + 1)
         found = result.get("profile") or {}
         rows.append((
-            f"`{name}`", what(ROWS[row_of(name)], name), f"{result['tflops_per_gpu']:.1f}",
+            f"`{name}`", what(ROWS[base_row(name)], name), f"{result['tflops_per_gpu']:.1f}",
             f"{result['tflops_per_gpu'] / alone:.0%}" if alone else None,
             result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
             found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
@@ -107,7 +107,7 @@ def training(file: str) -> str:
 def speed() -> str:
     """The speed table in short: valid rows that ``bench_training.py`` takes by name."""
     rows = [
-        (f"`{name}`", what(ROWS[row_of(name)], name), f"{row['tflops_per_gpu']:.0f}", row["tokens_per_second_per_gpu"],
+        (f"`{name}`", what(ROWS[base_row(name)], name), f"{row['tflops_per_gpu']:.0f}", row["tokens_per_second_per_gpu"],
          row["seconds_per_iteration"], row["peak_memory_gb"] and f"{row['peak_memory_gb']:.0f}")
         for name, row in stored("training").get("rows", {}).items()
         if " " not in name and row.get("tflops_per_gpu") and not row.get("invalid") and "error" not in row
@@ -167,7 +167,7 @@ def limits() -> str:
     """Return the limits of every row, computed from the ceilings, without measurements of runs."""
     ceilings, rows = roofline.load_ceilings(), []
     for name, row in ROWS.items():
-        cfg = resolve(parse_args([*flags_of(name), "--train-iters", "1"]), row.gpus, gpus=True)
+        cfg = resolve(parse_args([*row_flags(name), "--train-iters", "1"]), row.gpus, gpus=True)
         work = roofline.limits(cfg, cfg.tokenizer.vocab_size, ceilings)
         total = sum(each.ms for each in work.values())
         flops = cfg.describe(cfg.tokenizer.vocab_size).flops_per_sample * row.batch / row.gpus

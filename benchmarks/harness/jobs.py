@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness import roofline, step_trace
 from benchmarks.harness.environment import sampled_clocks
-from benchmarks.harness.rows import flags_of, split_name
+from benchmarks.harness.rows import row_flags, split_name
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
 
@@ -60,7 +60,7 @@ class Settings:
 def job_command(name: str, folder: Path, settings: Settings, *, traced: bool) -> list[str]:
     """The job of a row; without a launcher where there is one rank."""
     row, _ = split_name(name)
-    words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
+    words = row_flags(name, extra=settings.extra, smoke=settings.smoke)
     iters = settings.iters or (7 if settings.smoke else row.iters)
     words += ["--train-iters", str(iters), "--tensorboard-dir", str(folder)]
     if traced:
@@ -95,8 +95,8 @@ def health(losses: Sequence[float]) -> str | None:
 def reason(stderr: str) -> str:
     """Return the output of the ranks without the launcher's report."""
     start, *tracebacks = stderr.split("Traceback (most recent call last):")
-    own = [text for text in tracebacks if "torch/distributed/run.py" not in text]
-    said = "Traceback:".join([start, *own]).split("torch.distributed.elastic.multiprocessing", 1)[0]
+    of_ranks = [text for text in tracebacks if "torch/distributed/run.py" not in text]
+    said = "Traceback:".join([start, *of_ranks]).split("torch.distributed.elastic.multiprocessing", 1)[0]
     lines = [line for line in said.splitlines() if not LAUNCHER.match(line)]
     return "\n".join(lines)[-2000:].strip()
 
@@ -122,10 +122,10 @@ def run_command(
     return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
 
-def stop(job: subprocess.Popen, whole_group: bool = False, patience: float = 20.0) -> None:
+def stop(job: subprocess.Popen, with_group: bool = False, patience: float = 20.0) -> None:
     """Asks first: only so does a launcher take its ranks along."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if whole_group:
+        if with_group:
             os.killpg(job.pid, number)
         else:
             job.send_signal(number)
@@ -193,7 +193,7 @@ def read_trace(name: str, folder: Path, settings: Settings) -> dict[str, Any]:
 def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
     """The profile of a trace file of a row, and its distance from the limits."""
     row, _ = split_name(name)
-    words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
+    words = row_flags(name, extra=settings.extra, smoke=settings.smoke)
     given = parse_args([*words, "--train-iters", "1"], model_family=row.family)
     cfg = resolve(given, row.gpus, gpus=not settings.smoke)
     found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.tokenizer.vocab_size))

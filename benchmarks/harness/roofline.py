@@ -63,8 +63,8 @@ class Share:
     @classmethod
     def of(cls, cfg: Config, vocab_size: int) -> Share:
         model = cfg.describe(vocab_size)
-        own = run_stages(cfg, vocab_size)[:: cfg.model.pipeline_model_parallel_size]
-        return cls(cfg, tuple(piece for stage in own for piece in stage_pieces(model, stage)), count_microbatches(cfg))
+        stages = run_stages(cfg, vocab_size)[:: cfg.model.pipeline_model_parallel_size]
+        return cls(cfg, tuple(piece for stage in stages for piece in stage_pieces(model, stage)), count_microbatches(cfg))
 
     @property
     def ops(self) -> list[Op]:
@@ -286,14 +286,14 @@ class Report:
         if unknown <= 0.01 * sum(self.measured.values()):
             return self.limit, self.measured
         parts = (kinds.GEMM_DGRAD, kinds.GEMM_WGRAD, kinds.GEMM_OTHER)
-        whole = Work()
+        backward = Work()
         for part in parts:
             each = self.limit.get(part, Work())
-            whole.add(flops=each.flops, bytes=each.bytes, seconds=each.ms / 1e3)
+            backward.add(flops=each.flops, bytes=each.bytes, seconds=each.ms / 1e3)
         name = "GEMM backward"
         took = {name: sum(self.measured.get(part, 0.0) for part in parts)}
         return (
-            {kind: work for kind, work in self.limit.items() if kind not in parts} | {name: whole},
+            {kind: work for kind, work in self.limit.items() if kind not in parts} | {name: backward},
             {kind: value for kind, value in self.measured.items() if kind not in parts} | took,
         )
 
@@ -313,8 +313,8 @@ class Report:
                 f"{row['class']:<24}{row['limit_ms']:10.2f}{row['measured_ms']:10.2f}{row['gap_ms']:9.2f}{share:>8}"
                 f"{rate}{speed}"
             )
-        whole = f"{'step':<24}{self.limit_ms:10.2f}"
-        lines.append(whole + (f"{self.step_ms:10.2f}{total:9.2f}" if self.step_ms else ""))
+        step = f"{'step':<24}{self.limit_ms:10.2f}"
+        lines.append(step + (f"{self.step_ms:10.2f}{total:9.2f}" if self.step_ms else ""))
         return "\n".join(lines)
 
 

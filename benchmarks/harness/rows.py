@@ -206,7 +206,7 @@ VARIANTS: dict[str, str] = {
 SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that GEMMs can be told apart
 
 
-def row_of(stored: str) -> str:
+def base_row(stored: str) -> str:
     """Return the row of a stored result, without additions to its name."""
     return re.split(r"[+ ]", stored)[0]
 
@@ -222,7 +222,7 @@ def split_name(name: str) -> tuple[Row, list[str]]:
     return ROWS[row], variants
 
 
-def flags_of(name: str, *, extra: Sequence[str] = (), smoke: bool = False) -> list[str]:
+def row_flags(name: str, *, extra: Sequence[str] = (), smoke: bool = False) -> list[str]:
     """The flags of the entry script for a row and its variants; ``extra`` ones come last and so win."""
     row, variants = split_name(name)
     shape, depth, length, batch = row.shape, row.layers, row.length, row.batch

@@ -25,8 +25,8 @@ class Fp8Config(FlagGroup):
     emulated."""
 
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
-    """Scales: of each matrix, from earlier steps (delayed) or from its values (tensorwise), or of 128-element blocks of
-    activations and 128 x 128 blocks of weights (blockwise)."""
+    """Scales: one per matrix, from earlier steps (delayed) or from its values (tensorwise); or one per block, 128
+    elements of activations and 128 x 128 of weights (blockwise)."""
 
     fp8_margin: Annotated[int, Range(0, 64)] = 0
     """--fp8-recipe delayed: divide scales by 2 to this power."""

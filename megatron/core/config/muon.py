@@ -27,7 +27,7 @@ class MuonConfig(FlagGroup):
     """Muon: orthogonalize queries, keys and values of a fused projection as separate matrices."""
 
     muon_split_qkv_per_head: bool = False
-    """Muon: orthogonalize the rows of each attention head separately, also those of multi-latent attention."""
+    """Muon: orthogonalize the rows of each attention head separately, including multi-latent attention."""
 
     muon_split_gate_up: bool = False
     """Muon: orthogonalize gate and up of a gated MLP as two matrices; default: as one matrix of both."""

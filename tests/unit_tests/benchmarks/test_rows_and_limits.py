@@ -15,7 +15,7 @@ CEILINGS = roofline.load_ceilings()
 
 def config_of(name, **how):
     row, _ = rows.split_name(name)
-    words = [*rows.flags_of(name, **how), "--train-iters", "9"]
+    words = [*rows.row_flags(name, **how), "--train-iters", "9"]
     return resolve(parse_args(words, model_family=row.family), row.gpus, gpus=True)
 
 
