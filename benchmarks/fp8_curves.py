@@ -5,8 +5,9 @@
     python benchmarks/fp8_curves.py --draw docs/guides/fp8_loss.svg          # plot the stored curves (matplotlib)
 
 Each fp8 curve is compared with bf16 of the same seed. The difference is compared with the differences between bf16 runs
-of several seeds (initial weights and order of samples). Compared are the mean training loss of the last 200 steps and the validation loss. Exit
-code 1 if an fp8 recipe differs more than the seeds do. Writes benchmarks/results/fp8_curves.json.
+of several seeds (initial weights and order of samples). The figures are the mean training loss of the last 200 steps
+and the validation loss. Exit code 1 if an fp8 recipe differs more than the seeds do. Writes
+benchmarks/results/fp8_curves.json.
 """
 
 from __future__ import annotations

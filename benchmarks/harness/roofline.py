@@ -64,7 +64,8 @@ class Share:
     def of(cls, cfg: Config, vocab_size: int) -> Share:
         model = cfg.describe(vocab_size)
         stages = run_stages(cfg, vocab_size)[:: cfg.model.pipeline_model_parallel_size]
-        return cls(cfg, tuple(piece for stage in stages for piece in stage_pieces(model, stage)), count_microbatches(cfg))
+        pieces = tuple(piece for stage in stages for piece in stage_pieces(model, stage))
+        return cls(cfg, pieces, count_microbatches(cfg))
 
     @property
     def ops(self) -> list[Op]:
