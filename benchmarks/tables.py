@@ -108,7 +108,8 @@ def speed() -> str:
     """The speed table in short: valid rows that ``bench_training.py`` takes by name."""
     rows = [
         (f"`{name}`", what(ROWS[base_row(name)], name), f"{row['tflops_per_gpu']:.0f}",
-         row["tokens_per_second_per_gpu"], row["seconds_per_iteration"], row["peak_memory_gb"] and f"{row['peak_memory_gb']:.0f}")
+         row["tokens_per_second_per_gpu"], row["seconds_per_iteration"],
+         row["peak_memory_gb"] and f"{row['peak_memory_gb']:.0f}")
         for name, row in stored("training").get("rows", {}).items()
         if " " not in name and row.get("tflops_per_gpu") and not row.get("invalid") and "error" not in row
     ]  # fmt: skip
