@@ -117,6 +117,7 @@ ROWS: dict[str, Row] = {
     "cp4-s131072": Row(
         4, 32, 131072, 1, f"--context-parallel-size 4 --cp-comm-type a2a {RECOMPUTED_MLP} {ZERO}", iters=7, seconds=180
     ),
+    "dp2": Row(2, 16, 8192, 16, ZERO, iters=8, seconds=75),
     "tp2-sp-overlap": Row(
         2, 16, 8192, 16, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", micro_batch=2,
         iters=8, seconds=75,
@@ -180,6 +181,7 @@ VARIANTS: dict[str, str] = {
     "precision-aware": PRECISION_AWARE,
     "te": "--transformer-impl transformer_engine",
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
     "fp8-delayed": (
         "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
     ),

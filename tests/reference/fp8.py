@@ -99,13 +99,13 @@ def per_tensor(x: Tensor, to: Format, factor: Tensor | None = None) -> Quantized
     return Quantized(scaled(fp32(x), factor, to), fp32(1 / factor))
 
 
-def in_blocks(x: Tensor, to: Format, height: int = 1, floors: bool = True) -> Quantized:
-    """With a factor per block of ``height`` x 128; blocks at the edges are smaller. ``floors``: powers of two."""
+def in_blocks(x: Tensor, to: Format, height: int = 1) -> Quantized:
+    """With a factor, a power of two, per block of ``height`` x 128; blocks at the edges are smaller."""
     m, k = x.shape
     padded = F.pad(fp32(x), (0, -k % BLOCK, 0, -m % height))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height))
     factor = find_factor(blocks.abs().amax((1, 3), keepdim=True), to.largest)
-    factor = power_of_two(torch.frexp(factor).exponent - 1) if floors else factor
+    factor = power_of_two(torch.frexp(factor).exponent - 1)
     grid = scaled(blocks, factor, to).flatten(2).flatten(0, 1)[:m, :k]
     return Quantized(grid, fp32(1 / factor)[:, 0, :, 0])
 

@@ -1,4 +1,5 @@
-"""fp8 GEMMs that add to an fp32 matrix, by cuBLASLt through ctypes: torch's ``_scaled_mm`` (2.11 to 2.13) cannot add.
+"""fp8 GEMMs by cuBLASLt through ctypes. torch's functions (2.11 to 2.13) cannot add to a matrix, and take block scales
+for e4m3 only.
 
 The library that torch has loaded is used; numbers of attributes and types are taken from its public header,
 ``cublasLt.h``. Matrices are column-major there: a row-major [rows, columns] tensor is its transpose. Block scales need
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,11 @@ _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _TRANSPOSE_A, _SCALE_A, _SCALE_B, _FAST, _SCALE_MODE_A, _SCALE_MODE_B = 3, 17, 18, 25, 31, 32
 _MAX_WORKSPACE = 1
-_SCALES_OF_128 = 4
+
+Scales = Literal["tensor", "rows", "squares"]
+"""Scales of a matrix [m, k], fp32: one; one per 1 x 128 block, [m, blocks of k] with the first dim contiguous; one per
+128 x 128 block, [blocks of k, padded to a multiple of 4; blocks of m] with the first dim contiguous."""
+_SCALE_MODES: dict[Scales, int] = {"tensor": 0, "rows": 4, "squares": 5}
 
 
 class Algorithm(ctypes.Structure):
@@ -65,7 +70,7 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
 
 
 class _Form(NamedTuple):
-    """What an operation depends on: sizes and dtypes of ``total[m, n] += left[m, k] right[n, k]^T``."""
+    """What an operation depends on: sizes and dtypes of ``total[m, n] (+)= left[m, k] right[n, k]^T``."""
 
     m: int
     n: int
@@ -73,7 +78,8 @@ class _Form(NamedTuple):
     left: torch.dtype
     right: torch.dtype
     total: torch.dtype
-    blocks: bool
+    scales: tuple[Scales, Scales]
+    """Of left and right."""
     fast: bool
 
 
@@ -89,9 +95,8 @@ class _Operation:
         some = c_void_p(_workspace(torch.device("cuda", torch.cuda.current_device()), 0).data_ptr())
         self._set(_SCALE_A, some)  # the search for an algorithm asks whether there are scales
         self._set(_SCALE_B, some)
-        if form.blocks:
-            self._set(_SCALE_MODE_A, c_int32(_SCALES_OF_128))
-            self._set(_SCALE_MODE_B, c_int32(_SCALES_OF_128))
+        self._set(_SCALE_MODE_A, c_int32(_SCALE_MODES[form.scales[1]]))
+        self._set(_SCALE_MODE_B, c_int32(_SCALE_MODES[form.scales[0]]))
         self.layouts = [
             self._layout(form.right, form.k, form.n), self._layout(form.left, form.k, form.m),
             self._layout(form.total, form.n, form.m),
@@ -121,15 +126,17 @@ class _Operation:
         ))  # fmt: skip
         return layout
 
-    def run(self, total: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor) -> None:
+    def run(
+        self, total: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, *, adds: bool
+    ) -> None:
         self._set(_SCALE_A, c_void_p(scale_right.data_ptr()))
         self._set(_SCALE_B, c_void_p(scale_left.data_ptr()))
         stream = torch.cuda.current_stream(total.device).cuda_stream
-        workspace, one = _workspace(total.device, stream), c_float(1)
+        workspace, one, kept = _workspace(total.device, stream), c_float(1), c_float(adds)
         out = c_void_p(total.data_ptr())
         check(self.library.cublasLtMatmul(
             self.handle, self.description, byref(one), c_void_p(right.data_ptr()), self.layouts[0],
-            c_void_p(left.data_ptr()), self.layouts[1], byref(one), out, self.layouts[2], out, self.layouts[2],
+            c_void_p(left.data_ptr()), self.layouts[1], byref(kept), out, self.layouts[2], out, self.layouts[2],
             byref(self.algorithm), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE_BYTES), c_void_p(stream),
         ))  # fmt: skip
 
@@ -143,23 +150,24 @@ def _operation(form: _Form) -> _Operation | None:
         return None
 
 
-def add_fp8_product(
-    total: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, *, blocks: bool, fast: bool
-) -> bool:
-    """Add ``left`` fp8 [m, k] times ``right`` fp8 [n, k] transposed, times both scales, to ``total`` fp32 or bf16
-    [m, n] in place, with fp32 sums. Returns False, with nothing changed, if the library cannot.
+def fp8_product(
+    total: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, *,
+    scales: tuple[Scales, Scales] = ("tensor", "tensor"), adds: bool, fast: bool,
+) -> bool:  # fmt: skip
+    """Write ``left`` fp8 [m, k] times ``right`` fp8 [n, k] transposed, times both scales, to ``total`` fp32 or bf16
+    [m, n], with fp32 sums. Returns False, with nothing changed, if the library cannot.
 
     Args:
-        scale_left, scale_right: fp32 [1]; with ``blocks`` [m or n, k / 128], first dim contiguous.
+        scales: what ``scale_left`` and ``scale_right`` are.
+        adds: whether the product is added to the values of ``total``.
         fast: whether sums stay in the tensor cores' registers, which keep about 14 bits.
     """
     tensors = (total, left, right)
     if not (total.is_cuda and all(each.is_contiguous() for each in tensors)):
         return False
     (m, n), k = total.shape, left.shape[1]
-    form = _Form(m, n, k, left.dtype, right.dtype, total.dtype, blocks, fast)
-    operation = _operation(form)
+    operation = _operation(_Form(m, n, k, left.dtype, right.dtype, total.dtype, scales, fast))
     if operation is None:
         return False
-    operation.run(total, left, right, scale_left, scale_right)
+    operation.run(total, left, right, scale_left, scale_right, adds=adds)
     return True

@@ -1,7 +1,7 @@
 """Products of two fp8 matrices whose summed dim is contiguous in both, ``left [m, k] @ right [n, k]^T``.
 
-On GPUs torch's ``_scaled_mm`` (per-tensor scales) and ``scaled_mm`` (block scales) compute them, and cuBLASLt adds them
-to fp32 gradients. Elsewhere the matrices are widened.
+On GPUs torch's ``_scaled_mm`` computes those with one scale per matrix, and cuBLASLt (``extensions/cublaslt.py``) those
+with block scales and those that are added to gradients. Elsewhere the matrices are widened.
 """
 
 from __future__ import annotations
@@ -59,34 +59,35 @@ def multiply(
 
 
 def _multiply_blocks(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
-    kinds = [_block_kind(each) for each in (left, right)]
-    scales = [_stored_scale(each) for each in (left, right)]
-    return F.scaled_mm(
-        left.data, right.data.t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype, use_fast_accum=False
+    product = torch.empty(left.data.shape[0], right.data.shape[0], dtype=dtype, device=left.data.device)
+    if not _write(product, left, right, adds=False):
+        raise RuntimeError(
+            f"cuBLASLt cannot multiply {left.data.dtype} {[*left.data.shape]} by {right.data.dtype} "
+            f"{[*right.data.shape]} with block scales; needs version 12.9 and a Hopper GPU"
+        )
+    return product
+
+
+def _write(total: Tensor, left: Quantized, right: Quantized, *, adds: bool) -> bool:
+    """See :func:`megatron.core.extensions.cublaslt.fp8_product`."""
+    (scales, kind), (right_scales, right_kind) = _stored_scale(left), _stored_scale(right)
+    return cublaslt.fp8_product(
+        total, left.data, right.data, scales, right_scales, scales=(kind, right_kind), adds=adds, fast=False
     )
 
 
-def _block_kind(x: Quantized) -> F.ScalingType:
-    return F.ScalingType.BlockWise1x128 if _is_split_by_row(x) else F.ScalingType.BlockWise128x128
-
-
-def _is_split_by_row(x: Quantized) -> bool:
-    return x.scale.shape[0] == x.data.shape[0]
-
-
-def _stored_scale(x: Quantized) -> Tensor:
-    """Return the scales in the layout of torch's kernel: unchanged for rows; for 128 x 128 blocks [k blocks padded to a
-    multiple of 4, m blocks], with the first dim contiguous."""
-    if _is_split_by_row(x):
-        return x.scale
-    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t()
+def _stored_scale(x: Quantized) -> tuple[Tensor, cublaslt.Scales]:
+    """Return the scales of ``x`` in the library's layout, and their kind."""
+    if not has_blocks(x):
+        return x.scale, "tensor"
+    if x.scale.shape[0] == x.data.shape[0]:
+        return x.scale, "rows"
+    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t(), "squares"
 
 
 def add_product(total: Tensor, left: Quantized, right: Quantized) -> None:
     """Add ``left`` [m, k] times ``right`` [n, k] transposed to ``total`` [m, n] in place. Sums are fp32. cuBLASLt
     rounds once to the dtype of ``total``, torch operations twice."""
-    if not cublaslt.add_fp8_product(
-        total, left.data, right.data, left.scale, right.scale, blocks=has_blocks(left), fast=False
-    ):
+    if not _write(total, left, right, adds=True):
         wide = torch.promote_types(total.dtype, torch.float32)
         total.add_(multiply(left, right, wide, fast=False))

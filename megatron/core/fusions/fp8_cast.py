@@ -80,11 +80,10 @@ def factor_of(amax: Tensor, largest: float) -> Tensor:
     return torch.where(usable, quotient.clamp(max=FLOAT_MAX), 1.0)
 
 
-def block_factors(amax: Tensor, largest: float, power_of_two: bool = True) -> Tensor:
-    """Return the factors of blocks with the largest magnitudes ``amax``: :func:`factor_of`, with mantissas zeroed if
-    ``power_of_two``."""
-    factor = factor_of(amax, largest)
-    return (factor.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else factor
+def block_factors(amax: Tensor, largest: float) -> Tensor:
+    """Return the factors of blocks with the largest magnitudes ``amax``: the largest power of two in each
+    :func:`factor_of`."""
+    return (factor_of(amax, largest).view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 # ---- torch
@@ -115,21 +114,21 @@ def cast_tensor_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows
     )
 
 
-def cast_rows_in_blocks(x: Tensor, dtype: torch.dtype, *, power_of_two: bool = True) -> Quantized:
+def cast_rows_in_blocks(x: Tensor, dtype: torch.dtype) -> Quantized:
     """Return ``x`` [t, i] in fp8 with a scale per 1 x 128 block of each row; the last block may be shorter."""
     height, width = x.shape
     blocks = F.pad(x.float(), (0, -width % BLOCK)).view(height, -(-width // BLOCK), BLOCK)
-    factor = block_factors(blocks.abs().amax(-1), LARGEST[dtype], power_of_two)
+    factor = block_factors(blocks.abs().amax(-1), LARGEST[dtype])
     data = to_fp8(blocks, factor.unsqueeze(-1), dtype).flatten(1)[:, :width].contiguous()
     return Quantized(data, (1.0 / factor).t().contiguous().t())
 
 
-def cast_square_blocks(weight: Tensor, dtype: torch.dtype, *, power_of_two: bool = True) -> Quantized:
+def cast_square_blocks(weight: Tensor, dtype: torch.dtype) -> Quantized:
     """Return ``weight`` [o, i] in fp8 with a scale per 128 x 128 block; the last blocks may be smaller."""
     height, width = weight.shape
     padded = F.pad(weight.float(), (0, -width % BLOCK, 0, -height % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
-    factor = block_factors(blocks.abs().amax((1, 3)), LARGEST[dtype], power_of_two)
+    factor = block_factors(blocks.abs().amax((1, 3)), LARGEST[dtype])
     data = to_fp8(blocks, factor[:, None, :, None], dtype).view(padded.shape)[:height, :width].contiguous()
     return Quantized(data, 1.0 / factor)
 
@@ -204,25 +203,21 @@ if triton is not None:
             tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < height)[None, :])
 
     @triton.jit
-    def _block_factor(most, largest, SQUARE: tl.constexpr, FLOORS: tl.constexpr):
+    def _block_factor(most, largest, SQUARE: tl.constexpr):
         """Return the factors for magnitudes with the bits ``most``; SQUARE: one for all of them."""
         if SQUARE:
             most = tl.zeros_like(most) + tl.max(most, axis=0)
-        factor = _factor(most, largest)
-        if FLOORS:
-            factor = _floor_to_power_of_two(factor)
-        return factor
+        return _floor_to_power_of_two(_factor(most, largest))
 
     @triton.jit
     def _cast_blocks(
         x, data, scales, transposed, transposed_scales, height, width, tiles_t, tiles_i, largest,
-        SQUARE: tl.constexpr, FLOORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
-        PART: tl.constexpr,
+        SQUARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr, PART: tl.constexpr,
     ):  # fmt: skip
         """Cast one SIDE x SIDE tile of ``x`` to ``data`` with a scale per row of the tile (ROWS) and to ``transposed``
         with a scale per column (COLUMNS), PART rows, then PART columns, at a time; SQUARE: one scale per tile (PART is
         SIDE). Scales of rows are stored [tiles_i, height], those of columns [tiles_t, width], of tiles [tiles_t,
-        tiles_i] and [tiles_i, tiles_t]. FLOORS: powers of two."""
+        tiles_i] and [tiles_i, tiles_t]."""
         tile_t, tile_i = (tl.program_id(0) // tiles_i).to(tl.int64), tl.program_id(0) % tiles_i
         for part in tl.static_range(SIDE // PART if ROWS else 0):
             row = tile_t * SIDE + part * PART + tl.arange(0, PART)
@@ -230,7 +225,7 @@ if triton is not None:
             at = row[:, None] * width + column[None, :]
             inside = (row < height)[:, None] & (column < width)[None, :]
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            factor = _block_factor(tl.max(magnitude_bits(value), axis=1), largest, SQUARE, FLOORS)
+            factor = _block_factor(tl.max(magnitude_bits(value), axis=1), largest, SQUARE)
             tl.store(data + at, _to_fp8(value, factor[:, None], data.dtype.element_ty), mask=inside)
             inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
             if SQUARE:
@@ -242,7 +237,7 @@ if triton is not None:
             column = tile_i * SIDE + part * PART + tl.arange(0, PART)
             inside = (row < height)[:, None] & (column < width)[None, :]
             value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
-            factor = _block_factor(tl.max(magnitude_bits(value), axis=0), largest, SQUARE, FLOORS)
+            factor = _block_factor(tl.max(magnitude_bits(value), axis=0), largest, SQUARE)
             quantized = _to_fp8(value, factor[None, :], transposed.dtype.element_ty)
             at = transposed + column.to(tl.int64)[:, None] * height + row[None, :]
             tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < height)[None, :])
@@ -289,7 +284,7 @@ def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, row
 
 
 def cast_blocks_triton(
-    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool, power_of_two: bool
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool
 ) -> Copies:
     """See :func:`cast_in_blocks`; one launch."""
     x = x.contiguous()
@@ -302,7 +297,7 @@ def cast_blocks_triton(
     if x.numel():
         _cast_blocks[(tiles_t * tiles_i,)](
             x, data, scales, transposed, scales_t, height, width, tiles_t, tiles_i, LARGEST[dtype], SQUARE=square,
-            FLOORS=power_of_two, ROWS=rows, COLUMNS=columns, SIDE=BLOCK, PART=BLOCK if square else _PART,
+            ROWS=rows, COLUMNS=columns, SIDE=BLOCK, PART=BLOCK if square else _PART,
             num_warps=_BLOCK_WARPS,
         )  # fmt: skip
     if not square:
@@ -359,16 +354,16 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
 
 
 def cast_in_blocks(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False, power_of_two: bool = True
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False
 ) -> Copies:
     """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with a scale per 1 x 128 elements of each row in one
     copy, and per 128 elements of each column in the transposed copy; both read ``x``. ``square``: one scale per 128 x
-    128 elements in both. ``power_of_two`` floors factors to powers of two."""
+    128 elements in both. Factors are powers of two."""
     x = x.detach().reshape(-1, x.shape[-1])
     if _on_gpu(x):
-        return cast_blocks_triton(x, dtype, rows, columns, square=square, power_of_two=power_of_two)
+        return cast_blocks_triton(x, dtype, rows, columns, square=square)
     cast = cast_square_blocks if square else cast_rows_in_blocks
     return Copies(
-        cast(x, dtype, power_of_two=power_of_two) if rows else None,
-        cast(x.t().contiguous(), dtype, power_of_two=power_of_two) if columns else None,
+        cast(x, dtype) if rows else None,
+        cast(x.t().contiguous(), dtype) if columns else None,
     )
