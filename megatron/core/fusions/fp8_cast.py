@@ -312,6 +312,11 @@ def _on_gpu(x: Tensor) -> bool:
     return triton is not None and x.is_cuda and x.dtype != torch.float64
 
 
+def _casts_on_gpu(x: Tensor) -> bool:
+    """Return whether the kernels cast ``x``. Triton 3.6 stores wrong copies of fp32 tiles."""
+    return _on_gpu(x) and x.element_size() == 2
+
+
 def amax_parts(x: Tensor) -> Tensor:
     """Return fp32 [n] whose maximum is the largest magnitude of ``x``; NaN if ``x`` contains NaN. No host sync."""
     note = getattr(x, "_amax_note", None)
@@ -348,8 +353,7 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
         scale: a :class:`Scale`, or amaxes fp32 [n], whose maximum gives the scale.
         rows, columns: whether to return the copy and the transposed copy; at least one.
     """
-    # Triton 3.6 stores wrong transposed copies of fp32 tiles
-    cast = cast_tensor_triton if _on_gpu(x) and x.element_size() == 2 else cast_tensor_plain
+    cast = cast_tensor_triton if _casts_on_gpu(x) else cast_tensor_plain
     return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns)
 
 
@@ -360,7 +364,7 @@ def cast_in_blocks(
     copy, and per 128 elements of each column in the transposed copy; both read ``x``. ``square``: one scale per 128 x
     128 elements in both. Factors are powers of two."""
     x = x.detach().reshape(-1, x.shape[-1])
-    if _on_gpu(x):
+    if _casts_on_gpu(x):
         return cast_blocks_triton(x, dtype, rows, columns, square=square)
     cast = cast_square_blocks if square else cast_rows_in_blocks
     return Copies(
