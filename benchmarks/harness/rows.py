@@ -181,7 +181,7 @@ VARIANTS: dict[str, str] = {
     "precision-aware": PRECISION_AWARE,
     "te": "--transformer-impl transformer_engine",
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+    "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-distributed-optimizer",
     "fp8-delayed": (
         "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
     ),
