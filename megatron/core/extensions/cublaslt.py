@@ -70,7 +70,7 @@ def _workspace(device: torch.device, stream: int) -> Tensor:
 
 
 class _Form(NamedTuple):
-    """What an operation depends on: sizes and dtypes of ``total[m, n] (+)= left[m, k] right[n, k]^T``."""
+    """Key of an operation: sizes and dtypes of ``total[m, n] (+)= left[m, k] right[n, k]^T``."""
 
     m: int
     n: int
@@ -79,7 +79,7 @@ class _Form(NamedTuple):
     right: torch.dtype
     total: torch.dtype
     scales: tuple[Scales, Scales]
-    """Of left and right."""
+    """Kinds of scales of left and right."""
     fast: bool
 
 
@@ -151,9 +151,16 @@ def _operation(form: _Form) -> _Operation | None:
 
 
 def fp8_product(
-    total: Tensor, left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, *,
-    scales: tuple[Scales, Scales] = ("tensor", "tensor"), adds: bool, fast: bool,
-) -> bool:  # fmt: skip
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    *,
+    scales: tuple[Scales, Scales] = ("tensor", "tensor"),
+    adds: bool,
+    fast: bool,
+) -> bool:
     """Write ``left`` fp8 [m, k] times ``right`` fp8 [n, k] transposed, times both scales, to ``total`` fp32 or bf16
     [m, n], with fp32 sums. Returns False, with nothing changed, if the library cannot.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fp8.gemms import BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
@@ -68,6 +69,18 @@ class Fp8Stack:
             *kind, weight_gradients=config.fp8_wgrad, groups=(self.groups.tp_cp,), weight_groups=(self.groups.tp,),
             history=self.history, name=place.name,
         )  # fmt: skip
+
+    def begin_recording(self) -> None:
+        """Prepare the recording of a micro-batch as a CUDA graph: it must contain the casts of the weights, which
+        replays repeat. Raises UserError if a matrix has no delayed scale yet, because later scales would not be used.
+        """
+        self.clock.step += 1
+        if self.history is not None and not all(self.history.known):
+            name = self.history.names[self.history.known.index(False)]
+            raise UserError(
+                f"--cuda-graph-warmup-steps: {name} has no delayed fp8 scale yet, as all its values have been zero; "
+                "raise it, or use --fp8-recipe tensorwise"
+            )
 
     def end_step(self, groups: ProcessGroups) -> None:
         """End a step, after all backward passes and before the update: compute the next delayed scales, collectively

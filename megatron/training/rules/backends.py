@@ -149,8 +149,8 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
 def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
     --use-packed-sequence, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or --overlap-param-gather with
-    several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, fp8, and (not in a dry run) no
-    GPU."""
+    several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, --fp8-param-gather, and (not in a
+    dry run) no GPU."""
     model = cfg.model
     field = "cuda_graph_impl"
     if cfg.training.cuda_graph_impl != "local":
@@ -169,7 +169,7 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
         "reads the current loss scale (--mtp-num-layers)": model.mtp_num_layers is not None,
         f"is untested with --transformer-impl {ENGINE}": model.transformer_impl == ENGINE,
         "is untested with --apex-parts": bool({"wgrad", "norm"} & set(model.apex_parts)),
-        "is untested with --fp8-format": model.fp8 is not None,
+        "is untested with --fp8-param-gather": model.fp8_param_gather,
     }
     for reason, applies in reasons.items():
         if applies:

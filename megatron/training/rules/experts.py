@@ -90,6 +90,23 @@ def upcycling_settings(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_upcycling_granularity", reason, f"divisors: {common_divisors(experts)}")
 
 
-def experts_without_cuda_graphs(cfg: PretrainConfig) -> Problems:
-    if cfg.model.num_moe_experts is not None and cfg.training.cuda_graph_impl == "local":
-        yield problem(cfg, "cuda_graph_impl", "does not capture experts, because their token counts vary", "remove it")
+def experts_in_cuda_graphs(cfg: PretrainConfig) -> Problems:
+    """With --cuda-graph-impl local, require that all experts are on every rank and are computed by grouped GEMMs:
+    others read the numbers of rows on the host."""
+    model = cfg.model
+    if model.num_moe_experts is None or cfg.training.cuda_graph_impl != "local":
+        return
+    widths = [each for each in (model.hidden_size, model.moe_ffn_hidden_size) if each]
+    reasons = {
+        "contains collectives (--expert-model-parallel-size)": model.expert_model_parallel_size > 1,
+        "contains collectives (--expert-tensor-parallel-size)": (model.expert_tensor_parallel_size or 1) > 1,
+        "reads the rows of each expert on the host (without --bf16)": not model.bf16,
+        "reads the rows of each expert on the host (--no-moe-fusion)": not model.moe_fusion,
+        f"reads the rows of each expert on the host (widths {widths}, not multiples of 8)": any(
+            width % 8 for width in widths
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            reason = f"records one micro-batch as a CUDA graph, which here {reason}"
+            yield problem(cfg, "cuda_graph_impl", reason, "leave one of the two out")

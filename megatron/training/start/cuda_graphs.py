@@ -9,7 +9,7 @@ models and micro-batches. A graph repeats the same kernels on the same addresses
   padding bounds are tensors that kernels read (``is_on_host`` in ``attention/packed_seq_params.py``).
 * Captured hook kernels accumulate into ``main_grad``. Host code of the hooks runs once, during capture. Data-parallel
   reductions start after the last replay.
-* Weights, ``main_grad`` and the graph's memory keep their addresses.
+* Weights, ``main_grad``, delayed fp8 scales and the graph's memory keep their addresses. Each replay casts fp8 weights.
 
 The first iterations run eagerly on the capture stream (AccumulateGrad nodes belong to the stream that created them) to
 load and tune kernels. Results are bit-identical to eager execution if the same kernels run with and without padding.
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
 from megatron.core.pipeline_parallel.microbatches import choose_runner
 from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pairs
@@ -127,6 +128,8 @@ class GraphedForwardBackward:
         ``loss_weights``. Computes nothing and leaves ``main_grad`` unchanged; the first replay does. Backward runs in
         ``no_sync``, without data-parallel reduction."""
         inputs = {name: value.clone() for name, value in batch.items()}
+        for state in fp8_stacks(chunk).values():
+            state.begin_recording()
 
         def run() -> Outputs:
             output, loss_func = forward_step(iter([dict(inputs)]), chunk)

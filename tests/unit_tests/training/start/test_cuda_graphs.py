@@ -12,21 +12,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compat.training_utils import to_device
 from megatron.core.attention import packed_seq_params
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fp8.recipe import fp8_stacks
+from megatron.core.fp8.scales import ScaleHistory
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.loss_weights import LossWeights
 from megatron.core.pipeline_parallel.microbatches import run_without_pipeline
 from megatron.core.random import philox
+from megatron.core.statistics import StatisticsSum
 from megatron.core.tensor_parallel import cross_entropy, layers
+from megatron.core.tensor_parallel.grouped_linear import GroupedProducts
+from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.training.data.loader import BatchReader, KeyedDataset, collate
 from megatron.training.start.cuda_graphs import GraphedForwardBackward
 from megatron.training.tasks.language_model import task_class
 from megatron.training.verify.layout_trace import with_synthetic_data
 from tests.test_utils.layouts import MODEL, VOCAB_SIZE, configure
-from tests.unit_tests.core.transformer.moe.test_host_reads import Reads, Waits
+from tests.unit_tests.core.transformer.moe.test_host_reads import Reads, Waits, multiply, weight_gradient
 
 VOCAB, LENGTH, BATCH, MICRO_BATCHES = 50, 16, 2, 3
 
@@ -64,12 +70,12 @@ def forward_step(data_iterator, model, device):
     return output, loss_func
 
 
-def train(model, forward_backward, device, steps=6, task=None):
-    """Return logged values, gradients and weights of each step."""
+def train(model, forward_backward, device, steps=6, task=None, first=0):
+    """Return logged values, gradients and weights of each step from ``first``."""
     step_of_task = partial(forward_step, device=device) if task is None else task.forward_step
     outcome = []
     weights = LossWeights(("lm loss",), device) if task is None else task.loss_weights
-    for step in range(steps):
+    for step in range(first, first + steps):
         model.zero_grad_buffer()
         weights.set(torch.full((len(weights),), 1 / (7.0 + step)))
         results = forward_backward(
@@ -175,7 +181,7 @@ class Tape(TorchDispatchMode):
         for function, args, kwargs, kept in self.calls:
             out = function(*args, **kwargs)
             for old, x in zip(kept, out if isinstance(out, tuple | list) else [out]):
-                old.copy_(x)
+                old.copy_(x.reshape(old.shape))  # torch squeezes some results in place
 
 
 def record_tape(run, stream):
@@ -218,6 +224,13 @@ def train_task(family, flags, precision="fp32", *, graphs=None):
     return train(model, run, device, steps=5, task=task)
 
 
+def run_as_on_a_device(monkeypatch):
+    """Let CPUs run the operations of a device: no checks of ids, and random numbers by torch."""
+    for module in (layers, cross_entropy):
+        monkeypatch.setattr(module, "check_ids", lambda *_: None)
+    monkeypatch.setattr(philox, "philox", philox._rounds)
+
+
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 T5 = "--decoder-num-layers 2 --decoder-seq-length 16"
@@ -233,11 +246,86 @@ PADDED = [
 ]
 
 
+EXPERTS = f"--num-experts 8 --swiglu --moe-z-loss-coeff 1e-3 {DROPOUT} --moe-router-load-balancing-type"
+LOSSES = "--moe-aux-loss-coeff 0.1"
+WITH_EXPERTS = [
+    f"{EXPERTS} seq_aux_loss {LOSSES} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    f"{EXPERTS} global_aux_loss {LOSSES} --moe-shared-expert-intermediate-size 64 --moe-input-jitter-eps 1e-2",
+    f"{EXPERTS} aux_loss {LOSSES} --moe-expert-capacity-factor 1.0 --moe-token-drop-policy position",
+    f"{EXPERTS} none --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    f"{EXPERTS} sinkhorn --moe-router-topk 1",
+    f"{EXPERTS} quantile_balancing --disable-bias-linear",
+]
+
+
+def train_with_state(flags, precision="fp32", *, family="gpt", graphs=None):
+    """Return the result of :func:`train_task` and the statistics of each step; end steps of fp8 scales."""
+    task, model = task_and_model(family, flags, precision)
+    device, run = next(model.parameters()).device, run_without_pipeline
+    if graphs is not None:
+        run = GraphedForwardBackward(run, device, warmup_steps=2, **graphs)
+    sums, outcome = StatisticsSum([model], SINGLE_PROCESS), []
+    for step in range(5):
+        outcome += train(model, run, device, steps=1, task=task, first=step)
+        for totals in sums(device).values():
+            outcome += totals.values()
+        for state in fp8_stacks(model).values():
+            state.end_step(SINGLE_PROCESS)
+    return outcome
+
+
+@pytest.mark.parametrize("flags", WITH_EXPERTS)
+def test_replays_of_experts_equal_plain_execution(flags, monkeypatch):
+    monkeypatch.setattr(GroupedExperts, "products", GroupedProducts(multiply, weight_gradient))
+    run_as_on_a_device(monkeypatch)
+    expected = train_with_state(flags, "fp64")
+    assert_equal_bits(train_with_state(flags, "fp64", graphs={"record": record_tape}), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", WITH_EXPERTS)
+def test_cuda_graphs_of_experts_equal_plain_execution_bit_for_bit(flags):
+    flags += " --attention-backend unfused --bf16"
+    stream = torch.cuda.Stream(torch.cuda.current_device())
+    assert_equal_bits(train_with_state(flags, "bf16", graphs={"stream": stream}), train_with_state(flags, "bf16"))
+
+
+FP8 = "--fp8-format hybrid --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 1 --fp8-recipe"
+IN_FP8 = [
+    ("gpt", f"{FP8} tensorwise {DROPOUT}"),
+    ("gpt", f"{FP8} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max {NO_DROPOUT}"),
+    ("gpt", f"{FP8} blockwise --swiglu --disable-bias-linear --micro-batch-size 8 {NO_DROPOUT}"),
+    ("gpt", f"{FP8} tensorwise --first-last-layers-bf16 --no-fp8-wgrad --num-layers 4 {NO_DROPOUT}"),
+    ("t5", f"{FP8} tensorwise {T5} {NO_DROPOUT}"),
+]
+
+
+@pytest.mark.parametrize("family, flags", IN_FP8)
+def test_replays_in_fp8_equal_plain_execution(family, flags, monkeypatch):
+    run_as_on_a_device(monkeypatch)
+    monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
+    expected = train_with_state(flags, "fp64", family=family)
+    assert_equal_bits(train_with_state(flags, "fp64", family=family, graphs={"record": record_tape}), expected)
+
+
+def test_a_matrix_without_delayed_scale_is_not_recorded(monkeypatch):
+    monkeypatch.setattr(ScaleHistory, "notice_scales", lambda self: None)
+    with pytest.raises(UserError, match=r"cuda-graph-warmup-steps: layers.0.* has no delayed fp8 scale"):
+        train_with_state(IN_FP8[1][1], "fp64", graphs={"record": record_tape})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family, flags", IN_FP8)
+def test_cuda_graphs_in_fp8_equal_plain_execution_bit_for_bit(family, flags):
+    flags += " --attention-backend unfused --bf16"
+    stream = torch.cuda.Stream(torch.cuda.current_device())
+    found = train_with_state(flags, "bf16", family=family, graphs={"stream": stream})
+    assert_equal_bits(found, train_with_state(flags, "bf16", family=family))
+
+
 @pytest.mark.parametrize("family, flags", PADDED)
 def test_replays_of_padded_batches_equal_plain_execution(family, flags, monkeypatch):
-    for module in (layers, cross_entropy):
-        monkeypatch.setattr(module, "check_ids", lambda *_: None)  # which reads ids in host memory alone
-    monkeypatch.setattr(philox, "philox", philox._rounds)  # in torch, as on a device
+    run_as_on_a_device(monkeypatch)
     expected = train_task(family, flags, "fp64")
     monkeypatch.setattr(packed_seq_params, "is_on_host", lambda x: False)
     found = train_task(family, flags, "fp64", graphs={"record": record_tape})
