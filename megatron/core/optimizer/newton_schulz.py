@@ -20,6 +20,7 @@ Precision = Literal["medium", "high", "highest"]
 Triple = tuple[float, float, float]
 
 _EPS = 1e-15  # a zero matrix stays zero
+_LARGE = 2**30  # m m n from which one matrix fills a GPU: a batch would only need more memory
 
 
 class Coefficients(NamedTuple):
@@ -69,8 +70,11 @@ def orthogonalize(matrices: Tensor, steps: list[Triple], precision: Precision) -
     """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in the same dtype. ``precision`` is
     that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64 stays fp64. The
     result for zeros is zeros. Does not change ``matrices``."""
+    if len(matrices) > 1 and matrices[0].numel() * min(matrices.shape[-2:]) >= _LARGE:
+        return torch.cat([orthogonalize(each, steps, precision) for each in matrices.split(1)])
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    norms = torch.stack(torch._foreach_norm(list(matrices.unbind())))  # the bits must not depend on the batch
+    x = x / norms.clamp(min=_EPS)[:, None, None]
     if precision == "medium" and x.dtype == torch.float32:
         x = x.to(torch.bfloat16)
     with _matmul_precision(precision):

@@ -22,7 +22,7 @@ from megatron.core.config.errors import UserError, listed
 from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.storage import OptimizerEntry, Storage, as_fp32_lists, by_rates
-from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.full_tensor import gather_full, take_shard
@@ -41,6 +41,8 @@ class Entry(OptimizerEntry):
     """Parameter name in the module."""
     shard: ParameterShard
     groups: ProcessGroups
+    copies: Group
+    """Data-parallel ranks that update the same shard."""
 
     @property
     def spec(self) -> ParameterSpec:
