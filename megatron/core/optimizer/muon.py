@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.storage import Storage
+from megatron.core.fusions.symmetric_product import symmetric_product, symmetric_product_reference
 from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.deal import Axes, Deal, sharing_axes
@@ -70,6 +71,7 @@ class Muon:
         self.splits = Splits(config.muon_split_qkv, config.muon_split_qkv_per_head, config.muon_split_gate_up)
         self._steps = COEFFICIENTS[config.muon_coefficient_type].take(config.muon_num_ns_steps)
         self._scale, self._precision = SCALES[config.muon_scale_mode], config.muon_fp32_matmul_prec
+        self._product = symmetric_product if config.muon_use_syrk else symmetric_product_reference
         self._deals: dict[tuple[str, ...], Deal] = {}
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
@@ -107,7 +109,7 @@ class Muon:
 
         def update(matrices: Tensor) -> Tensor:
             scale = self._scale(*matrices.shape[-2:]) * self.config.muon_extra_scale_factor
-            return scale * orthogonalize(matrices, self._steps, self._precision)
+            return scale * orthogonalize(matrices, self._steps, self._precision, self._product)
 
         return map_matrices(update, directions, specs, self.splits)
 

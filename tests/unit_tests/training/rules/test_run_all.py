@@ -89,6 +89,7 @@ def test_consistent_settings_pass(text):
         ("--optimizer muon --muon-coefficient-type cubic5 --muon-num-ns-steps 4", "--muon-num-ns-steps 4: must be 5"),
         ("--optimizer muon --muon-scalar-optimizer lion", "--muon-scalar-optimizer lion: is not available; use adam"),
         ("--optimizer muon --muon-fp32-matmul-prec low", "--muon-fp32-matmul-prec low: has no meaning in torch"),
+        ("--optimizer muon --muon-use-syrk --muon-fp32-matmul-prec high", "--muon-use-syrk: requires --muon-fp32-matmul"),
         ("--optimizer muon --muon-no-split-qkv --muon-split-qkv-per-head", "--muon-split-qkv-per-head: contradicts"),
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: requires --group-query-attention; add that flag"),
