@@ -54,7 +54,7 @@ class MuonConfig(FlagGroup):
     """Muon: compute one half of symmetric products, by a Triton kernel on GPUs; bf16 (medium precision)."""
 
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
-    """Muon: optimizer of embeddings, output layer, norms and biases; adam reads the --adam-* flags."""
+    """Muon: optimizer of embeddings, output layer, norms and biases; reads the --adam-* or --lion-* flags."""
 
 
 def is_hidden_matrix(name: str, ndim: int) -> bool:

@@ -1,4 +1,4 @@
-"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, and Muon (``muon.py``).
+"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, Lion, and Muon (``muon.py``).
 
 A rule declares its state tensors per parameter with their dtypes, and what it owns: elements, which optimizer shards
 may cut anywhere, or matrices. It updates the storages and moments of a list of :class:`Entry` in place. Learning rate
@@ -138,6 +138,35 @@ class SGD:
                 )  # fmt: skip
 
 
+class Lion:
+    """Lion (Chen et al. 2023, arXiv 2302.06675): ``p <- p - lr (sign(b1 m + (1 - b1) g) + wd p)``, then
+    ``m <- b2 m + (1 - b2) g``."""
+
+    owns: ClassVar[Literal["elements", "matrices"]] = "elements"
+
+    def __init__(self, config: OptimizerConfig, storages: Sequence[Storage]) -> None:
+        self.betas = config.lion_beta1, config.lion_beta2
+        self.decoupled = config.decoupled_weight_decay
+        self.moment_dtypes = {"exp_avg": torch.float32}
+
+    def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
+        """Update masters, model weights and momentum of all ``entries`` in place. ``conditions.skip`` 1 changes none of
+        them. Does not change gradients. No host sync."""
+        applies = conditions.skip == 0
+        for each in entries:
+            (momentum,), master = each.moments, each.storage.read()
+            gradient = each.gradient.to(momentum.dtype)
+            if conditions.factor is not None:
+                gradient = gradient * conditions.factor.to(momentum.dtype)
+            if not self.decoupled:
+                gradient = gradient + each.weight_decay * master
+            first, second = (torch.lerp(momentum, gradient, 1.0 - beta) for beta in self.betas)
+            decay = each.weight_decay if self.decoupled else 0.0
+            # where, not a factor of zero: a skipped step may have NaN in the gradient
+            momentum.copy_(torch.where(applies, second, momentum))
+            each.storage.write(torch.where(applies, master - each.lr * (first.sign() + decay * master), master))
+
+
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype of a moment given as "fp32", "bf16" or one of these torch dtypes. Raises UserError for any
     other, such as fp16; the message names ``flag``."""
@@ -148,7 +177,7 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD, "muon": Muon}
+RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD, "lion": Lion, "muon": Muon}
 """Update rules by name (--optimizer, or ``optimizer`` in a parameter group)."""
 
 

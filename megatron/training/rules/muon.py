@@ -11,8 +11,6 @@ from megatron.training.config.pretrain_config import PretrainConfig
 def muon_options_are_available(cfg: PretrainConfig) -> Problems:
     if cfg.optimizer.optimizer != "muon":
         return
-    if cfg.optimizer.muon_scalar_optimizer == "lion":
-        yield problem(cfg, "muon_scalar_optimizer", "is not available", "use adam")
     if cfg.optimizer.muon_fp32_matmul_prec == "low":
         reason = "has no meaning in torch: no precision is below bf16"
         yield problem(cfg, "muon_fp32_matmul_prec", reason, "use medium, which is bf16")
