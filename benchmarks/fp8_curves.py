@@ -34,10 +34,11 @@ FLAGS = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --seq-length 512 "
     "--max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu --bf16 "
     "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 16 --global-batch-size 16 "
-    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1 --adam-beta2 0.95 "
+    "--lr-decay-style cosine --lr-warmup-iters 100 --weight-decay 0.1 --adam-beta2 0.95 "
     "--clip-grad 1.0 --tokenizer-type HuggingFaceTokenizer --split 95,5,0 --num-workers 1 "
     "--eval-interval 500 --eval-iters 50 --log-interval 1"
 )
+RATES = "--lr 1e-3 --min-lr 1e-4 "
 CURVES = {
     "bf16": "",
     "bf16, seed 2": "--seed 2",
@@ -68,11 +69,11 @@ def make_tokens(folder: Path) -> Path:
     return prefix
 
 
-def train(name: str, prefix: Path, steps: int) -> dict[str, Any]:
-    """Train one curve; return its losses, or the error."""
+def train(flags: str, prefix: Path, steps: int) -> dict[str, Any]:
+    """Train one curve with ``flags`` next to ``FLAGS``; return its losses, or the error."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
-        words = [*FLAGS.split(), *CURVES[name].split(), "--train-iters", str(steps), "--tensorboard-dir", str(folder)]
+        words = [*FLAGS.split(), *flags.split(), "--train-iters", str(steps), "--tensorboard-dir", str(folder)]
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--data-path", str(prefix)]
         command += ["--tokenizer-model", str(prefix.parent / "tokenizer")]
         job = run_command(command, Path(temporary), TIMEOUT)
@@ -152,7 +153,8 @@ def main() -> int:
         if args.prepare:
             return 0
         with ThreadPoolExecutor(len(args.curves)) as pool:
-            curves = dict(zip(args.curves, pool.map(lambda name: train(name, prefix, args.steps), args.curves)))
+            found = pool.map(lambda name: train(RATES + CURVES[name], prefix, args.steps), args.curves)
+            curves = dict(zip(args.curves, found))
     rows = compare(curves)
     content = {"environment": environment(), "steps": args.steps, "comparisons": rows, "curves": curves}
     args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -16,10 +17,27 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.recompute import recompute, recompute_from_split_input
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., object])
+
+
+# ---- optimizers
+
+
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    *args: Any,
+    layer_wise_distributed_optimizer: bool = False,
+    **kwargs: Any,
+) -> MegatronOptimizer:
+    """Build the optimizer of ``config`` with Muon for hidden matrices; further arguments as for
+    ``get_megatron_optimizer``. ``layer_wise_distributed_optimizer`` has no effect: ranks always deal matrices. Raises
+    UserError if the shards of a distributed optimizer cut a matrix: call ``declare_update_rules`` before wrapping."""
+    return get_megatron_optimizer(replace(config, optimizer="muon"), model_chunks, *args, **kwargs)
 
 
 # ---- groups

@@ -104,7 +104,7 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
     if of_muon and resolved.optimizer.optimizer != "muon":
         yield f"{', '.join(of_muon)}: no effect without --optimizer muon"
     elif resolved.optimizer.muon_tp_mode == "distributed":
-        yield "--muon-tp-mode distributed: computes full matrices on every rank, with the same results up to rounding"
+        yield "--muon-tp-mode distributed: deals full matrices to ranks, with the same results up to rounding"
     needed = TOKENIZER_FILES.get(resolved.tokenizer.tokenizer_type or "", ("tokenizer_model",))
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in given.explicit - {*needed}]
     if files and not resolved.data.mock_data:

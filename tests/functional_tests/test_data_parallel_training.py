@@ -63,6 +63,7 @@ LAYOUTS = {
 KINDS = {
     "adam": [],
     "sgd": ["--optimizer", "sgd", "--lr", "1e-1"],
+    "lion": ["--optimizer", "lion", "--disable-bias-linear"],
     "muon": ["--optimizer", "muon", "--muon-extra-scale-factor", "0.2"],
 }
 

@@ -45,16 +45,20 @@ def resumed(pool, dataset, folder, save, *flags):
     return pool.run(train_with_errors, 1, [*argv, *flags], False)[0]
 
 
-@pytest.mark.parametrize("first, second", [("adam", "muon"), ("muon", "adam"), ("sgd", "muon")])
+@pytest.mark.parametrize("first, second", [
+    ("adam", "muon"), ("muon", "adam"), ("sgd", "muon"), ("adam", "lion"),
+    ("muon --muon-scalar-optimizer adam", "muon --muon-scalar-optimizer lion"),
+])  # fmt: skip
 def test_state_of_another_optimizer_is_rejected_with_the_fix(gloo_pool, dataset, tmp_path, first, second):
-    folder = run(gloo_pool, 1, dataset, tmp_path / "half", ["--optimizer", first, "--exit-interval", "2"])
-    code, errors = resumed(gloo_pool, dataset, folder, tmp_path / "rest", "--optimizer", second)
+    flags = ["--optimizer", *second.split()]
+    folder = run(gloo_pool, 1, dataset, tmp_path / "half", ["--optimizer", *first.split(), "--exit-interval", "2"])
+    code, errors = resumed(gloo_pool, dataset, folder, tmp_path / "rest", *flags)
     expected = (
         f"holds optimizer state of --optimizer {first}, this run has --optimizer {second}: use {first}, or add "
         "--no-load-optim to continue from its weights with fresh optimizer state"
     )
     assert code != 0 and expected in errors, errors
-    code, errors = resumed(gloo_pool, dataset, folder, tmp_path / "rest", "--optimizer", second, "--no-load-optim")
+    code, errors = resumed(gloo_pool, dataset, folder, tmp_path / "rest", *flags, "--no-load-optim")
     assert code == 0, errors
 
 

@@ -179,6 +179,10 @@ class Optimizer:
                 m.mul_(c.sgd_momentum).add_(g + decay * weight)
                 weight -= rate * m
                 continue
+            if "lion" in (c.optimizer, c.muon_scalar_optimizer if c.optimizer == "muon" else ""):
+                weight -= rate * ((c.lion_beta1 * m + (1 - c.lion_beta1) * g).sign() + decay * weight)
+                m.mul_(c.lion_beta2).add_((1 - c.lion_beta2) * g)
+                continue
             m.mul_(c.adam_beta1).add_((1 - c.adam_beta1) * g)
             v.mul_(c.adam_beta2).add_((1 - c.adam_beta2) * g * g)
             m_hat, v_hat = m / (1 - c.adam_beta1**self.step), v / (1 - c.adam_beta2**self.step)

@@ -48,10 +48,13 @@ class MuonConfig(FlagGroup):
     """Muon: precision of the Newton-Schulz GEMMs: bf16 (medium), TF32 on GPUs (high) or fp32 (highest)."""
 
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
-    """Muon: orthogonalization of tensor-parallel matrices; full matrices on every rank (duplicated)."""
+    """Muon: orthogonalization of tensor-parallel matrices; duplicated and distributed both deal full matrices."""
+
+    muon_use_syrk: bool = False
+    """Muon: compute one half of symmetric products, by a Triton kernel on GPUs; bf16 (medium precision)."""
 
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
-    """Muon: optimizer of embeddings, output layer, norms and biases; adam reads the --adam-* flags."""
+    """Muon: optimizer of embeddings, output layer, norms and biases; reads the --adam-* or --lion-* flags."""
 
 
 def is_hidden_matrix(name: str, ndim: int) -> bool:

@@ -15,7 +15,7 @@ from megatron.core.config.ranges import INT64_MAX, NonNegativeFloat, PositiveFlo
 class RegularizationConfig(FlagGroup):
     """Optimizer and regularization"""
 
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    optimizer: Literal["adam", "sgd", "lion", "muon"] = "adam"
     """Optimizer; adam decouples weight decay (AdamW), muon updates hidden matrices and adam the other parameters."""
 
     weight_decay: NonNegativeFloat = 0.01
@@ -35,6 +35,12 @@ class RegularizationConfig(FlagGroup):
 
     sgd_momentum: Probability = 0.9
     """SGD: momentum."""
+
+    lion_beta1: Probability = 0.95
+    """Lion: weight of the momentum in the update, whose sign is subtracted."""
+
+    lion_beta2: Probability = 0.98
+    """Lion: decay of the momentum."""
 
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the weights of --qk-layernorm too."""

@@ -9,17 +9,20 @@ m <= n is 4 m^2 n + 2 m^3 FLOP per step. Singular values of the result are near 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.symmetric_product import symmetric_product_reference
+
 Precision = Literal["medium", "high", "highest"]
 Triple = tuple[float, float, float]
 
 _EPS = 1e-15  # a zero matrix stays zero
+_LARGE = 2**30  # m m n from which one matrix fills a GPU: a batch would only need more memory
 
 
 class Coefficients(NamedTuple):
@@ -65,21 +68,42 @@ Megatron-LM's "aol" do not: they turn the sign of a singular value above 0.884 o
 rank one would be updated in the wrong direction."""
 
 
-def orthogonalize(matrices: Tensor, steps: list[Triple], precision: Precision) -> Tensor:
+SymmetricProduct = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
+"""(a, b, c, alpha, beta) -> alpha a b^T + beta c, which is symmetric (``fusions/symmetric_product.py``)."""
+
+
+def orthogonalize(
+    matrices: Tensor,
+    steps: list[Triple],
+    precision: Precision,
+    product: SymmetricProduct = symmetric_product_reference,
+) -> Tensor:
     """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in the same dtype. ``precision`` is
     that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64 stays fp64. The
-    result for zeros is zeros. Does not change ``matrices``."""
+    result for zeros is zeros. Does not change ``matrices``. ``product`` computes the symmetric products."""
+    if len(matrices) > 1 and matrices[0].numel() * min(matrices.shape[-2:]) >= _LARGE:
+        return torch.cat([orthogonalize(each, steps, precision, product) for each in matrices.split(1)])
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    norms = torch.stack(torch._foreach_norm(list(matrices.unbind())))  # the bits must not depend on the batch
+    x = x / norms.clamp(min=_EPS)[:, None, None]
     if precision == "medium" and x.dtype == torch.float32:
         x = x.to(torch.bfloat16)
     with _matmul_precision(precision):
-        for a, b, c in steps:
-            gram = x @ x.mT
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-            x = torch.baddbmm(x, polynomial, x, beta=a)
+        x = iterate(x, steps, product)
     x = x.to(matrices.dtype)
     return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+
+
+def iterate(x: Tensor, steps: list[Triple], product: SymmetricProduct) -> Tensor:
+    """Return the result of all ``steps`` for ``x`` [k, m, n], m <= n, with a norm of 1 each."""
+    for a, b, c in steps:
+        x = torch.baddbmm(x, _polynomial(product(x, x, None, 1.0, 1.0), b, c, product), x, beta=a)
+    return x
+
+
+def _polynomial(gram: Tensor, b: float, c: float, product: SymmetricProduct) -> Tensor:
+    """Return b A + c A A, a new tensor."""
+    return product(gram, gram, gram, c, b) if c else b * gram
 
 
 @contextmanager

@@ -301,6 +301,7 @@ class MegatronOptimizer(MegatronNames):
     def _entries(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[Entry]:
         """Return the entries of all names of ``part`` with a gradient, in the order of the parameter groups, with the
         groups' ``lr`` and ``weight_decay`` as they are (the scheduler has applied the multipliers). Changes nothing."""
+        copies = part.ranks.replica if self.shards_optimizer else part.ranks.reduce
         entries = []
         for group in part.param_groups:
             lr, decay = group["lr"], group["weight_decay"]
@@ -308,7 +309,7 @@ class MegatronOptimizer(MegatronNames):
                 if name in grads:
                     moments = tuple(self.moments[kind][name] for kind in part.rule.moment_dtypes)
                     storage, shard = self.storage[name], self.shards[name]
-                    entries.append(Entry(storage, grads[name], moments, lr, decay, name, shard, self.groups))
+                    entries.append(Entry(storage, grads[name], moments, lr, decay, name, shard, self.groups, copies))
         return entries
 
     def gather_exact_weights(self) -> None:
@@ -452,5 +453,6 @@ def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
             problems += [f"{key}.{name} is unknown" for name in sorted(set(stored[key]) - set(live[key]))]
     if problems:
         raise UserError(f"the optimizer state does not fit this model and optimizer: {'; '.join(problems)}")
+
 
 serve_other_names(__name__)

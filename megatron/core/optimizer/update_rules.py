@@ -1,4 +1,4 @@
-"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, and Muon (``muon.py``).
+"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, Lion, and Muon (``muon.py``).
 
 A rule declares its state tensors per parameter with their dtypes, and what it owns: elements, which optimizer shards
 may cut anywhere, or matrices. It updates the storages and moments of a list of :class:`Entry` in place. Learning rate
@@ -22,7 +22,7 @@ from megatron.core.config.errors import UserError, listed
 from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.storage import OptimizerEntry, Storage, as_fp32_lists, by_rates
-from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.full_tensor import gather_full, take_shard
@@ -41,6 +41,8 @@ class Entry(OptimizerEntry):
     """Parameter name in the module."""
     shard: ParameterShard
     groups: ProcessGroups
+    copies: Group
+    """Data-parallel ranks that update the same shard."""
 
     @property
     def spec(self) -> ParameterSpec:
@@ -136,6 +138,35 @@ class SGD:
                 )  # fmt: skip
 
 
+class Lion:
+    """Lion (Chen et al. 2023, arXiv 2302.06675): ``p <- p - lr (sign(b1 m + (1 - b1) g) + wd p)``, then
+    ``m <- b2 m + (1 - b2) g``."""
+
+    owns: ClassVar[Literal["elements", "matrices"]] = "elements"
+
+    def __init__(self, config: OptimizerConfig, storages: Sequence[Storage]) -> None:
+        self.betas = config.lion_beta1, config.lion_beta2
+        self.decoupled = config.decoupled_weight_decay
+        self.moment_dtypes = {"exp_avg": torch.float32}
+
+    def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
+        """Update masters, model weights and momentum of all ``entries`` in place. ``conditions.skip`` 1 changes none of
+        them. Does not change gradients. No host sync."""
+        applies = conditions.skip == 0
+        for each in entries:
+            (momentum,), master = each.moments, each.storage.read()
+            gradient = each.gradient.to(momentum.dtype)
+            if conditions.factor is not None:
+                gradient = gradient * conditions.factor.to(momentum.dtype)
+            if not self.decoupled:
+                gradient = gradient + each.weight_decay * master
+            first, second = (torch.lerp(momentum, gradient, 1.0 - beta) for beta in self.betas)
+            decay = each.weight_decay if self.decoupled else 0.0
+            # where, not a factor of zero: a skipped step may have NaN in the gradient
+            momentum.copy_(torch.where(applies, second, momentum))
+            each.storage.write(torch.where(applies, master - each.lr * (first.sign() + decay * master), master))
+
+
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype of a moment given as "fp32", "bf16" or one of these torch dtypes. Raises UserError for any
     other, such as fp16; the message names ``flag``."""
@@ -146,7 +177,7 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD, "muon": Muon}
+RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD, "lion": Lion, "muon": Muon}
 """Update rules by name (--optimizer, or ``optimizer`` in a parameter group)."""
 
 

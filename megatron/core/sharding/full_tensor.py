@@ -7,7 +7,7 @@ not depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -69,19 +69,46 @@ def _gather_rows(flat: Tensor, shard: ParameterShard, group: Group) -> Tensor:
 
 
 def _join(local: Tensor, placement: Placement | Nested, group: Group) -> Tensor:
-    """All-gather ``local`` over ``group`` and join the shards along the dims of ``placement``, in rank order: a new
-    tensor. For one rank or a replicated placement return ``local`` itself, without collective. Ranks of a replicated
-    part of ``Nested`` send, too; the first copy is used."""
-    terms = (placement.outer, placement.inner) if isinstance(placement, Nested) else (placement,)
-    if group.size == 1 or not any(isinstance(term, Shard) for term in terms):
+    """All-gather ``local`` over ``group`` and join the shards: a new tensor. For one rank or a replicated placement
+    return ``local`` itself, without collective."""
+    if group.size == 1 or not is_split(placement):
         return local
     received = local.new_empty(group.size * local.numel())
     all_gather(received, local.reshape(-1), group=group.handle)
-    shards = [each.view(local.shape) for each in received.chunk(group.size)]
-    inner_size = placement.inner_size if isinstance(placement, Nested) else group.size
-    joined = [_concatenate(shards[at : at + inner_size], terms[-1]) for at in range(0, group.size, inner_size)]
-    return _concatenate(joined, terms[0])
+    return join_shards([each.view(local.shape) for each in received.chunk(group.size)], placement)
 
 
-def _concatenate(shards: list[Tensor], placement: Placement) -> Tensor:
-    return torch.cat(shards, dim=placement.dim) if isinstance(placement, Shard) and len(shards) > 1 else shards[0]
+def is_split(placement: Placement | Nested) -> bool:
+    """Whether ranks of the axis hold different elements."""
+    return any(isinstance(term, Shard) for term in _terms(placement))
+
+
+def join_shards(shards: Sequence[Tensor], placement: Placement | Nested) -> Tensor:
+    """Join the ``shards`` of all ranks along the dims of ``placement``. Of the copies in a replicated part of
+    ``Nested`` the first is used."""
+    inner_size = placement.inner_size if isinstance(placement, Nested) else len(shards)
+    outer, inner = _terms(placement)[0], _terms(placement)[-1]
+    joined = [_concatenate(shards[at : at + inner_size], inner) for at in range(0, len(shards), inner_size)]
+    return _concatenate(joined, outer)
+
+
+def split_shards(full: Tensor, placement: Placement | Nested, size: int) -> list[Tensor]:
+    """Return the shard of each of ``size`` ranks, views; inverse of :func:`join_shards`."""
+    inner_size = placement.inner_size if isinstance(placement, Nested) else size
+    outer, inner = _terms(placement)[0], _terms(placement)[-1]
+    blocks = _chunks(full, outer, size // inner_size)
+    return [shard for block in blocks for shard in _chunks(block, inner, inner_size)]
+
+
+def _terms(placement: Placement | Nested) -> tuple[Placement, ...]:
+    return (placement.outer, placement.inner) if isinstance(placement, Nested) else (placement,)
+
+
+def _concatenate(shards: Sequence[Tensor], placement: Placement) -> Tensor:
+    return torch.cat([*shards], dim=placement.dim) if isinstance(placement, Shard) and len(shards) > 1 else shards[0]
+
+
+def _chunks(full: Tensor, placement: Placement, count: int) -> Sequence[Tensor]:
+    if count == 1:
+        return [full]
+    return full.chunk(count, placement.dim) if isinstance(placement, Shard) else [full] * count

@@ -237,10 +237,14 @@ class Loading:
         ]
 
     def _other_optimizer(self) -> list[str]:
-        """Return a problem if one of the stored and this run's optimizer is Muon, and the other is not: their states
-        have other tensors."""
-        theirs, ours = self.reader.objects["args"].get("optimizer"), self.cfg.optimizer.optimizer
-        if theirs == ours or "muon" not in (theirs, ours):
+        """Return a problem if the stored and this run's optimizer differ, and one of them is Muon or Lion: their
+        states have other tensors, or tensors of the same name with another meaning."""
+        stored, config = self.reader.objects["args"], self.cfg.optimizer
+        theirs, ours = stored.get("optimizer"), config.optimizer
+        if theirs == ours == "muon":
+            scalar = stored.get("muon_scalar_optimizer", "adam")
+            theirs, ours = (f"muon --muon-scalar-optimizer {each}" for each in (scalar, config.muon_scalar_optimizer))
+        if theirs == ours or not {"muon", "lion"} & {*f"{theirs} {ours}".split()}:
             return []
         return [
             f"{self.found.directory} holds optimizer state of --optimizer {theirs}, this run has --optimizer {ours}: "

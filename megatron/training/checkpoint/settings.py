@@ -74,7 +74,7 @@ NUMBERS = (
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
     "muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_qkv_per_head", "muon_split_gate_up",
     "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps",
-    "muon_fp32_matmul_prec",
+    "muon_fp32_matmul_prec", "muon_scalar_optimizer", "lion_beta1", "lion_beta2",
 )  # fmt: skip
 """Settings that affect computed values. Learning rate and weight decay are checked by the scheduler."""
 

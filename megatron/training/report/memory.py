@@ -235,9 +235,10 @@ def master_bytes(cfg: PretrainConfig) -> int:
 
 def moment_bytes(cfg: PretrainConfig, is_matrix: bool = False) -> int:
     """Return the bytes of all moments per parameter element; ``is_matrix``: of matrices that Muon updates."""
-    if is_matrix:
+    kind = cfg.optimizer.muon_scalar_optimizer if cfg.optimizer.optimizer == "muon" else cfg.optimizer.optimizer
+    if is_matrix or kind == "lion":
         return state_bytes(cfg)
-    if cfg.optimizer.optimizer == "sgd":
+    if kind == "sgd":
         return state_bytes(cfg) if cfg.optimizer.sgd_momentum else 0
     return sum(
         2 if kind == "bf16" and not cfg.model.fp64 else state_bytes(cfg)

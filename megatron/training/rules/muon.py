@@ -11,11 +11,11 @@ from megatron.training.config.pretrain_config import PretrainConfig
 def muon_options_are_available(cfg: PretrainConfig) -> Problems:
     if cfg.optimizer.optimizer != "muon":
         return
-    if cfg.optimizer.muon_scalar_optimizer == "lion":
-        yield problem(cfg, "muon_scalar_optimizer", "is not available", "use adam")
     if cfg.optimizer.muon_fp32_matmul_prec == "low":
         reason = "has no meaning in torch: no precision is below bf16"
         yield problem(cfg, "muon_fp32_matmul_prec", reason, "use medium, which is bf16")
+    if cfg.optimizer.muon_use_syrk and cfg.optimizer.muon_fp32_matmul_prec != "medium":
+        yield problem(cfg, "muon_use_syrk", "requires --muon-fp32-matmul-prec medium", "remove it, or use medium")
     shards = max(cfg.model.tensor_model_parallel_size, expert_tensor_ranks(cfg.model))
     if cfg.optimizer.muon_tp_mode == "blockwise" and shards > 1:
         reason = f"orthogonalizes each of {shards} shards separately, so that results depend on the layout"

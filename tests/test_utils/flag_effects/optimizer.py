@@ -67,6 +67,23 @@ def sgd(momentum=0.9, lr=1e-2, clip=1.0):
     return follows
 
 
+def lion(lr=1e-2, decay=0.01, clip=1.0, beta1=0.95, beta2=0.98, among=("",)):
+    """Weights follow from the gradients by Lion (Chen et al. 2023); ``among``: parts of the names to compare."""
+
+    def follows(_, run):
+        finished(run)
+        weights = {name: each.double() for name, each in run.initial.items()}
+        moving = {name: torch.zeros_like(each) for name, each in weights.items()}
+        for gradients in run.gradients:
+            for name, each in _clipped(gradients, clip).items():
+                direction = (beta1 * moving[name] + (1 - beta1) * each).sign()
+                weights[name] -= lr * (direction + decay * _decays(name) * weights[name])
+                moving[name] = beta2 * moving[name] + (1 - beta2) * each
+        assert_close({name: each for name, each in run.weights.items() if any(map(name.__contains__, among))}, weights)
+
+    return follows
+
+
 def muon(decay=0.01, lr=1e-2, clip=1.0, **settings):
     """The projections of the MLP follow from the gradients by Muon (``tests/reference``) with these settings."""
     c = SimpleNamespace(**MUON_DEFAULTS | settings)
@@ -181,9 +198,13 @@ OPTIMIZER = [
     row("--muon-coefficient-type cans", muon(muon_coefficient_type="cans"), base=MUON),
     row("--muon-num-ns-steps 3", muon(muon_num_ns_steps=3), base=MUON),
     row("--muon-fp32-matmul-prec medium", changes("weights"), keeps_to_rounding("weights", tolerance=0.1), base=MUON),
+    row("--muon-use-syrk", stops("--muon-use-syrk: requires --muon-fp32-matmul-prec medium", code=2), base=MUON),
     row("--muon-tp-mode blockwise", stops("--muon-tp-mode blockwise: orthogonalizes each of 2 shards", code=2),
         base=f"{MUON} --tensor-model-parallel-size 2", ranks=2),
-    row("--muon-scalar-optimizer lion", stops("--muon-scalar-optimizer lion: is not available", code=2), base=MUON),
+    row("--muon-scalar-optimizer lion", lion(among=("layernorm", "embedding")), base=MUON),
+    row("--optimizer lion", lion()),
+    row("--lion-beta1 0.5", lion(beta1=0.5), base="--optimizer lion"),
+    row("--lion-beta2 0.5", lion(beta2=0.5), base="--optimizer lion"),
     row("--weight-decay 0.3", adamw(decay=0.3)),
     row("--clip-grad 0.1", sgd(clip=0.1), base=SGD),
     row("--adam-beta1 0.5", adamw(beta1=0.5)),

@@ -118,3 +118,16 @@ def test_a_norm_is_that_of_the_configuration():
     norm = modules.WrappedTorchNorm(TransformerConfig(**SIZES, normalization="RMSNorm"), 16)
     x = torch.randn(2, 16)
     torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), eps=1e-5))
+
+
+def test_muon_optimizer_updates_matrices_by_muon():
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
+    optimizer = get_megatron_muon_optimizer(
+        OptimizerConfig(optimizer="dist_muon", lr=0.1), [model], config_overrides=None, use_gloo_process_groups=False,
+        layer_wise_distributed_optimizer=True, pg_collection=None,
+    )  # fmt: skip
+    state = optimizer.state_dict()
+    assert {*state["momentum_buffer"]} == {"0.weight", "1.weight"} and {*state["exp_avg"]} == {"0.bias", "1.bias"}

@@ -95,7 +95,7 @@ def test_a_configuration_takes_settings_at_the_defaults_of_megatron_lm():
 
 
 def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
-    assert problems_of("--optimizer lion") == ["--optimizer lion: this optimizer is not available yet; remove it"]
+    assert problems_of("--optimizer soap") == ["--optimizer soap: this optimizer is not available yet; remove it"]
     assert "is not available yet" in problems_of("--rerun-mode report_stats")[0]
     assert parse_args((TINY + "--rerun-mode disabled --spec local --fp8-margin 0").split())
 

@@ -108,7 +108,7 @@ def seen(spec, splits, full):
         found.extend(matrices)
         return matrices.clone()
 
-    result = map_matrices(identity, full, spec, splits)
+    (result,) = map_matrices(identity, [full], [spec], splits)
     assert torch.equal(result, full)
     return found
 
@@ -277,17 +277,20 @@ def test_zero_gradients_change_nothing_and_nan_skips_the_step():
 def test_permuted_heads_commute_with_the_step_per_head():
     """The matrices of heads are separate: a permutation of heads before the step equals one after it."""
     spec, order = weight((1, 16, 5), parts=((8, 4, 4), (4, 4, 4, 4)), ndim=2), torch.tensor([1, 0, 2, 3])
-    rule = Muon(settings(muon_split_qkv_per_head=True), [])
     heads = random(1, 16, 5)
+
+    def orthogonalized(rule, full):
+        return rule.orthogonalized([full], [spec])[0]
 
     def permuted(full):
         return full.view(1, 4, 4, 5)[:, order].reshape(1, 16, 5)
 
-    assert torch.equal(rule.orthogonalized(permuted(heads), spec), permuted(rule.orthogonalized(heads, spec)))
+    rule = Muon(settings(muon_split_qkv_per_head=True), [])
+    assert torch.equal(orthogonalized(rule, permuted(heads)), permuted(orthogonalized(rule, heads)))
     # queries as one matrix commute as well, up to rounding: X X^T is permuted, or X^T X the same
     rule = Muon(settings(), [])
     torch.testing.assert_close(
-        rule.orthogonalized(permuted(heads), spec), permuted(rule.orthogonalized(heads, spec)), rtol=0, atol=1e-5
+        orthogonalized(rule, permuted(heads)), permuted(orthogonalized(rule, heads)), rtol=0, atol=1e-5
     )
 
 
@@ -297,7 +300,7 @@ def test_permuted_heads_commute_with_the_step_per_head():
 def test_scales_are_those_of_the_matrix(mode, expected):
     spec, direction = weight((10, 6)), conditioned(10, 6)
     config = settings(muon_scale_mode=mode, muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
-    found = Muon(config, []).orthogonalized(direction, spec)
+    (found,) = Muon(config, []).orthogonalized([direction], [spec])
     torch.testing.assert_close(found, expected * polar_factor(direction), rtol=0, atol=0.03)
 
 

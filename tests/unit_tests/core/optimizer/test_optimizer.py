@@ -94,8 +94,8 @@ def test_parameters_of_one_model_may_have_different_rules():
     assert {moment.dtype for moment in moments} == {torch.float64}
     assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in ours.named_parameters()}
     optimizer.load_state_dict(copy.deepcopy(state))
-    with pytest.raises(ValueError, match="--optimizer lion: not available yet; choose adam, sgd, muon"):
-        get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "lion")
+    with pytest.raises(ValueError, match="--optimizer soap: not available yet; choose adam, sgd, lion, muon"):
+        get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "soap")
 
 
 def test_coupled_decay_is_adam_with_l2():
@@ -275,8 +275,8 @@ def test_state_that_does_not_fit_is_refused_with_every_name():
     words = "exp_avg.0.weight is missing; exp_avg.9.weight is unknown; exp_avg_sq is missing"
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(state)
-    with pytest.raises(ValueError, match="--optimizer lion"):
-        get_megatron_optimizer(settings(optimizer="lion"), [network()])
+    with pytest.raises(ValueError, match="--optimizer soap"):
+        get_megatron_optimizer(settings(optimizer="soap"), [network()])
 
 
 @pytest.mark.parametrize("remainders", [True, False])

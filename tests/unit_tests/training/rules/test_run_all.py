@@ -1,6 +1,5 @@
 """Every contradiction is named with its flag, its value, the reason and a way out; consistent settings pass."""
 
-
 import pytest
 
 from megatron.core.config.cli import ConfigError, flags_of
@@ -87,8 +86,9 @@ def test_consistent_settings_pass(text):
         ("--optimizer muon --muon-scale-mode huge", "--muon-scale-mode huge: "),
         ("--optimizer muon --muon-coefficient-type aol", "--muon-coefficient-type: exists in Megatron-LM, is not"),
         ("--optimizer muon --muon-coefficient-type cubic5 --muon-num-ns-steps 4", "--muon-num-ns-steps 4: must be 5"),
-        ("--optimizer muon --muon-scalar-optimizer lion", "--muon-scalar-optimizer lion: is not available; use adam"),
+        ("--optimizer lion --lion-beta1 1", "--lion-beta1 1: must be at least 0 and less than 1"),
         ("--optimizer muon --muon-fp32-matmul-prec low", "--muon-fp32-matmul-prec low: has no meaning in torch"),
+        ("--optimizer muon --muon-use-syrk --muon-fp32-matmul-prec high", "--muon-use-syrk: requires"),
         ("--optimizer muon --muon-no-split-qkv --muon-split-qkv-per-head", "--muon-split-qkv-per-head: contradicts"),
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: requires --group-query-attention; add that flag"),
@@ -270,7 +270,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     "text",
     [
         "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
-        "--ckpt-convert-format torch", "--optimizer lion",
+        "--ckpt-convert-format torch", "--optimizer soap",
         "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
