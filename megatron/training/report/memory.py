@@ -22,7 +22,14 @@ from megatron.core.description.model import ModelDescription, Param, Piece, kept
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.core.pipeline_parallel.stages import StageContents
-from megatron.core.sharding.buffer_layout import CutRule, chosen_bucket_size, cut_buffer, owned_elements
+from megatron.core.sharding.buffer_layout import (
+    NUM_SLOTS,
+    CutRule,
+    chosen_bucket_size,
+    cut_buffer,
+    owned_elements,
+    slot_bytes,
+)
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.pipeline import enough_microbatches, layers_held, run_schedule, run_stages, stage_pieces
 
@@ -35,12 +42,15 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    """Optimizer state, or with --optimizer-cpu-offload the part on the device with the buffers for transfers."""
     activations: int
     """Saved between forward and backward passes, at the peak."""
     working: int
     """Temporary memory on top: gradients of one layer's activations, weights gathered for a layer."""
     kinds: dict[str, int]
     """``activations`` by the name of the piece that saves them, largest first."""
+    host_optimizer: int = 0
+    """Optimizer state in host memory; not in ``total``."""
 
     @property
     def total(self) -> int:
@@ -71,7 +81,9 @@ def _rank_memory(
             by_kind[name] += size
     share = kept / (sum(by_kind.values()) or 1.0)  # micro-batches in flight, averaged over the chunks
     kinds = {name: round(by_kind[name] * share) for name in sorted(by_kind, key=by_kind.__getitem__, reverse=True)}
-    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working, kinds)
+    host, slots = _offloaded_state(cfg, model, chunks, optimizer)
+    optimizer += slots - host
+    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working, kinds, host)
 
 
 # ---- parameters
@@ -214,6 +226,20 @@ def _expert_sum_ranks(cfg: PretrainConfig) -> int:
     return max(cfg.world_size // held, 1)
 
 
+def _offloaded_state(
+    cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], optimizer: int
+) -> tuple[int, int]:
+    """Return (bytes of ``optimizer`` state in host memory, bytes of the device buffers for transfers). The first is
+    exact for a fraction of 1; the program offloads full tensors."""
+    if not cfg.optimizer.optimizer_cpu_offload:
+        return 0, 0
+    host = int(optimizer * cfg.optimizer.optimizer_offload_fraction)
+    stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(model, chunk))]
+    width = moment_bytes(cfg, is_matrix=True) + master_bytes(cfg)
+    largest = max((each.elements * width for each in stored if _is_matrix(cfg, each)), default=0)
+    return host, NUM_SLOTS * slot_bytes(host, min(largest, host))
+
+
 def _is_half(cfg: PretrainConfig) -> bool:
     return cfg.model.fp16 or cfg.model.bf16
 
@@ -333,8 +359,21 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
         cells = "".join(f"{getattr(memory, name) / 2**30:13.2f}" for name in columns)
         mark = "   <- the most" if len(ranks) > 1 and index == totals.index(max(totals)) else ""
         yield f"  pipeline rank {index}" if len(ranks) > 1 else "  every rank", cells + mark
+    yield from _host_rows(ranks)
     live = microbatches_alive(cfg)
     yield "  alive at most", f"{', '.join(f'{count:g}' for count in live)} micro-batches x chunks by pipeline rank"
+
+
+HOST_GB_PER_SECOND = 55.0
+"""Speed of copies between a GPU and pinned host memory in each direction (PCIe 5 x16)."""
+
+
+def _host_rows(ranks: Sequence[RankMemory]) -> Iterator[tuple[str, str]]:
+    """Yield the row of offloaded optimizer state, for the pipeline rank with the most of it."""
+    if most := max(rank.host_optimizer for rank in ranks):
+        seconds = most / HOST_GB_PER_SECOND / 1e9
+        rate = f"at {HOST_GB_PER_SECOND:g} GB/s in each direction"
+        yield "  host memory per rank", f"{most / 2**30:.2f} GiB of optimizer state, {seconds:.2g} s per step {rate}"
 
 
 def microbatches_alive(cfg: PretrainConfig) -> list[float]:

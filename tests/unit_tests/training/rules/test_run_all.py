@@ -272,7 +272,6 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
         "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--optimizer lion",
         "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
-        "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],
 )  # fmt: skip
