@@ -21,7 +21,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._pins = device.type == "cuda"
-        self._registered: list[int] = []
+        self._registered: list[Tensor] = []  # alive until they are unregistered
         if self._pins:
             weakref.finalize(self, _unregister, self._registered).atexit = False
 
@@ -37,14 +37,15 @@ class HostMemory:
                     f"{int(status)}); raise the limits of the container (ulimit -l, memory) or lower "
                     "--optimizer-offload-fraction"
                 )
-            self._registered.append(made.data_ptr())
+            self._registered.append(made)
         return made
 
 
-def _unregister(addresses: Iterable[int]) -> None:
+def _unregister(tensors: list[Tensor]) -> None:
     torch.cuda.synchronize()  # copies in flight may still use the memory
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    tensors.clear()
 
 
 class CopyStream:

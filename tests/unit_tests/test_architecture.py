@@ -39,8 +39,8 @@ CORE = {
     "description": "config pipeline_parallel",
     "attention": "autograd_context config description enums extensions fusions groups random sharding",
     "transformer":
-        "attention autograd_context config description enums extensions fp8 fusions groups parallel_state "
-        "host_memory pipeline_parallel random sharding statistics tensor_parallel",
+        "attention autograd_context config description enums extensions fp8 fusions groups host_memory parallel_state "
+        "pipeline_parallel random sharding statistics tensor_parallel",
     # modules with parameters, where its neighbours know kernels alone
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":

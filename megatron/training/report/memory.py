@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.muon import is_hidden_matrix
 from megatron.core.description.model import ModelDescription, Param, Piece, kept_bytes
@@ -51,6 +52,8 @@ class RankMemory:
     """``activations`` by the name of the piece that saves them, largest first."""
     host_optimizer: int = 0
     """Optimizer state in host memory; not in ``total``."""
+    host_activations: int = 0
+    """Offloaded activations in host memory at the peak; not in ``total``."""
 
     @property
     def total(self) -> int:
@@ -63,7 +66,9 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     stages = run_stages(cfg, vocab_size or None)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
     kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
-    return [_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks)]
+    host = peak_activations(schedule, weight=lambda stage: float(offloaded_activations(cfg, model, stages[stage])))
+    found = (_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks))
+    return [replace(each, host_activations=int(size)) for each, size in zip(found, host)]
 
 
 def _rank_memory(
@@ -75,6 +80,7 @@ def _rank_memory(
     states = [_chunk_state(cfg, model, chunk) for chunk in chunks]
     weights, gradients, optimizer, working = (sum(column) for column in zip(*states))
     working += max(_backward_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
+    working += max(_moving_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
     by_kind: dict[str, float] = defaultdict(float)
     for chunk in chunks:
         for name, size in activations_by_kind(cfg, model, chunk).items():
@@ -314,8 +320,33 @@ def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: Sta
         layers = [] if cfg.model.recompute_method == "uniform" else layers[given:]
     for layer in layers:
         for branch in layer:
-            found[branch.name] += kept_bytes([branch], recomputed)
+            found[branch.name] += kept_bytes([branch], recomputed) - _offloaded_bytes(cfg, branch)
     return {name: size * _tokens(cfg) for name, size in found.items() if size}
+
+
+def _offloaded_bytes(cfg: PretrainConfig, branch: Piece) -> float:
+    """Return the bytes per token that a branch of a layer saves in host memory."""
+    model, recomputed = cfg.model, _recomputed(cfg)
+    if not model.fine_grained_activation_offloading:
+        return 0.0
+    least = model.min_offloaded_tensor_size * activation_bytes(model) / _tokens(cfg)
+    saved = [each for op in branch.ops for each in op.saved if each.offload in (model.offload_modules or ())]
+    return model.activation_offload_fraction * sum(
+        each.bytes for each in saved if each.bytes >= least and not recomputed.intersection(each.modules)
+    )
+
+
+def offloaded_activations(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
+    """Return the bytes that one micro-batch keeps in host memory for a stage."""
+    branches = [branch for layer in layers_held(model, stage) for branch in layer]
+    return int(sum(_offloaded_bytes(cfg, branch) for branch in branches) * _tokens(cfg))
+
+
+def _moving_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
+    """Return the bytes of offloaded activations that are on the device because their copies are in flight."""
+    modules = len(cfg.model.offload_modules or ()) or 1
+    largest = max((sum(_offloaded_bytes(cfg, branch) for branch in layer) for layer in layers), default=0.0)
+    return int(largest * min((IN_FLIGHT + LOADED_AHEAD) / modules, len(layers)) * _tokens(cfg))
 
 
 def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
@@ -369,11 +400,20 @@ HOST_GB_PER_SECOND = 55.0
 
 
 def _host_rows(ranks: Sequence[RankMemory]) -> Iterator[tuple[str, str]]:
-    """Yield the row of offloaded optimizer state, for the pipeline rank with the most of it."""
-    if most := max(rank.host_optimizer for rank in ranks):
-        seconds = most / HOST_GB_PER_SECOND / 1e9
+    """Yield the row of offloaded state and activations, for the pipeline ranks with the most of them. Copies of
+    activations at the peak, once per micro-batch in flight."""
+    sizes = {
+        "optimizer state, copied in {} per step": max(rank.host_optimizer for rank in ranks),
+        "activations, copied in {}": max(rank.host_activations for rank in ranks),
+    }
+    parts = [
+        f"{size / 2**30:.2f} GiB of {text.format(f'{size / HOST_GB_PER_SECOND / 1e9:.2g} s')}"
+        for text, size in sizes.items()
+        if size
+    ]
+    if parts:
         rate = f"at {HOST_GB_PER_SECOND:g} GB/s in each direction"
-        yield "  host memory per rank", f"{most / 2**30:.2f} GiB of optimizer state, {seconds:.2g} s per step {rate}"
+        yield "  host memory per rank", f"{'; '.join(parts)} ({rate})"
 
 
 def microbatches_alive(cfg: PretrainConfig) -> list[float]:

@@ -116,7 +116,7 @@ def test_offloaded_state_is_counted_on_the_host(text):
         assert 0 < after.optimizer < 0.7 * before.optimizer and part.host_optimizer == before.optimizer // 2
         assert after.total - after.optimizer == before.total - before.optimizer
     rows = dict(memory_rows(settings(f"{wide} --optimizer-cpu-offload", 4), 8 * VOCAB_SIZE))
-    assert "s per step at 55 GB/s" in rows["  host memory per rank"]
+    assert "s per step (at 55 GB/s" in rows["  host memory per rank"]
 
 
 def test_device_buffers_of_offloaded_state_have_the_estimated_size():
@@ -243,6 +243,28 @@ def test_kept_activations_of_encoders_are_near_the_estimate(gloo_pool, name):
     expected = stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0])
     found = gloo_pool.run(kept, 1, f"{WIDE}{text}", family)[0]
     assert found == pytest.approx(expected, rel=0.2), found / expected
+
+
+@pytest.mark.parametrize("text, modules", [
+    (f"{LLAMA} --tensor-model-parallel-size 2", "attn_norm qkv_linear core_attn attn_proj mlp_norm"),
+    (f"{LLAMA} {WIDE_EXPERTS} --pipeline-model-parallel-size 2", "mlp_norm expert_fc1 moe_act"),
+])  # fmt: skip
+def test_offloaded_activations_are_counted_on_the_host(text, modules):
+    flags = f"{WIDE}{text} --fine-grained-activation-offloading --offload-modules {modules}"
+    flags += " --min-offloaded-tensor-size 1"
+    plain, offloaded, half, large = (
+        estimate_memory(settings(each, 4), 512)
+        for each in (f"{WIDE}{text}", flags, f"{flags} --activation-offload-fraction 0.5",
+                     f"{flags} --min-offloaded-tensor-size 1000000")
+    )  # fmt: skip
+    assert plain == large
+    for before, after, part in zip(plain, offloaded, half, strict=True):
+        moved = before.activations - after.activations
+        assert moved == pytest.approx(after.host_activations, abs=8) and 0.2 < moved / before.activations < 0.9
+        assert part.host_activations == pytest.approx(moved / 2, abs=8)
+        assert 0 < after.working - before.working <= moved
+    rows = dict(memory_rows(settings(flags, 4), 512))
+    assert "GiB of activations, copied in" in rows["  host memory per rank"]
 
 
 # ---- whole runs
