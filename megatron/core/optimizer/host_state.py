@@ -87,7 +87,7 @@ class HostState:
         self._stored: dict[int, torch.cuda.Event | None] = {}
 
     @property
-    def slot_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """Device memory of all slots."""
         return sum(slot.numel() for slot in self._slots)
 

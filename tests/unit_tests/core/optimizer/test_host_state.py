@@ -100,7 +100,7 @@ def test_slices_cover_every_element_once_in_order_and_fit_in_a_slot():
             assert covered.get(piece.name, 0) == piece.start and piece.start % 64 == 0
             covered[piece.name] = piece.stop
     assert covered == {name: each.weight.numel() for name, each in state._storages.items()}
-    assert 3 * len(state._slots[0]) == state.slot_bytes and any(len(each) > 1 for each in state._slices)
+    assert 3 * len(state._slots[0]) == state.device_bytes and any(len(each) > 1 for each in state._slices)
 
 
 def test_state_is_interchangeable_with_and_without_offload():
