@@ -87,6 +87,7 @@ class MegatronNames:
     def shard_fp32_from_float16_groups(self: Any) -> list[list[Tensor]]:
         """Live fp32 copies of half-precision weights, by parameter group; empty lists if 16-bit remainders are stored.
         A change reaches the model weights only with the next update."""
+        self.host_state.settle()
         masters = ([self.storage[name] for name in group["names"]] for group in self.param_groups)
         return [[each.kept for each in own if each.kept_dtype == torch.float32] for own in masters]
 
