@@ -6,11 +6,12 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, host_state
 from megatron.core.optimizer.host_state import select_offloaded
 from megatron.core.sharding.buffer_layout import NUM_SLOTS
 from megatron.core.sharding.placement import declare
 from tests.test_utils.block_storage import Blocks
+from tests.test_utils.lazy_streams import LazyStream
 
 FORMATS = {
     "fp32": {},
@@ -72,6 +73,36 @@ def test_offloaded_updates_equal_those_on_the_device(form, kind):
     state = offloaded[1].host_state
     assert len(state.names) == len(offloaded[1].storage) and len(state._slices) >= 3 + 3 * (kind != "muon")
     assert same(plain, offloaded)
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_copies_may_be_as_late_as_their_events(monkeypatch, kind, overlap):
+    monkeypatch.setattr(host_state, "CopyStream", LazyStream)
+    flags = {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": overlap}
+    plain, offloaded = build(kind=kind), build(kind=kind, **flags)
+    for first in (0, 3):
+        train(plain, 3, first)
+        train(offloaded, 3, first)
+        assert same(plain, offloaded)
+
+
+@pytest.mark.parametrize("fault", ["loads", "settle", "slots"])
+def test_a_missing_wait_is_found(monkeypatch, fault):
+    """Faults in the order of copies change results with lazy copies."""
+    monkeypatch.setattr(host_state, "CopyStream", LazyStream)
+    plain, offloaded = build(), build(**OFFLOAD)
+    state = offloaded[1].host_state
+    if fault == "loads":
+        state._loads.wait = lambda event: None
+    elif fault == "settle":
+        state.settle = lambda: None
+    else:
+        copy = state._loads.copy
+        state._loads.copy = lambda pairs, after=(): copy(pairs)
+    train(plain, 3)
+    train(offloaded, 3)
+    assert not same(plain, offloaded)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])

@@ -13,6 +13,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer import offload
 from megatron.core.transformer.offload import ActivationOffload, offload_policy, run_offloaded
+from tests.test_utils.lazy_streams import LazyStream
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
 DENSE = [name for name in OFFLOADED_MODULES if name not in ("expert_fc1", "moe_act")]
@@ -52,6 +53,18 @@ def test_gradients_are_those_without_offloading(variant):
     network, flags = VARIANTS[variant]
     plain, offloaded = results(*forward(network)), results(*forward(network, **ON, **flags))
     assert all(map(torch.equal, plain, offloaded)) and len(plain) == len(offloaded)
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_copies_may_be_as_late_as_their_events(monkeypatch, is_faulty):
+    """And a load that does not wait for the copy to the host is found."""
+    monkeypatch.setattr(offload, "CopyStream", LazyStream)
+    if is_faulty:
+        monkeypatch.setattr(offload.Offloaded, "_wait", lambda kept: None)
+    network = {**NETWORK, "num_layers": 6}
+    plain = results(*forward(network))
+    offloaded = results(*forward(network, **ON, offload_modules=DENSE))
+    assert all(map(torch.equal, plain, offloaded)) is not is_faulty
 
 
 @pytest.mark.parametrize("layout", [(2, 2, {}), (2, 2, {"sequence_parallel": True}),
