@@ -179,6 +179,10 @@ VARIANTS: dict[str, str] = {
     "recompute-mlp": RECOMPUTED_MLP,
     "recompute-full": RECOMPUTED,
     "precision-aware": PRECISION_AWARE,
+    "optimizer-offload": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+    "activation-offload": (
+        "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm"
+    ),
     "te": "--transformer-impl transformer_engine",
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-distributed-optimizer",

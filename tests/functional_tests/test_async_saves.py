@@ -22,8 +22,10 @@ LAYOUTS = {
     "one": (1, []),
     "tp2": (2, ["--tensor-model-parallel-size", "2", "--bf16"]),
     "zero": (2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
+    "offload": (2, ["--use-distributed-optimizer", "--bf16", "--optimizer-cpu-offload",
+                    "--overlap-cpu-optimizer-d2h-h2d"]),
     "fsdp": (2, ["--use-torch-fsdp2", "--bf16"]),
-}
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ def digests(checkpoint):
     }
 
 
+OFFLOADED = ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"]
 SAME_ARITHMETIC = {
     "plain, small buckets": SMALL,
     "plain, overlapped": [*SMALL, "--overlap-grad-reduce"],
@@ -45,6 +46,8 @@ SAME_ARITHMETIC = {
     "sharded, small buckets": [*SHARDED, *SMALL],
     "sharded, overlapped": [*OVERLAPPED, *SMALL],
     "sharded, three buckets": [*OVERLAPPED, "--ddp-num-buckets", "3", "--ddp-pad-buckets-for-high-nccl-busbw"],
+    "offloaded": OFFLOADED,
+    "half offloaded, sharded": [*OVERLAPPED, *SMALL, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"],
 }
 
 
@@ -109,6 +112,7 @@ KINDS_OF_STATE = {
     "plain": (2, []),
     "sharded": (3, [*OVERLAPPED, "--ddp-bucket-size", "700"]),
     "instances": (4, [*SHARDED, "--num-distributed-optimizer-instances", "2", *THREES]),
+    "offloaded": (3, [*SHARDED, *OFFLOADED]),
     "fsdp2": (3, FULLY_SHARDED),
     "hsdp": (4, [*FULLY_SHARDED, "--num-distributed-optimizer-instances", "2", *THREES]),
     "tp": (4, [*SHARDED, *SMALL, "--tensor-model-parallel-size", "2"]),
@@ -173,7 +177,7 @@ def one_rank_with_a_ramp(gloo_pool, dataset, tmp_path_factory):
     return run(gloo_pool, 1, dataset, tmp_path_factory.mktemp("one"), RAMP)
 
 
-@pytest.mark.parametrize("name", ["sharded", "instances", "hsdp", "tp"])
+@pytest.mark.parametrize("name", ["sharded", "offloaded", "instances", "hsdp", "tp"])
 def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, one_rank_with_a_ramp, tmp_path, name):
     """A ramp of the batch size and evaluations whose last batch is ragged included; replicas are checked."""
     world_size, layout = KINDS_OF_STATE[name]

@@ -218,10 +218,10 @@ def test_all_contradictions_are_reported_at_once(dataset):
     from tests.test_utils.gpt_runs import MODEL_FLAGS
 
     argv = MODEL_FLAGS + ["--data-path", str(dataset), "--fp16", "--bf16"]
-    argv += ["--global-batch-size", "7", "--optimizer-cpu-offload"]
+    argv += ["--global-batch-size", "7", "--overlap-cpu-optimizer-d2h-h2d"]
     with pytest.raises(ConfigError) as error:
         validate_args(parse_args(argv), world_size=2)
-    for flag in ("--fp16", "--global-batch-size", "--optimizer-cpu-offload"):
+    for flag in ("--fp16", "--global-batch-size", "--overlap-cpu-optimizer-d2h-h2d"):
         assert flag in str(error.value)
 
 

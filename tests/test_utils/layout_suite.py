@@ -26,7 +26,8 @@ EXTENDED = _LATER | {
     "sinks-cp2-a2a", "off-by-one-cp2-packed", "mla-tp2-sp", "mla-cp2", "mla-zero2-tp2", "mla-recompute-tp2-sp",
     "mla-tp2", "mla-tp2-sp-dropout", "mla-cp2-dropout", "mla-cp2-allgather", "mla-pp2", "mla-zero2-gather", "mla-fsdp2",
     "mla-cp2-tp2-sp", "gemma-2-pp2-tp2-sp-zero-bubble", "gemma-3-cp2-pp2", "olmo-2-cp2-tp2-zero",
-    "olmo-2-fsdp2-recompute", "gpt-neox-cp2-recompute",
+    "olmo-2-fsdp2-recompute", "gpt-neox-cp2-recompute", "offload-zero2-pp2-tp2-sp", "activations-cp2",
+    "activations-bert-post-norm", "activations-mtp-pp2", "activations-mla-experts-ep2",
 }  # fmt: skip
 """Rows that only ``tests/torture/layouts.py`` runs. 121 faults were injected (``layout_faults.py``, and changed lines
 that at most 60 percent of the rows execute); the remaining rows detect every fault that any row detects. They also

@@ -6,6 +6,7 @@ from tests.test_utils.fp8_table import FP8_MODELS, FP8_ROWS
 from tests.test_utils.layouts import Layout
 from tests.test_utils.masked_layouts import BERT_MODELS, BERT_ROWS
 from tests.test_utils.muon_table import MUON_MODELS, MUON_ROWS
+from tests.test_utils.offload_table import OFFLOAD_ROWS
 from tests.test_utils.t5_layouts import T5_MODELS, T5_ROWS
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -370,7 +371,7 @@ TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
     **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
     **FAMILIES, **BERT_ROWS, **T5_ROWS, **DECLARED_ROWS, **FP8_ROWS,
-    **MUON_ROWS,
+    **MUON_ROWS, **OFFLOAD_ROWS,
 }  # fmt: skip
 
 

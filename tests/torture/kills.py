@@ -40,6 +40,7 @@ LAYOUTS = {
     "pp2": ("--pipeline-model-parallel-size 2", 2),
     "cp2": ("--context-parallel-size 2", 2),
     "zero2": (GATHER, 2),
+    "offload": (f"{GATHER} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", 2),
     "fsdp2": ("--use-torch-fsdp2", 2),
     "tp2-dp2": ("--tensor-model-parallel-size 2", 4),
     "tp2-pp2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),

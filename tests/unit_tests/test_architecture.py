@@ -27,18 +27,19 @@ CORE = {
     "inference": "config",
     "extensions": "config fusions",
     "sharding": "config fusions groups random",
+    "host_memory": "config",
     "statistics": "groups",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups safe_files sharding",
     "distributed": "config dist_checkpointing fp8 fusions groups parallel_state sharding statistics",
     "tensor_parallel": "autograd_context config extensions fusions groups parallel_state random sharding",
     "fp8": "config extensions fusions groups sharding tensor_parallel",
-    "optimizer": "config distributed extensions fusions groups parallel_state sharding",
+    "optimizer": "config distributed extensions fusions groups host_memory parallel_state sharding",
     "pipeline_parallel": "config groups parallel_state tensor_parallel",
     "description": "config pipeline_parallel",
     "attention": "autograd_context config description enums extensions fusions groups random sharding",
     "transformer":
-        "attention autograd_context config description enums extensions fp8 fusions groups parallel_state "
+        "attention autograd_context config description enums extensions fp8 fusions groups host_memory parallel_state "
         "pipeline_parallel random sharding statistics tensor_parallel",
     # modules with parameters, where its neighbours know kernels alone
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.config.groups import FlagGroup
-from megatron.core.config.ranges import Layers
+from megatron.core.config.ranges import Layers, PositiveInt, Range
 
 RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_act", "shared_experts", "mla_up_proj")
 """Modules that selective recomputation can recompute."""
+OFFLOADED_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+"""Modules whose saved tensors can be offloaded to host memory."""
+
+IN_FLIGHT, LOADED_AHEAD = 4, 2
+"""Calls of these modules whose tensors are still on the device until their copies are done, about one layer's; and
+calls whose tensors return before backward needs them."""
 
 
 @dataclass(kw_only=True)
@@ -33,3 +39,16 @@ class RecomputeConfig(FlagGroup):
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""
+
+    fine_grained_activation_offloading: bool = False
+    """Move tensors that the modules of --offload-modules save for backward to pinned host memory."""
+
+    offload_modules: list[str] | None = None
+    """Modules whose saved tensors are offloaded: attn_norm, qkv_linear (inputs), core_attn (queries, keys, values,
+    output), attn_proj (input), mlp_norm, expert_fc1, moe_act (inputs)."""
+
+    min_offloaded_tensor_size: PositiveInt = 1_048_576
+    """Elements from which a tensor is offloaded."""
+
+    activation_offload_fraction: Annotated[float, Range(0, 1)] = 1.0
+    """Fraction of the calls of --offload-modules in a forward pass that offload, the first ones."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from megatron.core.config.cli import FlagSpec, Problem, flags_of
 from megatron.core.config.errors import counted
 from megatron.core.config.fp8 import ALIGNED, BLOCK
+from megatron.core.config.memory import OFFLOADED_MODULES
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
@@ -139,6 +140,49 @@ def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
     if names := [name for name in cfg.recompute_modules or () if name in ("layernorm", "mlp_act")]:
         reason = f"{', '.join(names)} would save no memory: with --fp8-format layers save an 8-bit copy of their input"
         yield problem(cfg, "recompute_modules", reason, "remove it")
+
+
+def activation_offload(cfg: ModelSettings) -> Problems:
+    """Reject flags of activation offloading without it, missing and unknown modules, modules of experts in dense
+    models, modules whose saved tensors are recomputed or also saved elsewhere, and Transformer Engine."""
+    modules = cfg.offload_modules or ()
+    if not cfg.fine_grained_activation_offloading:
+        if modules:
+            yield problem(cfg, "offload_modules", "requires --fine-grained-activation-offloading", "add it")
+        return
+    if not modules:
+        yield problem(cfg, "fine_grained_activation_offloading", "requires --offload-modules")
+    if cfg.transformer_impl == "transformer_engine":
+        reason = "is not supported with --transformer-impl transformer_engine"
+        yield problem(cfg, "fine_grained_activation_offloading", reason, "use --transformer-impl local")
+    if cfg.recompute_granularity == "full":
+        reason = "contradicts --recompute-granularity full, which saves no tensors of these modules"
+        yield problem(cfg, "offload_modules", reason, "choose one")
+    recomputed = set(cfg.recompute_modules or ("core_attn",)) if cfg.recompute_granularity == "selective" else set()
+    for name in modules:
+        reason = fix = ""
+        if name not in OFFLOADED_MODULES:
+            reason, fix = "not available", f"choose from {', '.join(OFFLOADED_MODULES)}"
+        elif name in ("expert_fc1", "moe_act") and cfg.num_moe_experts is None:
+            reason, fix = "requires --num-experts", "remove it"
+        elif clash := sorted(recomputed.intersection(_NOT_SAVED[name])):
+            reason, fix = f"saves tensors that --recompute-modules {' '.join(clash)} discards", "choose one"
+        elif name == "attn_proj" and not {"core_attn"} & {*modules, *recomputed}:
+            reason, fix = "saves the output of attention, which core_attn keeps on the device", "add core_attn"
+        if reason:
+            yield problem(cfg, "offload_modules", f"{name} {reason}", fix)
+
+
+_NOT_SAVED = {
+    "attn_norm": ("layernorm",),
+    "mlp_norm": ("layernorm",),
+    "qkv_linear": ("layernorm",),
+    "core_attn": ("core_attn", "mla_up_proj"),
+    "attn_proj": (),
+    "expert_fc1": ("moe", "mlp"),
+    "moe_act": ("moe", "moe_act", "mlp"),
+}
+"""Recomputed modules that save less, or other tensors, where a module to offload saves them."""
 
 
 def repeated_mtp_layer_needs_mtp(cfg: ModelSettings) -> Problems:

@@ -63,6 +63,16 @@ class RegularizationConfig(FlagGroup):
     store_param_remainders: bool = True
     """Store bf16 master weights as 2-byte remainders instead of 4-byte copies; results are bit-identical."""
 
+    optimizer_cpu_offload: bool = False
+    """Keep master weights and moments in pinned host memory; updates run on the GPU, slice by slice, with the same
+    bits."""
+
+    optimizer_offload_fraction: Annotated[float, Range(0, 1)] = 1.0
+    """Fraction of the parameters whose optimizer state is offloaded; the largest that fit (--optimizer-cpu-offload)."""
+
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Load the first slices of offloaded state before the update, and store the last during the next forward."""
+
     decoupled_lr: NonNegativeFloat | None = None
     """Learning rate of the embedding and the output layer; default: --lr."""
 

@@ -103,6 +103,8 @@ class Saved:
     bytes: float
     modules: tuple[str, ...] = ()
     """Names in --recompute-modules; each of them recomputes the tensor instead."""
+    offload: str = ""
+    """Name in --offload-modules with which the tensor is offloaded; empty: never."""
 
 
 @dataclass(frozen=True)

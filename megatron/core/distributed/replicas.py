@@ -37,15 +37,15 @@ class ReplicaDifference(NamedTuple):
     """Axis of ``ProcessGroups`` over which the tensor should be equal."""
 
 
-def tensor_hash(tensor: Tensor) -> Tensor:
-    """Return a 64-bit, position-dependent hash of the bits of ``tensor``, an int64 scalar on its device. No host sync.
-    The hash is the sum modulo 2^64 of the bits of each element plus one, times an odd weight that depends on its
-    position. A change of a single element always changes the hash."""
+def tensor_hash(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a 64-bit, position-dependent hash of the bits of ``tensor``, an int64 scalar on ``device`` (default: that
+    of the tensor), where it is computed. No host sync. The hash is the sum modulo 2^64 of the bits of each element plus
+    one, times an odd weight that depends on its position. A change of a single element always changes the hash."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=device or bits.device)
     for first in range(0, bits.numel(), _HASHED_AT_ONCE):
-        some = bits[first : first + _HASHED_AT_ONCE].to(torch.int64)
-        weights = torch.arange(first, first + some.numel(), device=bits.device) * 2 * 0x9E3779B97F4A7C1 + 1
+        some = bits[first : first + _HASHED_AT_ONCE].to(total.device).to(torch.int64)
+        weights = torch.arange(first, first + some.numel(), device=total.device) * 2 * 0x9E3779B97F4A7C1 + 1
         total += ((some + 1) * weights).sum()
     return total
 
@@ -71,7 +71,8 @@ def check_replicas(
         further: additional tensors, such as ``MegatronOptimizer.replicas()``.
     """
     held = [tensor for module in modules for tensor in weight_rectangles(module, groups)] + list(further)
-    hashes = torch.stack([tensor_hash(tensor.local) for tensor in held]).tolist() if held else []
+    device = held[0].local.device if held else None  # a weight; offloaded state is hashed there too
+    hashes = torch.stack([tensor_hash(tensor.local, device) for tensor in held]).tolist() if held else []
     mine = [[tensor.name, list(tensor.rectangle.offsets), list(tensor.rectangle.lengths), value]
             for tensor, value in zip(held, hashes)]  # fmt: skip
     joined: dict[tuple[int, ...], Group] = {}

@@ -159,17 +159,19 @@ class TritonAdam:
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[list[tuple[int, ...]], list[_Table]]] = {}
+        """Addresses and tables of a group, by the address of its first weight: slices of offloaded state are separate
+        calls."""
 
     @torch.no_grad()
     def __call__(self, entries: Sequence[OptimizerEntry], step: AdamStep) -> None:
         """Update masters, model weights and moments of all ``entries`` in place, one launch per (learning rate, weight
         decay) and format; entries of declared storages by :func:`adam_reference_`, which may scale their gradients.
-        ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per index of the group."""
+        ``step.skip`` 1 writes nothing. No host sync. Keeps address tables per group."""
         scalars = _device_scalars(step)
         adam_reference_([each for each in entries if type(each.storage) not in _KERNEL_STORAGES], step)
         own = [each for each in entries if type(each.storage) in _KERNEL_STORAGES]
-        for index, ((lr, weight_decay), group) in enumerate(by_rates(own).items()):
-            for table in self._current(index, group):
+        for (lr, weight_decay), group in by_rates(own).items():
+            for table in self._current(group):
                 kind = table.format
                 _adam_kernel[(table.chunks.shape[0],)](
                     table.rows, table.chunks, scalars, float(lr), float(weight_decay), step.beta1,
@@ -180,14 +182,15 @@ class TritonAdam:
                     num_warps=_NUM_WARPS,
                 )  # fmt: skip
 
-    def _current(self, index: int, tensors: Sequence[OptimizerEntry]) -> list[_Table]:
-        """Return the address tables of group ``index``, from the cache if all addresses and sizes are as before, else
+    def _current(self, tensors: Sequence[OptimizerEntry]) -> list[_Table]:
+        """Return the address tables of a group, from the cache if all addresses and sizes are as before, else
         rebuilt and copied to the device (every step if gradients are allocated anew). Keeps no tensors alive."""
         # addresses and sizes only: a tensor of another dtype in the same place would be read with the old dtype
         rows = [_row(each) for each in tensors]
-        known = self._tables.get(index)
+        first = rows[0][1]
+        known = self._tables.get(first)
         if known is None or known[0] != rows:
-            self._tables[index] = known = (rows, list(_tables(tensors, rows)))
+            self._tables[first] = known = (rows, list(_tables(tensors, rows)))
         return known[1]
 
 

@@ -16,6 +16,7 @@ Moments may be stored in bf16: they are widened, updated in fp32, and rounded to
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
@@ -104,6 +105,13 @@ class Storage:
     def build(cls, weight: Tensor, *, split: bool) -> Storage:
         """Build the storage of a parameter that declares this kind. ``split`` prefers a 16-bit remainder."""
         return cls(weight)
+
+    def with_kept(self, kept: Tensor | None, part: slice | None = None) -> Storage:
+        """Return a storage of this kind with ``kept`` as extra storage and the same weight, or the range ``part`` of
+        its flat elements. For the time of an update of state that is kept elsewhere."""
+        made = copy.copy(self)
+        made.weight, made.kept = self.weight if part is None else self.weight.view(-1)[part], kept
+        return made
 
     @property
     def dtype(self) -> torch.dtype:

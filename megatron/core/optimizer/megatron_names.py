@@ -26,6 +26,7 @@ class ParameterState(MutableMapping[str, Any]):
         return [kind for kind, tensors in self._optimizer.moments.items() if self._name in tensors]
 
     def __getitem__(self, kind: str) -> Tensor:
+        self._optimizer.host_state.settle()  # the caller may read or change it
         return self._optimizer._steps if kind == "step" else self._optimizer.moments[kind][self._name]
 
     def __setitem__(self, kind: str, value: Any) -> None:
@@ -34,6 +35,7 @@ class ParameterState(MutableMapping[str, Any]):
         if kind == "step":
             self._optimizer._steps.fill_(float(value))
         elif kind in self._kinds():
+            self._optimizer.host_state.settle()
             self._optimizer.moments[kind][self._name] = value
         else:
             raise KeyError(kind)
@@ -85,6 +87,7 @@ class MegatronNames:
     def shard_fp32_from_float16_groups(self: Any) -> list[list[Tensor]]:
         """Live fp32 copies of half-precision weights, by parameter group; empty lists if 16-bit remainders are stored.
         A change reaches the model weights only with the next update."""
+        self.host_state.settle()
         masters = ([self.storage[name] for name in group["names"]] for group in self.param_groups)
         return [[each.kept for each in own if each.kept_dtype == torch.float32] for own in masters]
 

@@ -18,7 +18,8 @@ State is stored by global parameter name, so that saving, comparing and loading 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,10 @@ from megatron.core.config.errors import UserError, listed
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.fusions.storage import Storage, build_storage
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
+from megatron.core.host_memory import HostMemory
 from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.host_state import HostState, select_offloaded
 from megatron.core.optimizer.megatron_names import MegatronNames
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, Entry, RuleFactory, UpdateRule, find_rule
@@ -173,26 +176,40 @@ class MegatronOptimizer(MegatronNames):
         moments are zero, fp32 copies are copied from the weights. Moments of fp64 masters are fp64. Done before the
         first step, so that memory use and state names do not change during training."""
         storages = self.storage
+        config, self._memory = self.config, HostMemory(self.device)
+        sizes = {name: each.weight.numel() for name, each in storages.items()}
+        fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+        offloaded = select_offloaded(sizes, fraction)
         kept = {name: each.kept_dtype for name, each in storages.items() if each.kept_dtype is not None}
-        for name, memory in self._flat(kept).items():
+        for name, memory in self._flat(kept, offloaded).items():
             storages[name].kept = memory
-            storages[name].refresh()
         self.moments: dict[str, dict[str, Tensor]] = {}
-        """Moments by kind ("exp_avg"), then by parameter name."""
+        """Moments by kind ("exp_avg"), then by parameter name; in host memory if offloaded."""
+        rules = []
         for part in self.parts:
             own = {name: storages[name].dtype for group in part.param_groups for name in group["names"]}
             for kind, dtype in part.rule.moment_dtypes.items():
                 wanted = {name: dtype if master == torch.float32 else master for name, master in own.items()}
-                self.moments.setdefault(kind, {}).update(self._flat(wanted))
+                self.moments.setdefault(kind, {}).update(self._flat(wanted, offloaded))
+            rules.append((part.rule, list(own)))
+        self.host_state = HostState(
+            rules, storages, self.moments, offloaded, device=self.device, overlap=config.overlap_cpu_optimizer_d2h_h2d
+        )
+        for name in kept:
+            with self.host_state.opened(name) as storage:
+                storage.refresh()
 
-    def _flat(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    def _flat(self, dtypes: dict[str, torch.dtype], offloaded: Collection[str]) -> dict[str, Tensor]:
         """Return zeros by name in the shapes of the named masters' weights and the given dtypes. They are views into
-        one new flat buffer per dtype, each aligned to 64 elements."""
+        one new flat buffer per dtype, each aligned to 64 elements, and another one in host memory for the names
+        ``offloaded``."""
         views: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(dtypes.values()):
-            weights = {name: self.storage[name].weight for name in dtypes if dtypes[name] == dtype}
+        kinds = {name: (dtype, name in offloaded) for name, dtype in dtypes.items()}
+        for dtype, on_host in dict.fromkeys(kinds.values()):
+            weights = {name: self.storage[name].weight for name in dtypes if kinds[name] == (dtype, on_host)}
             sizes = [-(-weight.numel() // _ALIGNMENT) * _ALIGNMENT for weight in weights.values()]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+            zeros = self._memory.zeros if on_host else partial(torch.zeros, device=self.device)
+            flat = zeros(sum(sizes), dtype=dtype)
             for (name, weight), place in zip(weights.items(), flat.split(sizes)):
                 views[name] = place[: weight.numel()].view(weight.shape)
         return views
@@ -272,8 +289,8 @@ class MegatronOptimizer(MegatronNames):
         self._found_nonfinite = found
         skip = found.to(torch.float32)
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
-        for part in self.parts:
-            part.rule.update(self._entries(part, grads), conditions)
+        for index, part in enumerate(self.parts):
+            self.host_state.update(index, part.rule, self._entries(part, grads), conditions)
         self._mark_changed_weights()
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
@@ -363,25 +380,29 @@ class MegatronOptimizer(MegatronNames):
 
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:
-        """Return the global L2 norm of the master weights, a 0-d fp64 device tensor. Collective; no host sync."""
-        return l2_norm(self._shares(lambda name: [self.storage[name].read()]), self.device)
+        """Return the global L2 norm of the master weights, a 0-d fp64 device tensor. Collective; no host sync
+        unless state is offloaded."""
+        return l2_norm(self._shares(lambda name: [self.host_state.read(name)]), self.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """Copy the model's weights to the masters (a remainder becomes zero), after a checkpoint without optimizer
         state was loaded. Keeps moments and step. Collective if a parameter declares a storage, else not."""
-        for storage in self.storage.values():
-            storage.refresh()
+        for name in self.storage:
+            with self.host_state.opened(name) as storage:
+                storage.refresh()
         self._start_payload_sync()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards by kind and parameter name.
         ``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``. The
-        tensors are live, except masters with 16-bit remainders, which are new fp32 tensors. SGD has ``momentum_buffer``
-        instead of the two moments. ``main_param`` contains only parameters whose weight is less exact than the master.
-        Waits for the device (``step``)."""
-        mains = {name: storage.read() for name, storage in self.storage.items() if storage.saves_master}
+        tensors are live, except masters with 16-bit remainders, which are new fp32 tensors; offloaded ones are in host
+        memory. SGD has ``momentum_buffer`` instead of the two moments. ``main_param`` contains only parameters whose
+        weight is less exact than the master. Waits for the device (``step``)."""
+        self.host_state.settle()
+        stored = [name for name, storage in self.storage.items() if storage.saves_master]
+        mains = {name: self.host_state.read(name, on_host=True) for name in stored}
         scaler = self.grad_scaler.state_dict() if self.grad_scaler else {}
         return {**self.moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
 
@@ -429,9 +450,9 @@ class MegatronOptimizer(MegatronNames):
             for name, tensor in tensors.items():
                 if tensor is not state_dict[kind][name]:
                     tensor.copy_(state_dict[kind][name])
-        for name, storage in self.storage.items():
-            if storage.saves_master:
-                storage.write(state_dict["main_param"][name])
+        for name, main in state_dict["main_param"].items():
+            with self.host_state.opened(name) as storage:
+                storage.write(main.to(self.device))
         self._mark_changed_weights()
         self._steps.fill_(float(state_dict["step"]))
         if self.grad_scaler and state_dict["grad_scaler"]:

@@ -104,6 +104,18 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
     return BufferCut((*starts, *[begin] * (len(sizes) - len(starts))), tuple(buckets), begin)
 
 
+NUM_SLOTS = 3
+"""Buffers that stream offloaded optimizer state: one loads, one is updated, one stores."""
+_MAX_SLOT_BYTES = 1 << 27  # 2.4 ms at 55 GB/s, far above the latency of a copy
+_MIN_SLICES = 16  # small models still overlap, and their slots stay small next to the state
+
+
+def slot_bytes(total: int, largest: int) -> int:
+    """Return the bytes of each of the :data:`NUM_SLOTS` device buffers for ``total`` bytes of offloaded state.
+    ``largest``: bytes of the largest part that cannot be cut, such as the state of a matrix."""
+    return -(-max(largest, min(_MAX_SLOT_BYTES, total // _MIN_SLICES)) // 256) * 256
+
+
 def _bucket_stops(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None) -> Iterator[int]:
     """Yield the index after the last parameter of each bucket. A bucket ends with the parameter that fills it to at
     least ``bucket_size`` (None: never), before a parameter that is ``alone``, and after it. Yields at least one; empty

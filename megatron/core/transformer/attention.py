@@ -31,6 +31,7 @@ from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, RMSNorm, build_norm
+from megatron.core.transformer.offload import offload_policy
 from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, enter, finish, leave
 from megatron.core.transformer.recompute import recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -96,6 +97,8 @@ class SelfAttention(Segmented):
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
         self._run_core = recompute_policy(config, "core_attn")
+        names = "qkv_linear", "core_attn", "attn_proj"
+        self._offload_qkv, self._offload_core, self._offload_proj = (offload_policy(config, name) for name in names)
         self.linear_proj = build_module(
             submodules.linear_proj,
             heads * channels,
@@ -160,17 +163,20 @@ class SelfAttention(Segmented):
         reads layout, mask, position bias and dropout."""
         gathering = enter(self.linear_qkv, hidden_states, ctx)
         yield
-        projected, _ = self.linear_qkv(gathering)  # waits for the all-gather
+        with self._offload_qkv(self.linear_qkv):
+            projected, _ = self.linear_qkv(gathering)  # waits for the all-gather
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
         if rotary is None or not self._has_rotation:
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
-        mixed = self._run_core(self.core_attention, query, key, value, ctx)
+        with self._offload_core(self.core_attention):
+            mixed = self._run_core(self.core_attention, query, key, value, ctx)
         del projected, grouped, query, key, value  # a suspended generator would keep their memory
         yield
-        summing = leave(self.linear_proj, mixed, ctx)
+        with self._offload_proj(self.linear_proj):
+            summing = leave(self.linear_proj, mixed, ctx)
         yield
         return finish(self.linear_proj, summing, ctx)
 

@@ -29,6 +29,7 @@ from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropo
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import StreamNorm, ToDtype
+from megatron.core.transformer.offload import offload_policy
 from megatron.core.transformer.overlap import Segments, mixer_segments, runs_its_segments
 from megatron.core.transformer.recompute import norm_output, recompute_policy
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
@@ -70,6 +71,7 @@ class Branch:
         layer.add_module(self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config)))
         accepts_context(type(mixer).forward)  # raises for an unsupported signature at construction
         self._keeping, self._run = norm_output(config), recompute_policy(config, spec.name)
+        self._offload = offload_policy(config, "mlp_norm" if spec.name == "mlp" else "attn_norm")
         self._multiplier = config.residual_multiplier
         self.normed_is_residual = config.apply_residual_connection_post_layernorm
         """Whether the mixer's output is added to the norm's output instead of its input."""
@@ -97,17 +99,20 @@ class Branch:
     def enter(self, hidden: Tensor) -> Stream:
         """Normalize the residual stream ``hidden`` and return both; the residual is ``hidden``, or the normalized
         stream with ``normed_is_residual``."""
-        if self._norm_adds:  # its backward also accumulates the gradient of the residual stream
-            residual, normed = self.norm(hidden, None)
-            return Stream(hidden, residual, normed)
-        normed = self.norm(hidden)
+        norm = self.norm
+        with self._offload(norm):
+            if self._norm_adds:  # its backward also accumulates the gradient of the residual stream
+                residual, normed = norm(hidden, None)
+                return Stream(hidden, residual, normed)
+            normed = norm(hidden)
         return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
     def add_and_norm(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
         """Add the output of the branch ``before``, after its dropout, to ``residual`` and normalize by this branch's
         norm. One fused kernel does both if ``before`` has no dropout and the norm is a :class:`StreamNorm`."""
         if self._norm_adds and isinstance(before.dropout, NoDropout):
-            hidden, normed = self.norm(residual, output)
+            with self._offload(self.norm):
+                hidden, normed = self.norm(residual, output)
             return Stream(hidden, hidden, normed)
         return self.enter(before.add(residual, output, ctx))
 

@@ -36,6 +36,7 @@ from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, build_norm
+from megatron.core.transformer.offload import offload_policy
 from megatron.core.transformer.overlap import Segmented, Segments, can_overlap, finish, leave
 from megatron.core.transformer.recompute import heads_output, recompute_policy
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -112,6 +113,8 @@ class MLASelfAttention(Segmented):
             groups=groups,
         )
         self._keeping, self._run_core = heads_output(config), recompute_policy(config, "core_attn")
+        names = "qkv_linear", "core_attn", "attn_proj"
+        self._offload_qkv, self._offload_core, self._offload_proj = (offload_policy(config, name) for name in names)
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
         # each rank's heads read the one rope key: its gradient is all-reduced (reduce-scattered under sequence
@@ -178,7 +181,8 @@ class MLASelfAttention(Segmented):
         projections and core attention | output projection (start the reduction) | (wait, add the bias). Returns [s, b,
         h]. With ``ctx.overlap`` the latents are all-gathered in one message and saved gathered; else backward repeats
         their all-gathers if it recomputes the heads."""
-        source, rest = self._down(hidden_states)
+        with self._offload_qkv(self):
+            source, rest = self._down(hidden_states)
         # contiguous: a saved view would keep the memory of the full tensor
         latent, rope_key = (part.contiguous() for part in rest.split((self._ranks[1], self._rope), dim=-1))
         parts, heads = (source, self.kv_layernorm(latent), rope_key), self._heads
@@ -189,10 +193,11 @@ class MLASelfAttention(Segmented):
         else:
             yield
         qkv = heads(*parts, ctx.rotary_pos_emb)
-        with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb):
+        with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb), self._offload_core(self.core_attention):
             mixed = self._run_core(self.core_attention, *qkv, ctx)
         yield
-        summing = leave(self.linear_proj, mixed, ctx)
+        with self._offload_proj(self.linear_proj):
+            summing = leave(self.linear_proj, mixed, ctx)
         yield
         return finish(self.linear_proj, summing, ctx)
 

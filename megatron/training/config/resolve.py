@@ -86,6 +86,7 @@ def needs_built_in_layers(cfg: FlatConfig) -> list[str]:
         "--fp32-residual-connection": cfg.fp32_residual_connection,
         f"--pipeline-schedule {cfg.pipeline_schedule}": cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"),
         "--recompute-modules layernorm": "layernorm" in (cfg.recompute_modules or ()),
+        "--fine-grained-activation-offloading": cfg.fine_grained_activation_offloading,
         f"--num-query-groups {groups} below --tensor-model-parallel-size {tp}": groups is not None and tp > groups,
     }
     return [flag for flag, needed in needs.items() if needed]

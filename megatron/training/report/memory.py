@@ -13,16 +13,24 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.muon import is_hidden_matrix
 from megatron.core.description.model import ModelDescription, Param, Piece, kept_bytes
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.core.pipeline_parallel.stages import StageContents
-from megatron.core.sharding.buffer_layout import CutRule, chosen_bucket_size, cut_buffer, owned_elements
+from megatron.core.sharding.buffer_layout import (
+    NUM_SLOTS,
+    CutRule,
+    chosen_bucket_size,
+    cut_buffer,
+    owned_elements,
+    slot_bytes,
+)
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.pipeline import enough_microbatches, layers_held, run_schedule, run_stages, stage_pieces
 
@@ -35,12 +43,17 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    """Optimizer state, or with --optimizer-cpu-offload the part on the device with the buffers for transfers."""
     activations: int
     """Saved between forward and backward passes, at the peak."""
     working: int
     """Temporary memory on top: gradients of one layer's activations, weights gathered for a layer."""
     kinds: dict[str, int]
     """``activations`` by the name of the piece that saves them, largest first."""
+    host_optimizer: int = 0
+    """Optimizer state in host memory; not in ``total``."""
+    host_activations: int = 0
+    """Offloaded activations in host memory at the peak; not in ``total``."""
 
     @property
     def total(self) -> int:
@@ -53,7 +66,9 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     stages = run_stages(cfg, vocab_size or None)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
     kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
-    return [_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks)]
+    host = peak_activations(schedule, weight=lambda stage: float(offloaded_activations(cfg, model, stages[stage])))
+    found = (_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks))
+    return [replace(each, host_activations=int(size)) for each, size in zip(found, host)]
 
 
 def _rank_memory(
@@ -65,13 +80,16 @@ def _rank_memory(
     states = [_chunk_state(cfg, model, chunk) for chunk in chunks]
     weights, gradients, optimizer, working = (sum(column) for column in zip(*states))
     working += max(_backward_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
+    working += max(_moving_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
     by_kind: dict[str, float] = defaultdict(float)
     for chunk in chunks:
         for name, size in activations_by_kind(cfg, model, chunk).items():
             by_kind[name] += size
     share = kept / (sum(by_kind.values()) or 1.0)  # micro-batches in flight, averaged over the chunks
     kinds = {name: round(by_kind[name] * share) for name in sorted(by_kind, key=by_kind.__getitem__, reverse=True)}
-    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working, kinds)
+    host, slots = _offloaded_state(cfg, model, chunks, optimizer)
+    optimizer += slots - host
+    return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working, kinds, host)
 
 
 # ---- parameters
@@ -214,6 +232,20 @@ def _expert_sum_ranks(cfg: PretrainConfig) -> int:
     return max(cfg.world_size // held, 1)
 
 
+def _offloaded_state(
+    cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], optimizer: int
+) -> tuple[int, int]:
+    """Return (bytes of ``optimizer`` state in host memory, bytes of the device buffers for transfers). The first is
+    exact for a fraction of 1; the program offloads full tensors."""
+    if not cfg.optimizer.optimizer_cpu_offload:
+        return 0, 0
+    host = int(optimizer * cfg.optimizer.optimizer_offload_fraction)
+    stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(model, chunk))]
+    width = moment_bytes(cfg, is_matrix=True) + master_bytes(cfg)
+    largest = max((each.elements * width for each in stored if _is_matrix(cfg, each)), default=0)
+    return host, NUM_SLOTS * slot_bytes(host, min(largest, host))
+
+
 def _is_half(cfg: PretrainConfig) -> bool:
     return cfg.model.fp16 or cfg.model.bf16
 
@@ -289,8 +321,33 @@ def activations_by_kind(cfg: PretrainConfig, model: ModelDescription, stage: Sta
         layers = [] if cfg.model.recompute_method == "uniform" else layers[given:]
     for layer in layers:
         for branch in layer:
-            found[branch.name] += kept_bytes([branch], recomputed)
+            found[branch.name] += kept_bytes([branch], recomputed) - _offloaded_bytes(cfg, branch)
     return {name: size * _tokens(cfg) for name, size in found.items() if size}
+
+
+def _offloaded_bytes(cfg: PretrainConfig, branch: Piece) -> float:
+    """Return the bytes per token that a branch of a layer saves in host memory."""
+    model, recomputed = cfg.model, _recomputed(cfg)
+    if not model.fine_grained_activation_offloading:
+        return 0.0
+    least = model.min_offloaded_tensor_size * activation_bytes(model) / _tokens(cfg)
+    saved = [each for op in branch.ops for each in op.saved if each.offload in (model.offload_modules or ())]
+    return model.activation_offload_fraction * sum(
+        each.bytes for each in saved if each.bytes >= least and not recomputed.intersection(each.modules)
+    )
+
+
+def offloaded_activations(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
+    """Return the bytes that one micro-batch keeps in host memory for a stage."""
+    branches = [branch for layer in layers_held(model, stage) for branch in layer]
+    return int(sum(_offloaded_bytes(cfg, branch) for branch in branches) * _tokens(cfg))
+
+
+def _moving_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
+    """Return the bytes of offloaded activations that are on the device because their copies are in flight."""
+    modules = len(cfg.model.offload_modules or ()) or 1
+    largest = max((sum(_offloaded_bytes(cfg, branch) for branch in layer) for layer in layers), default=0.0)
+    return int(largest * min((IN_FLIGHT + LOADED_AHEAD) / modules, len(layers)) * _tokens(cfg))
 
 
 def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
@@ -334,8 +391,30 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
         cells = "".join(f"{getattr(memory, name) / 2**30:13.2f}" for name in columns)
         mark = "   <- the most" if len(ranks) > 1 and index == totals.index(max(totals)) else ""
         yield f"  pipeline rank {index}" if len(ranks) > 1 else "  every rank", cells + mark
+    yield from _host_rows(ranks)
     live = microbatches_alive(cfg)
     yield "  alive at most", f"{', '.join(f'{count:g}' for count in live)} micro-batches x chunks by pipeline rank"
+
+
+HOST_GB_PER_SECOND = 55.0
+"""Speed of copies between a GPU and pinned host memory in each direction (PCIe 5 x16)."""
+
+
+def _host_rows(ranks: Sequence[RankMemory]) -> Iterator[tuple[str, str]]:
+    """Yield the row of offloaded state and activations, for the pipeline ranks with the most of them. Copies of
+    activations at the peak, once per micro-batch in flight."""
+    sizes = {
+        "optimizer state, copied in {} per step": max(rank.host_optimizer for rank in ranks),
+        "activations, copied in {}": max(rank.host_activations for rank in ranks),
+    }
+    parts = [
+        f"{size / 2**30:.2f} GiB of {text.format(f'{size / HOST_GB_PER_SECOND / 1e9:.2g} s')}"
+        for text, size in sizes.items()
+        if size
+    ]
+    if parts:
+        rate = f"at {HOST_GB_PER_SECOND:g} GB/s in each direction"
+        yield "  host memory per rank", f"{'; '.join(parts)} ({rate})"
 
 
 def microbatches_alive(cfg: PretrainConfig) -> list[float]:

@@ -54,15 +54,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure(model: Iterable[nn.Module], optimizer: MegatronOptimizer) -> HeldMemory:
-    """Return the bytes in use on this rank by kind: weights, gradients (``main_grad`` and ``grad``), optimizer state,
-    and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
+    """Return the bytes in use on this rank's device by kind: weights, gradients (``main_grad`` and ``grad``), optimizer
+    state, and the device's total. Counts each storage once. Reads sizes only: no allocation, no wait for the device."""
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     masters, moments = optimizer.storage.values(), optimizer.moments.values()
     seen: set[int] = set()
     weights = _bytes(parameters, seen)
     gradients = _bytes((getattr(each, name, None) for each in parameters for name in ("main_grad", "grad")), seen)
-    state = _bytes((tensor for each in masters for tensor in (each.weight, each.kept)), seen)
-    state += _bytes((tensor for moment in moments for tensor in moment.values()), seen)
+    kept = [tensor for each in masters for tensor in (each.weight, each.kept)]
+    kept += [tensor for moment in moments for tensor in moment.values()]
+    on_device = (tensor for tensor in kept if tensor is not None and tensor.device == optimizer.device)
+    state = _bytes(on_device, seen) + optimizer.host_state.device_bytes
     return replace(measure_device(), weights=weights, gradients=gradients, optimizer=state)
 
 

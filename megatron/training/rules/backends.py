@@ -148,9 +148,9 @@ def apex_parts(cfg: PretrainConfig) -> Problems:
 
 def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
-    --use-packed-sequence, recomputation, --use-torch-fsdp2, --overlap-grad-reduce or --overlap-param-gather with
-    several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm, --fp8-param-gather, and (not in a
-    dry run) no GPU."""
+    --use-packed-sequence, recomputation, activation offloading, --use-torch-fsdp2, --overlap-grad-reduce or
+    --overlap-param-gather with several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm,
+    --fp8-param-gather, and (not in a dry run) no GPU."""
     model = cfg.model
     field = "cuda_graph_impl"
     if cfg.training.cuda_graph_impl != "local":
@@ -163,6 +163,7 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
         "depends on document boundaries (--reset-attention-mask)": cfg.documents.reset_attention_mask,
         "has a varying length (--use-packed-sequence)": cfg.flat.use_packed_sequence,
         "saves and restores random states (recomputation)": model.recompute_granularity is not None,
+        "copies activations to the host": model.fine_grained_activation_offloading,
         "gathers weights (--use-torch-fsdp2)": cfg.distributed.use_torch_fsdp2,
         "starts gradient reductions (--overlap-grad-reduce)": cfg.distributed.overlap_grad_reduce and replicas,
         "waits for parameter all-gathers (--overlap-param-gather)": cfg.distributed.overlap_param_gather and replicas,

@@ -199,6 +199,14 @@ def precision_aware_optimizer(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
 
 
+def optimizer_offload(cfg: PretrainConfig) -> Problems:
+    """Without --optimizer-cpu-offload, reject flags that only change it."""
+    if not cfg.optimizer.optimizer_cpu_offload:
+        for field in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+            if field in cfg.explicit and getattr(cfg.flat, field):
+                yield problem(cfg, field, "requires --optimizer-cpu-offload", "add it, or remove this flag")
+
+
 def save_settings(cfg: PretrainConfig) -> Problems:
     """Reject --log-progress without --save, and a --save-retain-interval that is no multiple of --save-interval. Does
     not require --save-interval with --save."""

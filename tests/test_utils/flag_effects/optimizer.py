@@ -168,6 +168,27 @@ def kept(name):
     return lambda run: set() if not run.kept else {each.element_size() for each in run.kept.values()}
 
 
+def offloads(low, high):
+    """Offloads more than ``low`` times the base run's elements, or of at least one, and at most ``high`` times."""
+
+    def are(base, run):
+        finished(run)
+        before, after = (sum(int(each) for each in seen.arguments if each.isdigit()) for seen in (base, run))
+        assert low * max(before, 1) < after <= high * (before or 10**6), (before, after)
+
+    return are
+
+
+def more_calls(name):
+    def are(base, run):
+        finished(run)
+        assert 0 < base.called[name] < run.called[name], (base.called, run.called)
+
+    return are
+
+
+HOST_MEMORY = ("megatron.core.host_memory:HostMemory.zeros",)
+LOADS = ("megatron.core.optimizer.host_state:HostState._pairs",)
 SGD = "--optimizer sgd --weight-decay 0"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest --muon-coefficient-type simple"
 MUON_DEFAULTS = {
@@ -219,6 +240,11 @@ OPTIMIZER = [
     row("--main-params-dtype fp16", stops("--main-params-dtype", code=2), base=PRECISE),
     row("--main-grads-dtype bf16", stops("--grad-reduce-in-bf16", code=2), base=PRECISE),
     row("--no-store-param-remainders", gives(kept("kept"), {4}), keeps("weights"), base=BF16),
+    row("--optimizer-cpu-offload", offloads(0, 1), keeps("weights"), base=BF16, count=HOST_MEMORY),
+    row("--optimizer-offload-fraction 0.5", offloads(0.2, 0.6), keeps("weights"),
+        base=f"{BF16} --optimizer-cpu-offload", count=HOST_MEMORY),
+    row("--overlap-cpu-optimizer-d2h-h2d", more_calls("HostState._pairs"), keeps("weights"),
+        base=f"{BF16} --optimizer-cpu-offload", count=LOADS),
     row("--decoupled-lr 2e-2", rates_of_embedding(2e-2, 2e-2)),
     row("--decoupled-min-lr 1e-2", rates_of_embedding(2e-2, 1.5e-2),
         base="--lr-decay-style linear --decoupled-lr 2e-2"),

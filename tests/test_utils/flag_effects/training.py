@@ -40,6 +40,19 @@ def calls(name, count):
     return gives(lambda run: run.called[name], count)
 
 
+def compares_calls(name, *, more):
+    def are(base, run):
+        finished(run)
+        assert run.called[name] and base.called[name], (base.called, run.called)
+        assert (run.called[name] > base.called[name]) is more and run.called[name] != base.called[name]
+
+    return are
+
+
+OFFLOADED = "--fine-grained-activation-offloading --offload-modules"
+COPIES = ("megatron.core.transformer.offload:Offloaded.__init__",)
+
+
 def forwards(name, count):
     """Forward passes of the modules of this class in one iteration of two micro-batches."""
     return gives(lambda run: run.forwards[name], count)
@@ -113,6 +126,13 @@ ROWS = [
     row("--recompute-activations", forwards("CoreAttention", 16), keeps("weights")),
     row("--recompute-granularity selective", forwards("CoreAttention", 16), forwards("MLP", 8), keeps("weights")),
     row("--recompute-modules mlp", forwards("MLP", 16), forwards("CoreAttention", 8), keeps("weights"), base=SELECTIVE),
+    row("--fine-grained-activation-offloading", stops("requires --offload-modules", code=2)),
+    row("--offload-modules attn_norm mlp_norm core_attn", compares_calls("Offloaded.__init__", more=True),
+        keeps("weights"), base=f"{OFFLOADED} attn_norm --min-offloaded-tensor-size 512", count=COPIES),
+    row("--min-offloaded-tensor-size 2000", calls("Offloaded.__init__", 0), keeps("weights"),
+        base=f"{OFFLOADED} attn_norm mlp_norm core_attn --min-offloaded-tensor-size 512", count=COPIES),
+    row("--activation-offload-fraction 0.5", compares_calls("Offloaded.__init__", more=False), keeps("weights"),
+        base=f"{OFFLOADED} attn_norm mlp_norm core_attn --min-offloaded-tensor-size 512", count=COPIES),
     row("--recompute-num-layers 1", forwards("TransformerLayer", 12), keeps("weights"),
         base="--recompute-granularity full --recompute-method block --recompute-num-layers 2"),
     row("--recompute-method block", forwards("TransformerLayer", 12), keeps("weights"),

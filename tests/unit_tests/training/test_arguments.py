@@ -136,7 +136,9 @@ def test_retired_spellings_are_logged(caplog):
         ("--moe-layer-freq [2]", "--moe-layer-freq [2]: must be an integer"),
         ("--fp8-hybrid --hidden-size 72", "--hidden-size 72: is 72 per rank; --fp8-recipe delayed requires"),
         ("--fp8-e4m3 --hidden-size 72", "--hidden-size 72: is 72 per rank; --fp8-recipe delayed requires"),
-        ("--cpu-optimizer --cpu-optimizer-type ADAM", "--optimizer-cpu-offload: optimizer state in host memory is not"),
+        ("--optimizer-offload-fraction 1.5", "--optimizer-offload-fraction 1.5: must be at least 0 and at most 1"),
+        ("--optimizer-offload-fraction 0.5", "--optimizer-offload-fraction 0.5: requires --optimizer-cpu-offload; add"),
+        ("--overlap-cpu-optimizer-d2h-h2d", "--overlap-cpu-optimizer-d2h-h2d: requires --optimizer-cpu-offload; add"),
         ("--exit-signal SIGNOPE", "--exit-signal SIGNOPE: must be the name of a signal"),
     ],
 )
@@ -145,9 +147,9 @@ def test_wrong_spelling_is_answered(text, problem):
 
 
 def test_mistakes_and_contradictions_are_reported_together():
-    problems = problems_of("--hiden-size 3 --lr fast --fp16 --bf16 --global-batch-size 3 --optimizer-cpu-offload")
+    problems = problems_of("--hiden-size 3 --lr fast --fp16 --bf16 --global-batch-size 3 --tokenizer-hf-no-use-fast")
     assert [problem.split()[0].rstrip(":") for problem in problems] == [
-        "--hiden-size", "--lr", "--fp16", "--global-batch-size", "--optimizer-cpu-offload",
+        "--hiden-size", "--lr", "--fp16", "--global-batch-size", "--tokenizer-hf-no-use-fast",
     ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.offload import offload_policy
 from megatron.core.transformer.recompute import activation_output
 
 
@@ -49,10 +50,13 @@ class SequentialExperts(nn.Module):
         )
         self.activation = select_weighted_activation(config)
         self._keeping = activation_output(config, "moe")
+        self._offload_fc1, self._offload_act = (offload_policy(config, name) for name in ("expert_fc1", "moe_act"))
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
-        intermediate = self.linear_fc1(rows, ends)
-        activated = self.activation(intermediate, weights)
+        with self._offload_fc1(self.linear_fc1):
+            intermediate = self.linear_fc1(rows, ends)
+        with self._offload_act(self.linear_fc1):
+            activated = self.activation(intermediate, weights)
         with self._keeping(activated, lambda x: self.activation(x, weights), intermediate):
             return self.linear_fc2(activated, ends, weights)
 

@@ -83,9 +83,9 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
     passes = 3 + 5 if gated else 2 + 3
     ops = (
         Op("other", "permutation", traffic=4.0 * rows * hidden * item, gradients=rows * hidden * item,
-           saved=(Saved("rows", rows * hidden * item, ("moe",)),)),
+           saved=(Saved("rows", rows * hidden * item, ("moe",), "expert_fc1"),)),
         Op("gemm", "linear_fc1", up * flops, gemm=(up * width // split, hidden), gradients=up * narrow,
-           saved=(Saved("input of the activation", up * narrow, ("moe",)),)),
+           saved=(Saved("input of the activation", up * narrow, ("moe",), "moe_act"),)),
         Op("activation", "activation", traffic=passes * narrow, gradients=narrow,
            saved=(Saved("output of the activation", narrow, ("moe", "moe_act")),)),
         Op("gemm", "linear_fc2", flops, gemm=(hidden, width // split)),

@@ -90,7 +90,7 @@ def test_a_configuration_takes_settings_at_the_defaults_of_megatron_lm():
         **SIZES, **rest, **quiet, expert_tensor_parallel_size=1, microbatch_group_size_per_vp_stage=2
     )
     assert config.use_kitchen is False and config.microbatch_group_size_per_virtual_pipeline_stage == 2
-    with pytest.raises(ConfigError, match="cpu_offloading True: activation offloading is not available yet"):
+    with pytest.raises(ConfigError, match="cpu_offloading True: offloading of full layers .* is not available yet"):
         TransformerConfig(**SIZES, cpu_offloading=True)
 
 
@@ -102,10 +102,11 @@ def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
 
 def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     path = tmp_path / "settings.yaml"
-    path.write_text("optimizer_offload_fraction: 0.5\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
-    expected = ["--optimizer-offload-fraction 0.5: optimizer state in host memory is not available yet; remove it"]
+    path.write_text("ckpt_convert_format: torch\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
+    conversion = "conversion by a training job (tools/checkpoint/convert.py needs none)"
+    expected = [f"--ckpt-convert-format torch: {conversion} is not available yet; remove it"]
     assert problems_of(f"--yaml-cfg {path}") == expected
-    assert problems_of("", args_defaults={"optimizer_offload_fraction": 0.5}) == expected
+    assert problems_of("", args_defaults={"ckpt_convert_format": "torch"}) == expected
     path.write_text("use_persistent_ckpt_worker: true\n")
     with caplog.at_level(logging.WARNING):
         assert parse_args(f"{TINY} --yaml-cfg {path}".split()).use_persistent_ckpt_worker
@@ -138,8 +139,8 @@ def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
 
 
 def test_a_value_that_no_expression_of_python_makes_is_a_text():
-    flag = "--optimizer-offload-fraction {[]:1}"
-    assert problems_of(flag)[0].startswith(f"{flag}: optimizer state in host memory is not available")
+    flag = "--ckpt-convert-format {[]:1}"
+    assert problems_of(flag)[0].startswith(f"{flag}: conversion by a training job")
 
 
 def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
@@ -160,7 +161,7 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     config = TransformerConfig(**SIZES, num_moe_experts=None, moe_router_topk=2, fp8=None, batch_p2p_comm=True,
                                deallocate_pipeline_outputs=True, mtp_standalone=None)  # fmt: skip
     assert config.num_moe_experts is None and config.moe_grouped_gemm is False and config.deallocate_pipeline_outputs
-    assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
+    assert OptimizerConfig(use_torch_optimizer_for_cpu_offload=False).use_torch_optimizer_for_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
         TransformerConfig(

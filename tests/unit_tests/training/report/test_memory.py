@@ -7,6 +7,7 @@ import torch
 
 from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.core.models.bert.description import predicted_per_rank
+from megatron.core.sharding.buffer_layout import slot_bytes
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.report import memory as memory_estimate
 from megatron.training.report.memory import estimate_memory, memory_rows, stage_activations
@@ -101,6 +102,26 @@ def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, wo
     for stage, estimate in enumerate(expected):
         own = [found[1:] for found in ranks if found[0] == stage]
         assert tuple(map(max, zip(*own))) == (estimate.weights, estimate.gradients, estimate.optimizer)
+
+
+@pytest.mark.parametrize("text", ["--bf16", f"--bf16 {ZERO} --optimizer muon --pipeline-model-parallel-size 2"])
+def test_offloaded_state_is_counted_on_the_host(text):
+    wide = f"{text} --hidden-size 1024"
+    plain, offloaded, half = (
+        estimate_memory(settings(f"{wide} {more}", 4), 8 * VOCAB_SIZE)
+        for more in ("", "--optimizer-cpu-offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    )
+    for before, after, part in zip(plain, offloaded, half, strict=True):
+        assert after.host_optimizer == before.optimizer and before.host_optimizer == 0
+        assert 0 < after.optimizer < 0.7 * before.optimizer and part.host_optimizer == before.optimizer // 2
+        assert after.total - after.optimizer == before.total - before.optimizer
+    rows = dict(memory_rows(settings(f"{wide} --optimizer-cpu-offload", 4), 8 * VOCAB_SIZE))
+    assert "s per step (at 55 GB/s" in rows["  host memory per rank"]
+
+
+def test_device_buffers_of_offloaded_state_have_the_estimated_size():
+    found = [slot_bytes(64 << 30, 0), slot_bytes(64 << 30, 1 << 30), slot_bytes(16 << 20, 0), slot_bytes(0, 0)]
+    assert found == [1 << 27, 1 << 30, 1 << 20, 0]
 
 
 # ---- activations
@@ -222,6 +243,28 @@ def test_kept_activations_of_encoders_are_near_the_estimate(gloo_pool, name):
     expected = stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0])
     found = gloo_pool.run(kept, 1, f"{WIDE}{text}", family)[0]
     assert found == pytest.approx(expected, rel=0.2), found / expected
+
+
+@pytest.mark.parametrize("text, modules", [
+    (f"{LLAMA} --tensor-model-parallel-size 2", "attn_norm qkv_linear core_attn attn_proj mlp_norm"),
+    (f"{LLAMA} {WIDE_EXPERTS} --pipeline-model-parallel-size 2", "mlp_norm expert_fc1 moe_act"),
+])  # fmt: skip
+def test_offloaded_activations_are_counted_on_the_host(text, modules):
+    flags = f"{WIDE}{text} --fine-grained-activation-offloading --offload-modules {modules}"
+    flags += " --min-offloaded-tensor-size 1"
+    plain, offloaded, half, large = (
+        estimate_memory(settings(each, 4), 512)
+        for each in (f"{WIDE}{text}", flags, f"{flags} --activation-offload-fraction 0.5",
+                     f"{flags} --min-offloaded-tensor-size 1000000")
+    )  # fmt: skip
+    assert plain == large
+    for before, after, part in zip(plain, offloaded, half, strict=True):
+        moved = before.activations - after.activations
+        assert moved == pytest.approx(after.host_activations, abs=8) and 0.2 < moved / before.activations < 0.9
+        assert part.host_activations == pytest.approx(moved / 2, abs=8)
+        assert 0 < after.working - before.working <= moved
+    rows = dict(memory_rows(settings(flags, 4), 512))
+    assert "GiB of activations, copied in" in rows["  host memory per rank"]
 
 
 # ---- whole runs

@@ -92,6 +92,7 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
         ("--pipeline-model-parallel-size 2 --global-batch-size 8", "waits for other pipeline stages"),
         ("--reset-attention-mask", "depends on document boundaries"),
         ("--recompute-activations", "saves and restores random states"),
+        ("--fine-grained-activation-offloading --offload-modules attn_norm", "copies activations to the host"),
         ("--overlap-grad-reduce", "starts gradient reductions"),
         (f"{ENGINE} --attention-dropout 0", "is untested with"),
         ("--mtp-num-layers 1", "reads the current loss scale"),

@@ -246,6 +246,7 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--overlap-param-gather", 1, "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad"),
         ("--recompute-granularity full", 1, "--recompute-method: is required by --recompute-granularity full"),
         ("--recompute-activations --recompute-modules mlp loss", 1, "--recompute-modules mlp loss: loss not available"),
+        ("--offload-modules attn_norm", 1, "--offload-modules attn_norm: requires --fine-grained-activation-off"),
         ("--recompute-modules mlp", 1, "--recompute-modules mlp: requires --recompute-granularity selective"),
         ("--distribute-saved-activations --tensor-model-parallel-size 2", 2, "--distribute-saved-activations: requires "
          "--recompute-gran"),
@@ -272,7 +273,6 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
         "--fp8-dot-product-attention", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--optimizer soap",
         "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
-        "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],
 )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Host memory of offloaded tensors: pinned allocation, and copies on side streams.
+
+On a CPU "host" tensors are separate ordinary tensors and streams do nothing, so that the same code runs in tests.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import UserError
+
+
+class HostMemory:
+    """Allocator of zeroed host tensors that live as long as this object; pinned if ``device`` is a GPU. Pages of
+    ordinary memory are registered: torch's pinned allocator would round sizes up to a power of two, and keep the memory
+    after it was freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pins = device.type == "cuda"
+        self._registered: list[Tensor] = []  # alive until they are unregistered
+        if self._pins:
+            weakref.finalize(self, _unregister, self._registered).atexit = False
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat zero tensor of ``size`` elements. Raises UserError if its pages cannot be locked."""
+        made = torch.zeros(size, dtype=dtype)
+        if self._pins and size:
+            num_bytes = made.numel() * made.element_size()
+            status = torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0)
+            if int(status) != 0:
+                raise UserError(
+                    f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB (CUDA error "
+                    f"{int(status)}); raise the limits of the container (ulimit -l, memory) or lower "
+                    "--optimizer-offload-fraction"
+                )
+            self._registered.append(made)
+        return made
+
+
+def _unregister(tensors: list[Tensor]) -> None:
+    torch.cuda.synchronize()  # copies in flight may still use the memory
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    tensors.clear()
+
+
+class CopyStream:
+    """Side stream for copies between ``device`` and host memory, in the order of the calls. On a CPU copies run at once
+    and events are None."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[torch.cuda.Event | None] = ()
+    ) -> torch.cuda.Event | None:
+        """Copy ``(target, source)`` pairs once the events ``after`` have completed. Return the event of completion. The
+        caller keeps all tensors alive until then."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def record_current(self) -> torch.cuda.Event | None:
+        """Return an event after the work that the current stream has so far."""
+        return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for ``event``; the host does not wait."""
+        if self._stream is not None and event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()

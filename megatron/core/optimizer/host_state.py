@@ -1,0 +1,249 @@
+"""Optimizer state in host memory (--optimizer-cpu-offload), streamed through the device for each update.
+
+    slot 0   load slice 0 | update | store slice 0          | load slice 3 | …
+    slot 1                  load slice 1 | update | store slice 1 …
+
+A *slice* is a list of parameter ranges whose extra master storage and moments fit in a slot, a fixed buffer on the
+device. Loads and stores run on two side streams, so that both directions of the bus work at the same time; the update
+rule runs on the current stream with views of a slot in place of the state. Rules do not know where state lives, and
+results equal those without offload to the bit: every element has the same inputs and operations. Weights and gradients
+stay on the device. The host does not wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.storage import Storage
+from megatron.core.host_memory import CopyStream
+from megatron.core.sharding.buffer_layout import NUM_SLOTS, slot_bytes
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.update_rules import Conditions, Entry, UpdateRule
+
+_ALIGNMENT = 256  # bytes: as of torch's allocator, so that kernels use wide accesses
+_UNIT = 64  # elements: ranges start at multiples, so that vectorized loops have the same tail as without slices
+
+
+def select_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
+    """Return the names whose state is offloaded: the largest first, as long as they hold at most ``fraction`` of all
+    elements."""
+    left, chosen = fraction * sum(sizes.values()), []
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if sizes[name] <= left:
+            left -= sizes[name]
+            chosen.append(name)
+    return frozenset(chosen)
+
+
+class Piece(NamedTuple):
+    """Range of a parameter shard in a slice."""
+
+    name: str
+    start: int
+    stop: int
+    is_full: bool
+    """Whether it covers the shard, so that tensors keep their shape; else they are flat."""
+    places: tuple[int, ...]
+    """Byte offset of each state tensor in the slot; empty if the state is on the device."""
+
+
+class HostState:
+    """Owner of the offloaded state: decides on slices, and provides device views for the time of an update.
+
+    Args:
+        rules: update rules in the order of updates, with the names of their parameters in order.
+        storages: storages of all shards by name; ``kept`` of an offloaded one is a host tensor.
+        moments: moments by kind and name, host tensors if offloaded; read at every copy, so that they may be replaced.
+        names: offloaded names.
+        overlap: whether the first slices of the next update are loaded, and the last ones stored, during forward and
+            backward passes.
+    """
+
+    def __init__(
+        self, rules: Sequence[tuple[UpdateRule, Sequence[str]]], storages: Mapping[str, Storage],
+        moments: Mapping[str, Mapping[str, Tensor]], names: frozenset[str], *, device: torch.device, overlap: bool,
+    ) -> None:  # fmt: skip
+        self._storages, self._moments, self.names = storages, moments, names
+        self._device, self._overlap = device, overlap
+        self._kinds = {name: tuple(rule.moment_dtypes) for rule, own in rules for name in own}
+        self._parts, slot_bytes = self._plan(rules)
+        self._slices = [each for part in self._parts for each in part]
+        count = min(NUM_SLOTS, len(self._slices)) if names else 0
+        self._slots = [torch.zeros(slot_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._users = [-1] * count
+        """Index of the slice that was last loaded into each slot."""
+        self._loads, self._stores = CopyStream(device), CopyStream(device)
+        self._loads.copy((), [self._loads.record_current()])  # after the zeros of the slots
+        self._loaded: dict[int, torch.cuda.Event | None] = {}
+        """Events of loads that no update has used yet, by slice index."""
+        self._stored: dict[int, torch.cuda.Event | None] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of all slots."""
+        return sum(slot.numel() for slot in self._slots)
+
+    # ---- slices
+
+    def _state(self, name: str) -> list[Tensor]:
+        """Return the offloaded tensors of ``name``: extra master storage, then moments."""
+        if name not in self.names:
+            return []
+        kept = self._storages[name].kept
+        return ([] if kept is None else [kept]) + [self._moments[kind][name] for kind in self._kinds[name]]
+
+    def _plan(self, rules: Sequence[tuple[UpdateRule, Sequence[str]]]) -> tuple[list[list[list[Piece]]], int]:
+        """Return the slices of each rule, and the bytes of a slot. Parameters keep their order, those with state on the
+        device included: rules that own matrices run collectives per parameter."""
+        widths = {name: sum(each.element_size() for each in self._state(name)) for _, own in rules for name in own}
+        least, total = _ALIGNMENT, 0
+        for rule, own in rules:
+            for name in own:
+                padding = _ALIGNMENT * len(self._state(name))
+                size = self._storages[name].weight.numel()
+                unit = self._unit(name) if self._may_cut(rule, name) else size
+                least = max(least, min(unit, size) * widths[name] + padding)
+                total += size * widths[name] + padding
+        capacity = slot_bytes(total, least)
+        return [self._slices_of(rule, own, widths, capacity) for rule, own in rules], capacity
+
+    def _unit(self, name: str) -> int:
+        return math.lcm(_UNIT, self._storages[name].block)
+
+    def _may_cut(self, rule: UpdateRule, name: str) -> bool:
+        return rule.owns == "elements" and self._storages[name].weight.is_contiguous()
+
+    def _slices_of(
+        self, rule: UpdateRule, names: Sequence[str], widths: Mapping[str, int], capacity: int
+    ) -> list[list[Piece]]:
+        """Return consecutive slices of the parameters ``names``, each of at most ``capacity`` bytes. ``widths``: bytes
+        of offloaded state per element."""
+        slices: list[list[Piece]] = [[]]
+        used = 0
+        for name in names:
+            size, tensors = self._storages[name].weight.numel(), self._state(name)
+            unit = self._unit(name) if self._may_cut(rule, name) else size
+            start = 0
+            while start < size:
+                room = capacity - used - _ALIGNMENT * len(tensors)
+                stop = min(size, start + max(room, 0) // (widths[name] * unit) * unit) if tensors else size
+                if stop < size and stop - start < unit or stop == start:
+                    slices.append([])
+                    used = 0
+                    continue
+                places = []
+                for each in tensors:
+                    places.append(used)
+                    used += -(-(stop - start) * each.element_size() // _ALIGNMENT) * _ALIGNMENT
+                slices[-1].append(Piece(name, start, stop, stop - start == size, tuple(places)))
+                start = stop
+        return [each for each in slices if each]
+
+    def _pairs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (view of the slot, host tensor) for all state in slice ``index``."""
+        for piece in self._slices[index]:
+            for tensor, view in zip(self._state(piece.name), self._views(index, piece)):
+                yield view.view(-1), tensor.view(-1)[piece.start : piece.stop]
+
+    def _views(self, index: int, piece: Piece) -> list[Tensor]:
+        """Return the views of the slot that hold the state of ``piece``, in the order of :meth:`_state`."""
+        slot, found = self._slots[index % len(self._slots)], []
+        for tensor, place in zip(self._state(piece.name), piece.places):
+            num_bytes = (piece.stop - piece.start) * tensor.element_size()
+            view = slot[place : place + num_bytes].view(tensor.dtype)
+            found.append(view.view(tensor.shape) if piece.is_full else view)
+        return found
+
+    # ---- streaming
+
+    def update(self, part: int, rule: UpdateRule, entries: Sequence[Entry], conditions: Conditions) -> None:
+        """Run ``rule`` on ``entries``, the parameters of part number ``part`` that have a gradient. Parts are updated
+        in order. After the last one the state on the host is valid in stream order, with overlap after
+        :meth:`settle`."""
+        if not self.names:
+            rule.update(entries, conditions)
+            return
+        by_name = {each.name: each for each in entries}
+        first = sum(map(len, self._parts[:part]))
+        for index in range(first, first + len(self._parts[part])):
+            # load ahead before the update is queued, so that the bus never idles
+            for ahead in range(index, min(index + len(self._slots), len(self._slices))):
+                self._load(ahead)
+            self._loads.wait(self._loaded.pop(index))
+            pieces = [piece for piece in self._slices[index] if piece.name in by_name]
+            rule.update([self._on_device(index, piece, by_name[piece.name]) for piece in pieces], conditions)
+            pairs = ((host, view) for view, host in self._pairs(index))
+            self._stored[index] = self._stores.copy(pairs, [self._stores.record_current()])
+        if first + len(self._parts[part]) == len(self._slices):
+            self._finish()
+
+    def _finish(self) -> None:
+        """With overlap start loading the first slices of the next update; else wait, in stream order, for the last
+        stores."""
+        if self._overlap:
+            for index in range(len(self._slots)):
+                self._load(index)
+        else:
+            self._stores.wait(self._stored[len(self._slices) - 1])
+
+    def _load(self, index: int) -> None:
+        """Start loading a slice into its slot unless that has happened."""
+        if index in self._loaded or index >= len(self._slices):
+            return
+        # the slot is free once its last slice is stored; the slice itself may have been stored a moment ago
+        slot = index % len(self._slots)
+        after = [self._stored.get(each) for each in (self._users[slot], index)]
+        self._users[slot] = index
+        self._loaded[index] = self._loads.copy(self._pairs(index), after)
+
+    def _on_device(self, index: int, piece: Piece, entry: Entry) -> Entry:
+        """Return ``entry`` for the range of ``piece``, with views of the slot as state."""
+        if not piece.places:
+            return entry
+        views = self._views(index, piece)
+        kept = None if entry.storage.kept is None else views.pop(0)
+        part = None if piece.is_full else slice(piece.start, piece.stop)
+        gradient = entry.gradient if part is None else entry.gradient.reshape(-1)[part]
+        return replace(
+            entry, storage=entry.storage.with_kept(kept, part), gradient=gradient, moments=tuple(views)
+        )  # fmt: skip
+
+    # ---- access between updates
+
+    def settle(self) -> None:
+        """Let the host wait until the state on the host is complete, and discard what was loaded ahead. Call it before
+        the host reads or changes the state."""
+        for stream in (self._stores, self._loads):
+            stream.synchronize()
+        self._loaded.clear()
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Storage]:
+        """Context with the storage of ``name`` on the device; its extra storage is written back at the end. The host
+        waits."""
+        storage = self._storages[name]
+        if name not in self.names or storage.kept is None:
+            yield storage
+            return
+        self.settle()
+        kept = storage.kept.to(self._device, copy=True)
+        yield storage.with_kept(kept)
+        storage.kept.copy_(kept)
+
+    def read(self, name: str, *, on_host: bool = False) -> Tensor:
+        """Return the master weight of ``name`` on the device, or with ``on_host`` where its state is: the live tensor
+        if there is one."""
+        storage = self._storages[name]
+        if on_host and storage.is_live:
+            return storage.read()
+        with self.opened(name) as opened:
+            value = opened.read()
+        return value.cpu() if on_host and name in self.names else value

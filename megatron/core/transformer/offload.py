@@ -1,0 +1,236 @@
+"""Activation offloading: tensors that selected modules save for backward move to host memory until backward.
+
+A *group* is one call of a selected module. Its tensors are copied to the host on a side stream while the next modules
+compute; a few groups later their device memory is free. Backward runs through the groups in reverse order: when it
+reaches one, the groups before it start to return. The last groups of a forward pass that is followed by its backward
+pass are still on the device, and are not copied back.
+
+Full storages are copied, and views are rebuilt with their strides. A storage that is saved several times (as output of
+attention and as input of its projection, or as queries, keys and values of one tensor) is copied once. Results are
+equal to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD, RecomputeConfig
+from megatron.core.host_memory import CopyStream
+
+_MAX_STORAGE = 4  # sizes of a tensor: queries may be a third of the storage that all heads share
+
+OffloadPolicy = Callable[[nn.Module], AbstractContextManager]
+"""``policy(module)``: context for a call of ``module``, whose parameters always stay on the device."""
+
+
+class Offloaded:
+    """Storage that was saved for backward: on the device, on the host, or both."""
+
+    def __init__(self, streams: Streams, source: Tensor, group: int) -> None:
+        """Start the copy of ``source`` (uint8, a full storage) to the host."""
+        self.streams, self.group, self.device = streams, group, source.device
+        self.on_device: Tensor | None = source
+        self.host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=source.is_cuda)
+        self.stored = streams.store.copy([(self.host, source)], [streams.store.record_current()])
+        self.loaded: torch.cuda.Event | None = None
+        """Completion of a load that no stream has waited for."""
+
+    def release(self) -> None:
+        """Free the device memory after the copy to the host, in stream order."""
+        self.streams.store.wait(self.stored)
+        self.on_device = None
+
+    def load(self) -> None:
+        """Start the copy to the device unless the data is there."""
+        if self.on_device is None:
+            self.on_device = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
+            # the new memory may still be in use by earlier work of the current stream
+            after = [self.stored, self.streams.load.record_current()]
+            self.loaded = self.streams.load.copy([(self.on_device, self.host)], after)
+
+    def get(self) -> Tensor:
+        """Return the storage on the device, uint8, for use by the current stream."""
+        self.load()
+        self._wait()
+        assert self.on_device is not None
+        return self.on_device
+
+    def _wait(self) -> None:
+        if self.loaded is not None:
+            self.streams.load.wait(self.loaded)
+            self.loaded = None
+
+    def __del__(self) -> None:
+        self._wait()  # unused: the allocator may pass the memory on while it is being filled
+
+
+class Streams(NamedTuple):
+    """Side streams of both directions."""
+
+    store: CopyStream
+    load: CopyStream
+
+
+class View(NamedTuple):
+    """Saved tensor in an offloaded storage."""
+
+    of: Offloaded
+    record: ForwardRecord
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> Tensor:
+        """Return the tensor on the device, and start to load the groups that backward reaches next."""
+        self.record.load_before(self.of.group)
+        storage = self.of.get().untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=self.of.device).set_(
+            storage, self.offset, self.shape, self.strides
+        )
+
+
+class ForwardRecord:
+    """Groups of one forward pass in execution order."""
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        self._offload = offload
+        self.groups: list[list[ref[Offloaded]]] = []
+        """The graph owns offloaded storages: they are freed with it."""
+        self._reached = -1
+
+    @contextmanager
+    def group(self, module: nn.Module) -> Iterator[None]:
+        """Context in which saved tensors become a new group; without effect after the configured share of groups."""
+        index = len(self.groups)
+        self.groups.append([])
+        if index >= self._offload.limit:
+            yield
+            return
+        weights = {each.untyped_storage().data_ptr() for each in module.parameters()}
+
+        def pack(x: Tensor) -> Tensor | View:
+            if type(x) is not Tensor or x.untyped_storage().data_ptr() in weights:
+                return x
+            kept = self._offload.find(x)
+            if kept is None:
+                if (kept := self._offload.store(x, index)) is None:
+                    return x
+                self.groups[index].append(ref(kept))
+            return View(kept, self, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+        with saved_tensors_hooks(pack, lambda kept: kept.restore() if isinstance(kept, View) else kept):
+            yield
+        self._offload.end_group()
+
+    def load_before(self, group: int) -> None:
+        """Start to load the groups before ``group``, at the first call for it."""
+        if group == self._reached:
+            return
+        self._reached = group
+        for index in range(group - 1, max(group - 1 - LOADED_AHEAD, -1), -1):
+            for each in self.groups[index]:
+                if (kept := each()) is not None:
+                    kept.load()
+
+
+class _Stored(NamedTuple):
+    """Storage whose device memory waits for its copy."""
+
+    kept: ref[Offloaded]
+    address: int
+    version: int
+
+
+class ActivationOffload:
+    """Offloading of one stack of layers."""
+
+    def __init__(self, config: RecomputeConfig) -> None:
+        self._fraction, self._min_size = config.activation_offload_fraction, config.min_offloaded_tensor_size
+        self.limit: float = math.inf
+        """Number of groups of a forward pass that are offloaded; known after the first one."""
+        self._streams: Streams | None = None
+        self._in_flight: deque[list[_Stored]] = deque([[]])
+
+    @contextmanager
+    def forward(self) -> Iterator[ForwardRecord]:
+        """Context of one forward pass of the stack."""
+        record = ForwardRecord(self)
+        before = _record.set(record)
+        try:
+            yield record
+        finally:
+            _record.reset(before)
+        self.limit = math.ceil(self._fraction * len(record.groups))
+
+    def find(self, x: Tensor) -> Offloaded | None:
+        """Return the storage of ``x`` if it was stored, unchanged, while it is still alive: else its address may belong
+        to another tensor."""
+        address, version = x.untyped_storage().data_ptr(), x._version
+        for group in self._in_flight:
+            for each in group:
+                if (each.address, each.version) == (address, version) and (kept := each.kept()) is not None:
+                    return kept
+        return None
+
+    def store(self, x: Tensor, group: int) -> Offloaded | None:
+        """Start to offload the storage of ``x``; None if it is small, or mostly other data."""
+        storage = x.untyped_storage()
+        if x.numel() < self._min_size or storage.nbytes() > _MAX_STORAGE * x.numel() * x.element_size():
+            return None
+        if self._streams is None:
+            self._streams = Streams(CopyStream(x.device), CopyStream(x.device))
+        data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
+        kept = Offloaded(self._streams, data, group)
+        self._in_flight[-1].append(_Stored(ref(kept), storage.data_ptr(), x._version))
+        return kept
+
+    def end_group(self) -> None:
+        """Start a new group, and free the device memory of the oldest one in flight."""
+        self._in_flight.append([])
+        if len(self._in_flight) > IN_FLIGHT:
+            for each in self._in_flight.popleft():
+                if (kept := each.kept()) is not None:
+                    kept.release()
+
+
+_record: ContextVar[ForwardRecord | None] = ContextVar("forward record", default=None)
+
+
+def keep_on_device(module: nn.Module) -> AbstractContextManager:
+    """Context in which tensors are saved as usual."""
+    return nullcontext()
+
+
+def offload_saved(module: nn.Module) -> AbstractContextManager:
+    """Context in which tensors that ``module`` saves are offloaded, inside of :func:`run_offloaded`."""
+    record = _record.get()
+    return nullcontext() if record is None or not torch.is_grad_enabled() else record.group(module)
+
+
+def offload_policy(config: RecomputeConfig, name: str) -> OffloadPolicy:
+    """Return :func:`offload_saved` if ``name`` is in ``offload_modules``, else :func:`keep_on_device`."""
+    wanted = config.fine_grained_activation_offloading and name in (config.offload_modules or ())
+    return offload_saved if wanted else keep_on_device
+
+
+def run_offloaded(offload: ActivationOffload | None, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return ``function(x)``, a forward pass of a stack of layers, with offloading. Loading starts as soon as backward
+    reaches the result. None: call ``function``."""
+    if offload is None or not torch.is_grad_enabled():
+        return function(x)
+    with offload.forward() as record:
+        output = function(x)
+    if output.requires_grad:
+        output.register_hook(lambda gradient: record.load_before(len(record.groups)))
+    return output

@@ -1,0 +1,236 @@
+"""Activation offloading changes where saved tensors are, and no bit of the results."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core import parallel_state
+from megatron.core.config.cli import ConfigError
+from megatron.core.config.memory import IN_FLIGHT, OFFLOADED_MODULES, RecomputeConfig
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.transformer import offload
+from megatron.core.transformer.offload import ActivationOffload, offload_policy, run_offloaded
+from tests.test_utils.lazy_streams import LazyStream
+from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
+
+DENSE = [name for name in OFFLOADED_MODULES if name not in ("expert_fc1", "moe_act")]
+NETWORK = {"num_layers": 3, "swiglu": True, "normalization": "RMSNorm", "qk_layernorm": True, "num_query_groups": 2}
+EXPERTS = {**NETWORK, "num_moe_experts": 4, "moe_ffn_hidden_size": 24}
+LATENT = {
+    "num_layers": 3, "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 10, "normalization": "RMSNorm",
+}  # fmt: skip
+ON = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+VARIANTS = {
+    "dense": (NETWORK, {"offload_modules": DENSE}),
+    "half": (NETWORK, {"offload_modules": DENSE, "activation_offload_fraction": 0.5}),
+    "attention": ({**NETWORK, "attention_backend": "unfused"}, {"offload_modules": ["core_attn", "attn_proj"]}),
+    "recomputed": (NETWORK, {"offload_modules": ["attn_norm", "attn_proj", "mlp_norm"], **RECOMPUTED}),
+    "latent": (LATENT, {"offload_modules": DENSE}),
+    "experts": (EXPERTS, {"offload_modules": list(OFFLOADED_MODULES)}),
+}
+
+
+def forward(overrides, **more):
+    """Return (output, input, model) of a forward pass of the layers."""
+    torch.manual_seed(0)
+    model = build(SINGLE_PROCESS, {}, **{**overrides, **more, "hidden_dropout": 0.0, "attention_dropout": 0.0})
+    hidden = torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True)
+    return model.decoder(hidden * 1), hidden, model
+
+
+def results(output, hidden, model):
+    output.square().sum().backward()
+    return [output, hidden.grad, *(each.grad for each in model.decoder.parameters())]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_without_offloading(variant):
+    network, flags = VARIANTS[variant]
+    plain, offloaded = results(*forward(network)), results(*forward(network, **ON, **flags))
+    assert all(map(torch.equal, plain, offloaded)) and len(plain) == len(offloaded)
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_copies_may_be_as_late_as_their_events(monkeypatch, is_faulty):
+    """And a load that does not wait for the copy to the host is found."""
+    monkeypatch.setattr(offload, "CopyStream", LazyStream)
+    if is_faulty:
+        monkeypatch.setattr(offload.Offloaded, "_wait", lambda kept: None)
+    network = {**NETWORK, "num_layers": 6}
+    plain = results(*forward(network))
+    offloaded = results(*forward(network, **ON, offload_modules=DENSE))
+    assert all(map(torch.equal, plain, offloaded)) is not is_faulty
+
+
+@pytest.mark.parametrize("layout", [(2, 2, {}), (2, 2, {"sequence_parallel": True}),
+                                    (2, 2, {"sequence_parallel": True, "tp_comm_overlap": True})])  # fmt: skip
+def test_tensor_parallel_steps_are_those_of_one_rank(gloo_pool, layout):
+    world_size, tp, more = layout
+    steps = run(gloo_pool, world_size, tp, {}, {**NETWORK, **more, **ON, "offload_modules": DENSE})
+    compare(steps, cached_run(gloo_pool, frozen({}), frozen(NETWORK)))
+
+
+class Recorder:
+    """Offloaded storages and the order of their loads."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.loads = [], []
+        init, load = offload.Offloaded.__init__, offload.Offloaded.load
+
+        def recording_init(kept, streams, source, group):
+            init(kept, streams, source, group)
+            self.made.append((group, source.numel()))
+
+        def recording_load(kept):
+            if kept.on_device is None:
+                self.loads.append(kept.group)
+            load(kept)
+
+        monkeypatch.setattr(offload.Offloaded, "__init__", recording_init)
+        monkeypatch.setattr(offload.Offloaded, "load", recording_load)
+
+
+@pytest.mark.parametrize("modules, per_layer", [
+    (["attn_norm"], [1]), (["qkv_linear"], [1]), (["mlp_norm"], [1]), (["core_attn", "attn_proj"], [2, 0]),
+    (["attn_norm", "core_attn", "attn_proj"], [1, 2, 0]),
+])  # fmt: skip
+def test_a_storage_is_copied_once_in_execution_order(monkeypatch, modules, per_layer):
+    """Attention saves queries, keys and values, views of one tensor, and its output; the projection saves that too."""
+    seen = Recorder(monkeypatch)
+    network = {**NETWORK, "qk_layernorm": False, "num_query_groups": 4}
+    results(*forward(network, **{**ON, "min_offloaded_tensor_size": 65}, offload_modules=modules))
+    counts = [sum(group == index for group, _ in seen.made) for index in range(3 * len(per_layer))]
+    assert counts == per_layer * 3
+    stream = 8 * 2 * 16 * 8
+    assert {size for _, size in seen.made} == ({stream, 3 * stream} if "core_attn" in modules else {stream})
+
+
+def test_groups_return_before_backward_reaches_them(monkeypatch):
+    seen = Recorder(monkeypatch)
+    output, hidden, model = forward({**NETWORK, "num_layers": 8}, **ON, offload_modules=["mlp_norm"])
+    released = 8 - IN_FLIGHT + 1
+    assert not seen.loads
+    output.sum().backward()
+    assert seen.loads == sorted(seen.loads, reverse=True) and set(seen.loads) == set(range(released))
+
+
+def test_memory_is_freed_with_the_graph():
+    before = [each for each in gc.get_objects() if isinstance(each, offload.Offloaded)]
+    kept = forward(NETWORK, **ON, offload_modules=DENSE)
+    held = [each for each in gc.get_objects() if isinstance(each, offload.Offloaded)]
+    on_device = [each for each in held if each.on_device is not None]
+    assert len(held) > 12 and len({each.group for each in on_device}) < IN_FLIGHT and not before
+    results(*kept)
+    del held, on_device
+    assert not [each for each in gc.get_objects() if isinstance(each, offload.Offloaded)]
+
+
+@pytest.mark.parametrize("flags", [{"min_offloaded_tensor_size": 257}, {"activation_offload_fraction": 0.0}])
+def test_small_tensors_and_calls_beyond_the_fraction_stay(monkeypatch, flags):
+    seen = Recorder(monkeypatch)
+    output, hidden, model = forward(NETWORK, **{**ON, "offload_modules": ["attn_norm", "mlp_norm"], **flags})
+    first = len(seen.made)
+    model.decoder(hidden * 1)
+    assert len(seen.made) == first == (0 if "min_offloaded_tensor_size" in flags else 12)
+
+
+def test_parameters_changed_tensors_and_parts_of_large_tensors_stay_or_are_copied_anew():
+    """Autograd still sees what it saved: views of other memory, and a tensor that is changed between two saves."""
+    config = RecomputeConfig(**ON, offload_modules=["attn_norm"])
+    policy, stack, module = offload_policy(config, "attn_norm"), ActivationOffload(config), nn.Linear(6, 6)
+    seen = []
+
+    def function(x):
+        buffer = torch.zeros(20, 6)
+        total = 0.0
+        for factor in (1.0, 2.0):
+            buffer[:4].copy_(x.detach() * factor)
+            whole = buffer[:4].clone()
+            with policy(module):
+                total = total + (module(x) * buffer[:4].clone()).sum() + (x * whole).sum() + (x * x).sum()
+            seen.append(len(stack._in_flight))
+        return total.expand(1)
+
+    found = []
+    for each in (stack, None):
+        x = torch.arange(24.0).view(4, 6).requires_grad_()
+        run_offloaded(each, function, x).sum().backward()
+        found.append((x.grad, module.weight.grad.clone()))
+        module.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
+def _schedule(rank, world_size, flags):
+    groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    model = build(groups, {}, **NETWORK, **flags)
+    tokens = torch.arange(16).view(2, 8) % 53
+    position = torch.arange(8).expand(2, -1)
+    rows = [torch.arange(2) + shift for shift in (0, 9, 5)]
+    losses = [model(tokens + each[:1], position, labels=tokens, sample_index=each) for each in rows]
+    for each in losses:  # several micro-batches in flight, as in a pipeline
+        each.sum().backward()
+    return [each.grad for each in model.parameters()]
+
+
+def test_micro_batches_in_flight_are_kept_apart(gloo_pool):
+    plain, offloaded = (gloo_pool.run(_schedule, 1, flags)[0] for flags in ({}, {**ON, "offload_modules": DENSE}))
+    assert all(map(torch.equal, plain, offloaded))
+
+
+@pytest.mark.parametrize("flags, message", [
+    ({"offload_modules": ["core_attn"]}, "offload_modules .*: requires fine_grained_activation_offloading"),
+    ({**ON}, "fine_grained_activation_offloading: requires offload_modules"),
+    ({**ON, "offload_modules": ["mlp"]}, "mlp not available; choose from attn_norm"),
+    ({**ON, "offload_modules": ["moe_act"]}, "moe_act requires"),
+    ({**ON, "offload_modules": ["attn_proj"]}, "add core_attn"),
+    ({**ON, "offload_modules": ["core_attn"], "recompute_granularity": "selective"}, "core_attn discards"),
+    ({**ON, "offload_modules": ["attn_norm"], "recompute_granularity": "full", "recompute_method": "uniform",
+      "recompute_num_layers": 1}, "recompute_granularity full"),
+    ({**ON, "offload_modules": ["attn_norm"], "transformer_impl": "transformer_engine"}, "transformer_engine"),
+])  # fmt: skip
+def test_bad_settings_are_rejected(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, **flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["neither", "store", "load"])
+def test_offloading_saves_device_memory_and_changes_no_bit_gpu(monkeypatch, direction):
+    """Also if the copies of one direction are so slow that a missing wait would show."""
+    copy = offload.CopyStream.copy
+
+    def slow_copy(stream, pairs, after=()):
+        pairs = list(pairs)
+        if pairs and pairs[0][1].is_cuda == (direction == "store") and direction != "neither":
+            with torch.cuda.stream(stream._stream):
+                torch.cuda._sleep(3_000_000)
+        return copy(stream, pairs, after)
+
+    monkeypatch.setattr(offload.CopyStream, "copy", slow_copy)
+    found, peaks = [], []
+    network = {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "swiglu": True, "hidden_dropout": 0.0,
+               "attention_dropout": 0.0, "params_dtype": torch.bfloat16, "bf16": True,
+               "use_cpu_initialization": True}  # fmt: skip
+    for flags in ({}, {**ON, "min_offloaded_tensor_size": 100_000, "offload_modules": DENSE}):
+        torch.manual_seed(0)
+        model = build(SINGLE_PROCESS, {}, **network, **flags).to("cuda")
+        gradients = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            hidden = torch.randn(4096, 2, 512, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            output = model.decoder(hidden * 1)
+            output.float().square().sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            gradients += [hidden.grad, output.detach()]
+        found.append([*gradients, *(each.grad for each in model.decoder.parameters())])
+        del model
+    assert all(map(torch.equal, *found))
+    assert peaks[3] < 0.85 * peaks[1]
