@@ -22,6 +22,7 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.transformer.qk_clip import QKClip
 from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
@@ -275,6 +276,9 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
         architecture=None if described is None else weight_settings(described),
     )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
+    if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
+        parts.qk_clip = QKClip(model, cfg.model, groups)
+        optimizer.weight_edits.append(parts.qk_clip)
     try:
         return _load(parts, cfg)
     except BaseException:

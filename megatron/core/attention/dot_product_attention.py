@@ -22,6 +22,7 @@ from megatron.core.attention.context_parallel import forms
 from megatron.core.attention.context_parallel.forms import Attention, EqualHeads
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
+from megatron.core.attention.max_logits import MaxLogits
 from megatron.core.attention.sink import add_sink, has_sink
 from megatron.core.attention.tiles import Visibility
 from megatron.core.attention.token_layout import ANY_ORDER, TokenLayout
@@ -85,11 +86,13 @@ class CoreAttention(nn.Module):
         keys = k_channels or config.kv_channels
         values = v_channels or keys
         self._channels = keys, values
-        scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
+        self.scale = scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
         needs = forms.kernel_needs(self.kind, self._static, self._sink)
         request = build_request(config, self.visibility.window, needs, max(keys, values), biased=biased)
         self.choice, self.kernel = build_kernel(request, config, layer_number, scale)
         """Selected kernel and reason."""
+        self.max_logits: MaxLogits | None = None
+        """Accumulator of maximum logits in training; None: not computed."""
         self._forms: dict[tuple, Attention] = {}
         add_sink(self, config, groups)
 
@@ -101,6 +104,8 @@ class CoreAttention(nn.Module):
         A dense ``ctx.attention_mask`` applies in addition to causality and window; some kernels and context parallelism
         reject it (UserError). Raises ValueError in training with dropout without ``ctx.dropout``, and without
         ``ctx.layout`` under context parallelism."""
+        if self.max_logits is not None and self.training:
+            self.max_logits.add(query, key)
         documents = ctx.encoder_documents if self.is_cross else ctx.layout.documents
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
-from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability, RotaryBase
+from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability, Range, RotaryBase
 
 
 def parse_window(text: str) -> tuple[int, int]:
@@ -90,6 +90,18 @@ class AttentionConfig(FlagGroup):
     attn_logit_softcapping: PositiveFloat | None = None
     """Soft cap of the scaled query-key scores: cap * tanh(scores / cap) (Gemma 2). Attention then uses plain torch
     operations."""
+
+    qk_clip: bool = False
+    """After each optimizer step scale query and key weights of heads whose maximum logit exceeds the threshold."""
+
+    qk_clip_threshold: PositiveFloat = 100.0
+    """QK-Clip: maximum attention logit."""
+
+    qk_clip_alpha: Annotated[float, Range(0, 1)] = 0.5
+    """QK-Clip: exponent of the factor of queries; keys have 1 - alpha."""
+
+    log_max_attention_logit: bool = False
+    """Log the maximum attention logit of each layer."""
 
     apply_query_key_layer_scaling: bool = False
     """Scale query-key scores by 1 / layer number and undo it in a float32 softmax (for float16)."""

@@ -105,6 +105,9 @@ class MegatronOptimizer(MegatronNames):
         if not self.model_params:
             raise UserError("the model has no parameter to train")
         self.parts = self._build_parts()
+        self._names = {self.model_params[name]: name for name in self.storage}
+        self.weight_edits: list[Callable[[Callable[[nn.Parameter, Tensor], None], Tensor], None]] = []
+        """Called after each update, before weights are gathered: (:meth:`scale_rows`, bool whether it was skipped)."""
         self._counted = {
             ranks: [name for name in self.storage if self._is_counted(name, ranks)] for ranks in groups.data_parallel
         }
@@ -291,6 +294,8 @@ class MegatronOptimizer(MegatronNames):
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
         for index, part in enumerate(self.parts):
             self.host_state.update(index, part.rule, self._entries(part, grads), conditions)
+        for edit in self.weight_edits:
+            edit(self.scale_rows, found)
         self._mark_changed_weights()
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
@@ -298,6 +303,16 @@ class MegatronOptimizer(MegatronNames):
         for chunk in self._parallel_chunks():
             chunk.start_param_sync()
         return Update(found, norm, num_zeros)
+
+    def scale_rows(self, parameter: nn.Parameter, factors: Tensor) -> None:
+        """Multiply the rows of ``parameter`` by ``factors`` [local rows], as far as this rank's shard covers them: the
+        master and the weight, not the moments. Other parameters than the optimizer's stay."""
+        name = self._names.get(parameter)
+        if name is not None:
+            shard, columns = self.shards[name], parameter.numel() // len(factors)
+            elements = torch.arange(shard.start, shard.stop, device=factors.device)
+            master = self.storage[name].read()
+            self.storage[name].write(master * factors[elements // columns].to(master.dtype).view_as(master))
 
     def _mark_changed_weights(self) -> None:
         """Raise the versions of all weights: torch does not notice writes of kernels and gathers, and fp8 copies

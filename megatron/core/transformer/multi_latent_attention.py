@@ -161,20 +161,20 @@ class MLASelfAttention(Segmented):
         self.kv_layernorm = latent_norm(slots.kv_layernorm, rank)
         self.linear_kv_up_proj = linear(slots.linear_kv_up_proj, rank, width)
         query_rows = (self._nope + self._rope,)
-        declare_row_parts(self._linear_query, query_rows, query_rows)
+        declare_row_parts(self.linear_query, query_rows, query_rows)
         declare_row_parts(self.linear_kv_up_proj, (self._nope + self._value,), (self._nope, self._value))
 
     describe = staticmethod(describe_latent_attention)
 
     @property
-    def _linear_query(self) -> nn.Module:
+    def linear_query(self) -> nn.Module:
         """Linear layer that outputs the queries."""
         return self.linear_q_proj if self._ranks[0] is None else self.linear_q_up_proj
 
     @property
     def overlaps(self) -> bool:
         """Whether its collectives can stay in flight."""
-        return all(can_overlap(first, self.linear_proj) for first in (self._linear_query, self.linear_kv_up_proj))
+        return all(can_overlap(first, self.linear_proj) for first in (self.linear_query, self.linear_kv_up_proj))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """Run ``forward`` as a generator of four segments: down projections and norms (start the all-gather) | up
@@ -218,11 +218,11 @@ class MLASelfAttention(Segmented):
         parallelism.
         """
         rope_key = self._for_all_heads(rope_key, self._group)
-        return self._split(self._linear_query(source)[0], self.linear_kv_up_proj(latent)[0], rope_key, tables)
+        return self._split(self.linear_query(source)[0], self.linear_kv_up_proj(latent)[0], rope_key, tables)
 
     def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
         """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
-        query = self._linear_query(source, is_gathered=True)[0]
+        query = self.linear_query(source, is_gathered=True)[0]
         key_value = self.linear_kv_up_proj(latent, is_gathered=True)[0]
         return self._split(query, key_value, rope_key, tables)
 

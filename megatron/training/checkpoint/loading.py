@@ -240,11 +240,11 @@ class Loading:
         """Return a problem if the stored and this run's optimizer differ, and one of them is Muon or Lion: their
         states have other tensors, or tensors of the same name with another meaning."""
         stored, config = self.reader.objects["args"], self.cfg.optimizer
-        theirs, ours = stored.get("optimizer"), config.optimizer
+        theirs, ours = str(stored.get("optimizer")), str(config.optimizer)
         if theirs == ours == "muon":
             scalar = stored.get("muon_scalar_optimizer", "adam")
             theirs, ours = (f"muon --muon-scalar-optimizer {each}" for each in (scalar, config.muon_scalar_optimizer))
-        if theirs == ours or not {"muon", "lion"} & {*f"{theirs} {ours}".split()}:
+        if theirs == ours or not {"muon", "lion"} & {*theirs.split(), *ours.split()}:
             return []
         return [
             f"{self.found.directory} holds optimizer state of --optimizer {theirs}, this run has --optimizer {ours}: "

@@ -72,6 +72,7 @@ NUMBERS = (
     "moe_token_drop_policy", "moe_router_quantile_balancing_ema",
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_compute_algo", "fp8_wgrad", "first_last_layers_bf16",
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "qk_clip", "qk_clip_threshold", "qk_clip_alpha",
     "muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_qkv_per_head", "muon_split_gate_up",
     "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps",
     "muon_fp32_matmul_prec", "muon_scalar_optimizer", "lion_beta1", "lion_beta2",

@@ -22,11 +22,24 @@ from megatron.training.rules import (
     model,
     muon,
     pipeline,
+    qk_clip,
     training,
 )
 
 RULES = collect_rules(
-    model, families, backends, layout, fp8, experts, context, pipeline, data_parallel, training, muon, checkpoints
+    model,
+    families,
+    backends,
+    layout,
+    fp8,
+    experts,
+    context,
+    pipeline,
+    data_parallel,
+    training,
+    muon,
+    qk_clip,
+    checkpoints,
 )
 
 

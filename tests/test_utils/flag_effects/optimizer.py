@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.reference.muon import update_weight
@@ -65,6 +66,33 @@ def sgd(momentum=0.9, lr=1e-2, clip=1.0):
         assert_close(run.weights, weights)
 
     return follows
+
+
+def clipped(threshold, query=0.5, key=0.5):
+    """Rows of queries and keys are the base run's times powers of eta; the smallest eta of a layer is threshold / S."""
+
+    def are(base, run):
+        finished(base, run)
+        for layer in (0, 1):
+            name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+            ratio = (run.weights[name] / base.weights[name]).double().unflatten(1, (3, -1))  # four heads, no groups
+            etas = ratio[:, 0] ** (1 / query)
+            eta = etas.mean((1, 2))
+            assert eta.min() < 0.9
+            for found in (etas, ratio[:, 1] ** (1 / key)):
+                torch.testing.assert_close(found, eta.view(-1, 1, 1).expand_as(found), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(ratio[:, 2], torch.ones_like(ratio[:, 2]))
+            (largest,) = base.statistic(f"layer {layer + 1}/max_attention_logit")
+            assert float(eta.min()) == pytest.approx(threshold / float(largest), rel=1e-3)
+
+    return are
+
+
+def logits_are_logged(base, run):
+    finished(base, run)
+    name = "layer 2/max_attention_logit"
+    assert "statistics" not in base.records[0] and "statistics" in run.records[0]
+    assert all(0 < float(each) < 10 for each in run.statistic(name))
 
 
 def lion(lr=1e-2, decay=0.01, clip=1.0, beta1=0.95, beta2=0.98, among=("",)):
@@ -197,6 +225,7 @@ MUON_DEFAULTS = {
     "muon_split_gate_up": False, "muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0,
     "muon_coefficient_type": "simple", "muon_num_ns_steps": 5,
 }  # fmt: skip
+CLIP = "--train-iters 1 --log-max-attention-logit"
 PRECISE = f"{BF16} --use-precision-aware-optimizer"
 FOUR = "--train-iters 4"
 LINEAR = "--lr-decay-style linear --train-iters 4"
@@ -223,6 +252,10 @@ OPTIMIZER = [
     row("--muon-tp-mode blockwise", stops("--muon-tp-mode blockwise: orthogonalizes each of 2 shards", code=2),
         base=f"{MUON} --tensor-model-parallel-size 2", ranks=2),
     row("--muon-scalar-optimizer lion", lion(among=("layernorm", "embedding")), base=MUON),
+    row("--qk-clip", clipped(0.01), base=f"{CLIP} --qk-clip-threshold 0.01"),
+    row("--qk-clip-threshold 0.01", clipped(0.01), base=f"{CLIP} --qk-clip"),
+    row("--qk-clip-alpha 0.3", clipped(0.01, -0.2, 0.2), base=f"{CLIP} --qk-clip --qk-clip-threshold 0.01"),
+    row("--log-max-attention-logit", logits_are_logged),
     row("--optimizer lion", lion()),
     row("--lion-beta1 0.5", lion(beta1=0.5), base="--optimizer lion"),
     row("--lion-beta2 0.5", lion(beta2=0.5), base="--optimizer lion"),

@@ -79,6 +79,11 @@ def test_consistent_settings_pass(text):
         ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: must equal the dtype in"),
         ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: requires --opt"),
         ("--use-precision-aware-optimizer --optimizer muon", "--use-precision-aware-optimizer: requires --opt"),
+        # QK-Clip
+        ("--qk-clip --qk-layernorm", "--qk-clip: has no effect on normalized queries and keys; remove it"),
+        ("--qk-clip --attn-logit-softcapping 5", "--qk-clip: contradicts --attn-logit-softcapping"),
+        ("--qk-clip-alpha 2", "--qk-clip-alpha 2: must be at least 0 and at most 1"),
+        ("--log-max-attention-logit --transformer-impl transformer_engine", "--log-max-attention-logit: is not supp"),
         # Muon
         ("--optimizer muon --muon-num-ns-steps 0", "--muon-num-ns-steps 0: must be at least 1"),
         ("--optimizer muon --muon-momentum 1", "--muon-momentum 1: must be at least 0 and less than 1"),
@@ -230,6 +235,9 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
 @pytest.mark.parametrize(
     ("text", "world_size", "problem"),
     [
+        ("--qk-clip --context-parallel-size 2", 2, "--qk-clip: is not supported with context parallelism"),
+        ("--qk-clip --tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2,
+         "--qk-clip: is not supported with 1 query groups on 2 tensor-parallel ranks, which share a key"),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", 2,
          "--muon-tp-mode blockwise: orthogonalizes each of 2 shards separately, so that results depend on the layout"),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-no-split-qkv --group-query-attention"

@@ -1,0 +1,44 @@
+"""Rules of --qk-clip and --log-max-attention-logit."""
+
+from __future__ import annotations
+
+from megatron.core.config.problems import Problems, problem
+from megatron.training.config.pretrain_config import PretrainConfig
+
+
+def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
+    """Reject both flags where a rank does not see all pairs of its heads, or the kernels are another library's."""
+    model = cfg.model
+    field = "qk_clip" if model.qk_clip else "log_max_attention_logit"
+    if not getattr(model, field):
+        return
+    if model.context_parallel_size > 1:
+        yield problem(cfg, field, "is not supported with context parallelism: keys are on several ranks", "remove it")
+    if model.transformer_impl == "transformer_engine":
+        reason = "is not supported by --transformer-impl transformer_engine, which gives no logits"
+        yield problem(cfg, field, reason, "use --transformer-impl local")
+    if cfg.training.cuda_graph_impl == "local":
+        yield problem(cfg, field, "is not supported with --cuda-graph-impl local", "remove one")
+    if cfg.embeddings.position_embedding_type == "relative":
+        reason = "is not supported with --position-embedding-type relative, which adds a bias to logits"
+        yield problem(cfg, field, reason, "remove it")
+
+
+def clipped_logits_depend_on_weights(cfg: PretrainConfig) -> Problems:
+    """Reject --qk-clip where scaling the weights does not scale the logits, and with shared keys over tensor-parallel
+    ranks."""
+    model = cfg.model
+    if not model.qk_clip:
+        return
+    if (model.qk_layernorm and not model.multi_latent_attention) or model.qk_l2_norm:
+        yield problem(cfg, "qk_clip", "has no effect on normalized queries and keys", "remove it")
+    if model.attn_logit_softcapping is not None:
+        yield problem(cfg, "qk_clip", "contradicts --attn-logit-softcapping, which bounds logits", "remove one")
+    if cfg.optimizer.optimizer_cpu_offload:
+        yield problem(
+            cfg, "qk_clip", "is not supported with --optimizer-cpu-offload: masters are on the host", "remove one"
+        )
+    groups, ranks = model.num_query_groups, model.tensor_model_parallel_size
+    if not model.multi_latent_attention and groups and groups < ranks:
+        reason = f"is not supported with {groups} query groups on {ranks} tensor-parallel ranks, which share a key"
+        yield problem(cfg, "qk_clip", reason, f"use at most --tensor-model-parallel-size {groups}")
