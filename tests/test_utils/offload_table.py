@@ -18,6 +18,7 @@ OFFLOAD_ROWS = {
     "offload-muon-tp2-sp-zero2": ("muon", f"{MBS4} {SP2} {GATHER} {HALF}", 4),
     "offload-muon-pp2": ("muon", f"{MBS2} {PP2} {OFFLOAD}", 2),
     "offload-bf16-zero2": ("bf16", f"{MBS2} {GATHER} {OFFLOAD}", 2, "bf16"),
+    "offload-muon-fsdp8-more-ranks-than-rows": ("muon-heads", f"--micro-batch-size 1 --use-torch-fsdp2 {OFFLOAD}", 8),
     "activations-tp2-sp": ("llama", f"{MBS4} {SP2} {ACTIVATIONS}", 2),
     "activations-tp2-sp-halves": ("gpt2", f"{MBS2} {SP2} --tp-comm-overlap {ACTIVATIONS}", 2),
     "activations-cp2": ("packed", f"{MBS4} --context-parallel-size 2 {ACTIVATIONS}", 2),

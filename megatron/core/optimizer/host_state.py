@@ -34,10 +34,10 @@ _UNIT = 64  # elements: ranges start at multiples, so that vectorized loops have
 
 def select_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
     """Return the names whose state is offloaded: the largest first, as long as they hold at most ``fraction`` of all
-    elements."""
+    elements. Empty shards (FSDP with more ranks than rows) are not offloaded."""
     left, chosen = fraction * sum(sizes.values()), []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if sizes[name] <= left:
+        if 0 < sizes[name] <= left:
             left -= sizes[name]
             chosen.append(name)
     return frozenset(chosen)
@@ -110,7 +110,7 @@ class HostState:
                 padding = _ALIGNMENT * len(self._state(name))
                 size = self._storages[name].weight.numel()
                 unit = self._unit(name) if self._may_cut(rule, name) else size
-                least = max(least, min(unit, size) * widths[name] + padding)
+                least = max(least, unit * widths[name] + padding)  # an empty slot has room for a unit
                 total += size * widths[name] + padding
         capacity = slot_bytes(total, least)
         return [self._slices_of(rule, own, widths, capacity) for rule, own in rules], capacity
@@ -131,11 +131,14 @@ class HostState:
         for name in names:
             size, tensors = self._storages[name].weight.numel(), self._state(name)
             unit = self._unit(name) if self._may_cut(rule, name) else size
+            if not tensors:
+                slices[-1].append(Piece(name, 0, size, True, ()))
+                continue
             start = 0
             while start < size:
                 room = capacity - used - _ALIGNMENT * len(tensors)
-                stop = min(size, start + max(room, 0) // (widths[name] * unit) * unit) if tensors else size
-                if stop < size and stop - start < unit or stop == start:
+                stop = min(size, start + max(room, 0) // (widths[name] * unit) * unit)
+                if stop == start:
                     slices.append([])
                     used = 0
                     continue

@@ -179,6 +179,22 @@ def test_skipped_steps_and_parameters_without_gradient_keep_their_state():
     assert changed == {"0.weight", "0.bias"}
 
 
+def test_parameters_below_a_unit_of_elements_fill_slices():
+    runs = []
+    for more in ({}, OFFLOAD):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).bfloat16()
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=True, **more), [net], groups=SINGLE_PROCESS)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(2, 5).bfloat16()).float().square().sum().backward()
+            optimizer.step()
+        runs.append(list(net.parameters()))
+    assert all(map(torch.equal, *runs))
+    assert select_offloaded({"empty": 0, "full": 3}, 0.0) == frozenset()
+    assert select_offloaded({"empty": 0, "full": 3}, 1.0) == {"full"}
+
+
 def test_saving_keeps_no_memory():
     run = build(**OFFLOAD)
     train(run, 1)
