@@ -20,7 +20,7 @@ class HostMemory:
     after it was freed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pins = device.type == "cuda"
+        self.device, self._pins = device, device.type == "cuda"
         self._registered: list[Tensor] = []  # alive until they are unregistered
         if self._pins:
             weakref.finalize(self, _unregister, self._registered).atexit = False

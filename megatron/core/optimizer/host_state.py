@@ -13,7 +13,7 @@ stay on the device. The host does not wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.storage import Storage
-from megatron.core.host_memory import CopyStream
+from megatron.core.host_memory import CopyStream, HostMemory
 from megatron.core.sharding.buffer_layout import NUM_SLOTS, slot_bytes
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.update_rules import Conditions, Entry, UpdateRule
 
 _ALIGNMENT = 256  # bytes: as of torch's allocator, so that kernels use wide accesses
+_ALIGNED = 64  # elements: every tensor in a flat buffer starts on a 128-byte boundary in 16 bits
 _UNIT = 64  # elements: ranges start at multiples, so that vectorized loops have the same tail as without slices
 
 
@@ -41,6 +42,23 @@ def select_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str
             left -= sizes[name]
             chosen.append(name)
     return frozenset(chosen)
+
+
+def flat_zeros(
+    dtypes: Mapping[str, torch.dtype], weights: Mapping[str, Tensor], offloaded: Collection[str], memory: HostMemory
+) -> dict[str, Tensor]:
+    """Return zeros by name in the shapes of the named ``weights`` and the given dtypes. They are views into one new
+    flat buffer per dtype, each aligned to 64 elements, and another one in host memory for the names ``offloaded``."""
+    views: dict[str, Tensor] = {}
+    kinds = {name: (dtype, name in offloaded) for name, dtype in dtypes.items()}
+    for dtype, on_host in dict.fromkeys(kinds.values()):
+        own = {name: weights[name] for name in dtypes if kinds[name] == (dtype, on_host)}
+        sizes = [-(-weight.numel() // _ALIGNED) * _ALIGNED for weight in own.values()]
+        size = sum(sizes)
+        flat = memory.zeros(size, dtype) if on_host else torch.zeros(size, dtype=dtype, device=memory.device)
+        for (name, weight), place in zip(own.items(), flat.split(sizes)):
+            views[name] = place[: weight.numel()].view(weight.shape)
+    return views
 
 
 class Piece(NamedTuple):

@@ -18,8 +18,7 @@ State is stored by global parameter name, so that saving, comparing and loading 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroup
 from megatron.core.host_memory import HostMemory
 from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megatron.core.optimizer.host_state import HostState, select_offloaded
+from megatron.core.optimizer.host_state import HostState, flat_zeros, select_offloaded
 from megatron.core.optimizer.megatron_names import MegatronNames
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, Entry, RuleFactory, UpdateRule, find_rule
@@ -44,7 +43,6 @@ from megatron.core.sharding.sharded_tensor import ShardedTensor, flat_range_tens
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
 _SCALARS = ("step", "grad_scaler")
-_ALIGNMENT = 64  # elements: every tensor in a flat buffer starts on a 128-byte boundary in 16 bits
 
 
 class Update(NamedTuple):
@@ -180,11 +178,11 @@ class MegatronOptimizer(MegatronNames):
         first step, so that memory use and state names do not change during training."""
         storages = self.storage
         config, self._memory = self.config, HostMemory(self.device)
-        sizes = {name: each.weight.numel() for name, each in storages.items()}
+        weights = {name: each.weight for name, each in storages.items()}
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        offloaded = select_offloaded(sizes, fraction)
+        offloaded = select_offloaded({name: each.numel() for name, each in weights.items()}, fraction)
         kept = {name: each.kept_dtype for name, each in storages.items() if each.kept_dtype is not None}
-        for name, memory in self._flat(kept, offloaded).items():
+        for name, memory in flat_zeros(kept, weights, offloaded, self._memory).items():
             storages[name].kept = memory
         self.moments: dict[str, dict[str, Tensor]] = {}
         """Moments by kind ("exp_avg"), then by parameter name; in host memory if offloaded."""
@@ -193,7 +191,7 @@ class MegatronOptimizer(MegatronNames):
             own = {name: storages[name].dtype for group in part.param_groups for name in group["names"]}
             for kind, dtype in part.rule.moment_dtypes.items():
                 wanted = {name: dtype if master == torch.float32 else master for name, master in own.items()}
-                self.moments.setdefault(kind, {}).update(self._flat(wanted, offloaded))
+                self.moments.setdefault(kind, {}).update(flat_zeros(wanted, weights, offloaded, self._memory))
             rules.append((part.rule, list(own)))
         self.host_state = HostState(
             rules, storages, self.moments, offloaded, device=self.device, overlap=config.overlap_cpu_optimizer_d2h_h2d
@@ -201,21 +199,6 @@ class MegatronOptimizer(MegatronNames):
         for name in kept:
             with self.host_state.opened(name) as storage:
                 storage.refresh()
-
-    def _flat(self, dtypes: dict[str, torch.dtype], offloaded: Collection[str]) -> dict[str, Tensor]:
-        """Return zeros by name in the shapes of the named masters' weights and the given dtypes. They are views into
-        one new flat buffer per dtype, each aligned to 64 elements, and another one in host memory for the names
-        ``offloaded``."""
-        views: dict[str, Tensor] = {}
-        kinds = {name: (dtype, name in offloaded) for name, dtype in dtypes.items()}
-        for dtype, on_host in dict.fromkeys(kinds.values()):
-            weights = {name: self.storage[name].weight for name in dtypes if kinds[name] == (dtype, on_host)}
-            sizes = [-(-weight.numel() // _ALIGNMENT) * _ALIGNMENT for weight in weights.values()]
-            zeros = self._memory.zeros if on_host else partial(torch.zeros, device=self.device)
-            flat = zeros(sum(sizes), dtype=dtype)
-            for (name, weight), place in zip(weights.items(), flat.split(sizes)):
-                views[name] = place[: weight.numel()].view(weight.shape)
-        return views
 
     @property
     def device(self) -> torch.device:
@@ -311,8 +294,9 @@ class MegatronOptimizer(MegatronNames):
         if name is not None:
             shard, columns = self.shards[name], parameter.numel() // len(factors)
             elements = torch.arange(shard.start, shard.stop, device=factors.device)
-            master = self.storage[name].read()
-            self.storage[name].write(master * factors[elements // columns].to(master.dtype).view_as(master))
+            with self.host_state.opened(name) as storage:
+                master = storage.read()
+                storage.write(master * factors[elements // columns].to(master.dtype).view_as(master))
 
     def _mark_changed_weights(self) -> None:
         """Raise the versions of all weights: torch does not notice writes of kernels and gathers, and fp8 copies

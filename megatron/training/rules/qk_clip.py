@@ -34,10 +34,6 @@ def clipped_logits_depend_on_weights(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "qk_clip", "has no effect on normalized queries and keys", "remove it")
     if model.attn_logit_softcapping is not None:
         yield problem(cfg, "qk_clip", "contradicts --attn-logit-softcapping, which bounds logits", "remove one")
-    if cfg.optimizer.optimizer_cpu_offload:
-        yield problem(
-            cfg, "qk_clip", "is not supported with --optimizer-cpu-offload: masters are on the host", "remove one"
-        )
     groups, ranks = model.num_query_groups, model.tensor_model_parallel_size
     if not model.multi_latent_attention and groups and groups < ranks:
         reason = f"is not supported with {groups} query groups on {ranks} tensor-parallel ranks, which share a key"

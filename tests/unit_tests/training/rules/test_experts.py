@@ -14,6 +14,12 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 SHARED = "--moe-shared-expert-intermediate-size 48 "
 
 
+RECORDED = (
+    "--cuda-graph-impl local: records one micro-batch as a CUDA graph, which here reads the rows of each expert on the "
+    "host "
+)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -107,7 +113,12 @@ def test_possible_experts_are_accepted(text):
         (MOE + "--moe-shared-expert-overlap",
          "--moe-shared-expert-overlap: needs a shared expert; --moe-shared-expert-intermediate-size N, or remove it"),
         (MOE + "--moe-shared-expert-gate", "--moe-shared-expert-gate: needs a shared expert; --moe-shared-expert-inte"),
-        (MOE + "--cuda-graph-impl local", "--cuda-graph-impl local: does not capture experts, because their token"),
+        (MOE + "--cuda-graph-impl local",
+         RECORDED + "(without"),
+        (MOE + "--cuda-graph-impl local --bf16 --no-moe-fusion",
+         RECORDED + "(--no"),
+        (MOE + "--cuda-graph-impl local --bf16 --moe-ffn-hidden-size 100",
+         RECORDED + "(width"),
     ],
 )  # fmt: skip
 def test_impossible_experts_are_named(text, problem):

@@ -153,6 +153,8 @@ def test_packed_rows_of_varying_lengths_need_weight_gradients_in_higher_precisio
     assert problems(f"{packed} --no-fp8-wgrad", model_family="bert") == []
 
 
-def test_cuda_graphs_are_untested_with_fp8(monkeypatch):
-    found = problems(f"{FP8} --bf16 --cuda-graph-impl local --dry-run")
-    assert any("is untested with --fp8-format" in each for each in found)
+def test_cuda_graphs_record_fp8_without_gathered_copies(monkeypatch):
+    graphs = f"{FP8} --bf16 --cuda-graph-impl local --dry-run"
+    assert problems(graphs) == []
+    found = problems(f"{graphs} --fp8-param-gather --use-distributed-optimizer")
+    assert any("is untested with --fp8-param-gather" in each for each in found)
