@@ -84,6 +84,16 @@ def test_no_singular_value_changes_its_sign(kind):
         assert found.min() > 0
 
 
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+@pytest.mark.parametrize("rank", [1, 2, 16])
+def test_no_singular_value_grows_in_bf16(kind, rank):
+    generator = torch.Generator().manual_seed(rank)
+    matrices = torch.randn(4, 64, rank, generator=generator) @ torch.randn(4, rank, 96, generator=generator)
+    for steps in {5, 10} if kind != "cubic5" else {5}:
+        found = orthogonalize(matrices, COEFFICIENTS[kind].take(steps), "medium")
+        assert torch.linalg.matrix_norm(found, 2).max() < 1.4
+
+
 def test_scale_of_the_input_has_no_effect_and_zeros_stay_zeros():
     matrix, steps = conditioned(6, 9), COEFFICIENTS["quintic"].take(5)
     one, other = (orthogonalize(factor * matrix[None], steps, "highest") for factor in (1.0, 1e-9))
