@@ -16,6 +16,8 @@ OFFLOAD_ROWS = {
     "offload-zero2-pp2-tp2-sp": ("llama", f"{MBS2} {PP2} {SP2} {GATHER} {OFFLOAD}", 8),
     "offload-fsdp2": ("gpt2", f"{MBS2} --use-torch-fsdp2 {OFFLOAD}", 2),
     "offload-muon-tp2-sp-zero2": ("muon", f"{MBS4} {SP2} {GATHER} {HALF}", 4),
+    "offload-muon-clip-zero2": ("muon-clip", f"{MBS2} {GATHER} {OFFLOAD}", 2),
+    "offload-lion-zero2": ("lion", f"{MBS2} {GATHER} {HALF}", 2),
     "offload-muon-pp2": ("muon", f"{MBS2} {PP2} {OFFLOAD}", 2),
     "offload-bf16-zero2": ("bf16", f"{MBS2} {GATHER} {OFFLOAD}", 2, "bf16"),
     "offload-muon-fsdp8-more-ranks-than-rows": ("muon-heads", f"--micro-batch-size 1 --use-torch-fsdp2 {OFFLOAD}", 8),

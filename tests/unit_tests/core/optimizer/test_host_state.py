@@ -164,6 +164,15 @@ def test_changes_between_steps_reach_the_next_update():
     assert runs[0][1].params_norm_on_device() == runs[1][1].params_norm_on_device()
 
 
+def test_edits_of_weights_after_an_update_reach_the_next_one():
+    runs = [build(), build(**OFFLOAD)]
+    factors = torch.linspace(0.5, 1.0, 70)
+    for ddp, optimizer in runs:
+        optimizer.weight_edits.append(lambda scale_rows, _, ddp=ddp: scale_rows(ddp.module[0].weight, factors))
+        train((ddp, optimizer), 3)
+    assert same(*runs)
+
+
 def test_skipped_steps_and_parameters_without_gradient_keep_their_state():
     run = build(**OFFLOAD)
     train(run, 2)
