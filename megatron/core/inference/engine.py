@@ -15,7 +15,7 @@ each step, the other ranks call ``follow`` (``generate`` does).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,16 +67,20 @@ class Engine:
 
     def _fitting_pages(self, limits: Limits, page_size: int) -> int:
         """Return the number of pages that fit into the memory of every rank, at most what ``limits`` can use."""
-        device, longest = self.runner.device, min(limits.max_tokens, limits.max_length)
-        needed, available = self.runner.measure(longest, page_size) * page_size, CPU_CACHE_BYTES
-        if device.type == "cuda":
+        device, longest = self.runner.device, -(-limits.max_length // page_size)
+        if device.type != "cuda":
+            needed = self.runner.measure(1, page_size) * page_size
+            available = max(CPU_CACHE_BYTES, needed * longest)
+        else:
+            torch.cuda.reset_peak_memory_stats(device)
+            needed = self.runner.measure(min(limits.max_tokens, limits.max_length), page_size) * page_size
             free, total = torch.cuda.mem_get_info(device)
             cached = torch.cuda.memory_reserved(device)
             available = int(total * MEMORY_SHARE) - (total - free - cached) - torch.cuda.max_memory_allocated(device)
         fitting = torch.tensor(max(available, 0) // max(needed, 1), device=device)
         if self._world.size > 1:
             dist.all_reduce(fitting, op=dist.ReduceOp.MIN, group=self._world.handle)
-        return 1 + min(int(fitting), limits.max_sequences * -(-limits.max_length // page_size))
+        return 1 + min(int(fitting), limits.max_sequences * longest)
 
     # ---- requests
 
@@ -113,13 +117,19 @@ class Engine:
             self.follow()
             return []
         try:
-            numbers = [self.add(request) for request in requests]
-            done: dict[int, Completion] = {}
-            while self.has_work:
-                done |= {each.request: each.completion for each in self.step() if each.completion.finish_reason}
+            return list(self.completions(requests))
         finally:
             self.stop()
-        return [done[number] for number in numbers]
+
+    def completions(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield the completions of ``requests`` in their order, each as soon as it and all before it are complete. Call
+        it on rank 0."""
+        numbers = [self.add(request) for request in requests]
+        done: dict[int, Completion] = {}
+        for number in numbers:
+            while number not in done:
+                done |= {each.request: each.completion for each in self.step() if each.completion.finish_reason}
+            yield done.pop(number)
 
     # ---- steps
 

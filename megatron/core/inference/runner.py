@@ -67,27 +67,23 @@ class StepPlan:
         return cls(values["tokens"], chunks, outputs, values["num_top"])
 
 
-def check_model(model: Any) -> None:
-    """Raise UserError if ``model`` cannot generate with a cache."""
-    config = model.config
+def model_problem(model: Any) -> str | None:
+    """Return why ``model`` cannot generate with a cache; None if it can."""
     if problem := cache_problem(model):
-        raise UserError(f"generation with a cache {problem}")
-    if model.groups.cp.size > 1:
-        raise UserError(
-            f"context_parallel_size {model.groups.cp.size}: is not supported in generation; load the checkpoint with 1"
-        )
-    if config.moe_expert_capacity_factor is not None:
-        raise UserError(
-            f"moe_expert_capacity_factor {config.moe_expert_capacity_factor}: dropped tokens would depend on the other "
-            "requests; generate without it"
-        )
+        return f"generation with a cache {problem}"
+    if (size := model.groups.cp.size) > 1:
+        return f"context_parallel_size {size}: is not supported in generation; load the checkpoint with 1"
+    if (factor := model.config.moe_expert_capacity_factor) is not None:
+        return f"moe_expert_capacity_factor {factor}: drops tokens that depend on other requests; generate without it"
+    return None
 
 
 class Runner:
     """A model stage (``GPTModel``, left in evaluation mode) and the cache of its layers."""
 
     def __init__(self, model: Any, *, max_length: int, batch_invariant: bool = False) -> None:
-        check_model(model)
+        if problem := model_problem(model):
+            raise UserError(problem)
         self.model, self.max_length, self.batch_invariant = model.eval(), max_length, batch_invariant
         self.groups, self._layout = model.groups, model.layout
         self.device = next(model.parameters()).device
