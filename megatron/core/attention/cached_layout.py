@@ -22,8 +22,10 @@ from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Kerne
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.sink import with_sink
-from megatron.core.attention.tiles import Visibility, full_tile
+from megatron.core.attention.tiles import full_tile
 from megatron.core.attention.token_layout import Core, TokenLayout
+from megatron.core.fusions.dispatch import kernels_serve
+from megatron.core.fusions.paged_attention import PagedRows, paged_attention
 from megatron.core.groups import collective_names
 
 CACHED = frozenset({"cached"})
@@ -42,6 +44,10 @@ class Chunk(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.num_new
+
+
+def _kernel_serves(query: Tensor) -> bool:
+    return query.is_cuda and kernels_serve(query.dtype)
 
 
 class PagedCache:
@@ -75,10 +81,16 @@ class _Indices(NamedTuple):
     """Position of each row, int64 [n]; 0 for padding."""
     slots: Tensor
     """Index of each row in the flattened pages, int64 [n]; 0 for padding."""
-    keys: Tensor
-    """Index of each key in the flattened pages, int64 [t], sequence after sequence."""
+    sequences: Tensor
+    """Sequence of each row, int64 [n]; 0 for padding."""
+    tables: Tensor
+    """Pages of each sequence, int64 [sequences, longest]; 0 after the last one."""
     output_rows: Tensor
     """Rows whose logits are computed, int64."""
+
+    def with_tables(self, num_sequences: int) -> _Indices:
+        """Return a copy whose flat ``tables`` are one row per sequence."""
+        return self._replace(tables=self.tables.view(num_sequences, -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +104,8 @@ class CachedLayout(TokenLayout):
     batch_invariant: bool = False
     """Whether attention of a token must not depend on the other tokens of the step."""
     indices: _Indices | None = None
+    _slots_of_keys: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    """Cached results of :meth:`_key_slots`; shared by copies."""
 
     @classmethod
     def of_chunks(
@@ -112,13 +126,16 @@ class CachedLayout(TokenLayout):
         padding = [0] * (-rows % math.lcm(row_multiple, base.stream.size))
         size = cache.page_size
         positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
-        of_keys = [
-            [chunk.pages[place // size] * size + place % size for place in range(chunk.stop)] for chunk in chunks
+        slots = [
+            chunk.pages[place // size] * size + place % size
+            for chunk in chunks
+            for place in range(chunk.start, chunk.stop)
         ]
-        slots = [slot for chunk, found in zip(chunks, of_keys) for slot in found[chunk.start :]]
-        keys = [slot for found in of_keys for slot in found]
-        lists = positions + padding, slots + padding, keys, list(output_rows)
-        # one copy to the device for all four
+        sequences = [index for index, chunk in enumerate(chunks) for _ in range(chunk.num_new)]
+        longest = max(len(chunk.pages) for chunk in chunks)
+        tables = [page for chunk in chunks for page in (*chunk.pages, *[0] * (longest - len(chunk.pages)))]
+        lists = positions + padding, slots + padding, sequences + padding, tables, list(output_rows)
+        # one copy to the device for all
         flat = torch.tensor([x for each in lists for x in each]).to(device, non_blocking=True)
         inherited = {each.name: getattr(base, each.name) for each in fields(TokenLayout) if each.init}
         return cls(
@@ -127,7 +144,7 @@ class CachedLayout(TokenLayout):
             chunks=tuple(chunks),
             max_length=max_length,
             batch_invariant=batch_invariant,
-            indices=_Indices(*flat.split([len(each) for each in lists])),
+            indices=_Indices(*flat.split([len(each) for each in lists])).with_tables(len(chunks)),
         )
 
     @property
@@ -163,8 +180,22 @@ class CachedLayout(TokenLayout):
         new entries [t, 1, ...] of all sequences, one sequence after another. All-gathers tensors that hold this rank's
         part of the residual stream."""
         self._write(layer, tensors)
-        pools = self.cache.tensors(layer, tensors)
-        return tuple(pool.flatten(0, 1).index_select(0, self._at.keys).unsqueeze(1) for pool in pools)
+        return self._read(layer, tensors)
+
+    def _read(self, layer: int, like: Sequence[Tensor], skip: int = 0) -> tuple[Tensor, ...]:
+        """Return the entries of all sequences after the first ``skip``."""
+        at, pools = self._key_slots(skip), self.cache.tensors(layer, like)
+        return tuple(pool.flatten(0, 1).index_select(0, at).unsqueeze(1) for pool in pools)
+
+    def _key_slots(self, skip: int) -> Tensor:
+        """Return the index in the flattened pages of each key of the sequences after the first ``skip``, int64 [t];
+        computed once for all layers."""
+        if skip not in self._slots_of_keys:
+            size, tables = self.cache.page_size, self._at.tables
+            slots = tables.unsqueeze(-1) * size + torch.arange(size, device=tables.device)
+            found = [each.flatten()[: chunk.stop] for each, chunk in zip(slots[skip:], self.chunks[skip:])]
+            self._slots_of_keys[skip] = torch.cat(found)
+        return self._slots_of_keys[skip]
 
     def _write(self, layer: int, tensors: Sequence[Tensor]) -> None:
         for pool, x in zip(self.cache.tensors(layer, tensors), tensors, strict=True):
@@ -175,24 +206,68 @@ class CachedLayout(TokenLayout):
 
     def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens [n, 1, g, .], or all tokens
-        [t, 1, g, .] if ``core`` does not cache them (:attr:`Core.caches_keys`)."""
+        [t, 1, g, .] if ``core`` does not cache them (:attr:`Core.caches_keys`).
+
+        On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); if
+        batch-invariant, all rows do. Other chunks attend to gathered copies of their keys."""
+        paged = self._num_paged(query) if core.caches_keys else 0
+        outputs = []
         if core.caches_keys:
-            key, value = self.all_keys(core.layer_number, key, value)
-        flash = isinstance(core.kernel, FlashKernel) and query.is_cuda and query.dtype in SIXTEEN_BIT
-        if flash and mask.sink is None and not self.batch_invariant and key.shape[-1] == value.shape[-1]:
-            return self._packed(core.kernel, query, key, value, mask)
-        outputs = [self._sequence(core, *each, mask) for each in self._sequences(query, key, value)]
-        rows = sum(map(len, outputs))
-        if rows < len(query):
-            outputs.append(outputs[0].new_zeros((len(query) - rows, *outputs[0].shape[1:])))
+            self._write(core.layer_number, (key, value))
+        if paged:
+            outputs.append(self._from_pages(core, query[:paged], (key, value), mask))
+        if paged < self._num_new:
+            if core.caches_keys:
+                key, value = self._read(core.layer_number, (key, value), skip=paged)
+            outputs.append(self._gathered(core, query[paged : self._num_new], key, value, mask, self.chunks[paged:]))
+        if self._num_new < len(query):
+            outputs.append(outputs[0].new_zeros((len(query) - self._num_new, *outputs[0].shape[1:])))
         return torch.cat(outputs)
 
-    def _sequences(self, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    @property
+    def _num_new(self) -> int:
+        return sum(chunk.num_new for chunk in self.chunks)
+
+    def _num_paged(self, query: Tensor) -> int:
+        """Return how many leading rows read the pages directly."""
+        if not _kernel_serves(query):
+            return 0
+        if self.batch_invariant:
+            return self._num_new
+        return next((index for index, chunk in enumerate(self.chunks) if chunk.num_new > 1), len(self.chunks))
+
+    def _from_pages(self, core: Core, query: Tensor, like: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        at, rows = self._at, len(query)
+        keys, values = self.cache.tensors(core.layer_number, like)
+        return paged_attention(
+            query[:, 0],
+            keys,
+            values,
+            PagedRows(at.tables, at.sequences[:rows], at.positions[:rows], max(chunk.stop for chunk in self.chunks)),
+            scale=core.kernel.scale,
+            left=mask.visibility.limits[0],
+            soft_cap=core.soft_cap,
+            sink=mask.sink,
+        ).unsqueeze(1)
+
+    def _gathered(
+        self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask, chunks: tuple[Chunk, ...]
+    ) -> Tensor:
+        """Attend the rows of ``chunks`` to the keys of their sequences [t, 1, g, .]."""
+        flash = isinstance(core.kernel, FlashKernel) and core.kernel.packs_documents
+        flash = flash and query.is_cuda and query.dtype in SIXTEEN_BIT
+        if flash and mask.sink is None and not self.batch_invariant and key.shape[-1] == value.shape[-1]:
+            return self._packed(core.kernel, query, key, value, mask, chunks)
+        return torch.cat([self._sequence(core, *each, mask) for each in self._sequences(query, key, value, chunks)])
+
+    def _sequences(
+        self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return query, key and value of each sequence; if batch-invariant, of each query with the keys up to it, so
         that shapes and the order of sums depend on the position only."""
         found = []
         row = first = 0
-        for chunk in self.chunks:
+        for chunk in chunks:
             step = 1 if self.batch_invariant else chunk.num_new
             for done in range(step, chunk.num_new + 1, step):
                 keys = slice(first, first + chunk.start + done)
@@ -211,20 +286,16 @@ class CachedLayout(TokenLayout):
         out, lse = core.kernel.forward(query_basd, key_bgtd, value_bgtd, tile)
         return with_sink(out.permute(2, 0, 1, 3), lse.permute(2, 0, 1), mask.sink, query.dtype)[0]
 
-    def _packed(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def _packed(
+        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, chunks: Sequence[Chunk]
+    ) -> Tensor:
         """Attend in one variable-length call of a flash kernel, whose bands end at the last query and key."""
-        assert isinstance(kernel, FlashKernel)
-        rows = list(accumulate((chunk.num_new for chunk in self.chunks), initial=0))
-        bounds = rows, list(accumulate((chunk.stop for chunk in self.chunks), initial=0))
-        of_queries, of_keys = (torch.tensor(each, dtype=torch.int32, device=query.device) for each in bounds)
+        bounds = (accumulate(sizes, initial=0) for sizes in zip(*((chunk.num_new, chunk.stop) for chunk in chunks)))
+        of_queries, of_keys = (torch.tensor([*each], dtype=torch.int32, device=query.device) for each in bounds)
         documents = PackedSeqParams(
             cu_seqlens_q=of_queries,
             cu_seqlens_kv=of_keys,
-            max_seqlen_q=max(chunk.num_new for chunk in self.chunks),
-            max_seqlen_kv=max(chunk.stop for chunk in self.chunks),
+            max_seqlen_q=max(chunk.num_new for chunk in chunks),
+            max_seqlen_kv=max(chunk.stop for chunk in chunks),
         )
-        out = query.new_zeros((*query.shape[:3], value.shape[-1]))
-        out[: rows[-1]] = FlashKernel._documents(
-            kernel, query[: rows[-1]], key, value, Mask(Visibility(*mask.visibility), documents)
-        )
-        return out
+        return kernel.attend(query, key, value, Mask(mask.visibility, documents))

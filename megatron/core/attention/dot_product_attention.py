@@ -71,7 +71,7 @@ class CoreAttention(nn.Module):
         register the sink as ``softmax_offset``. Communication forms are built at the first call. Arguments are
         described at the class."""
         super().__init__()
-        self.layer_number = layer_number
+        self.layer_number, self.soft_cap = layer_number, config.attn_logit_softcapping
         self._static, self._sink = TokenLayout.of(groups), has_sink(config)
         if config.context_parallel_size != (ranks := self._static.group.size):
             raise UserError(

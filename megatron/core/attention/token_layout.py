@@ -43,6 +43,8 @@ class Core(Protocol):
     """Whether a cache of the layout holds its keys and values; False: the layer has cached what they are computed
     from (:meth:`TokenLayout.all_keys`)."""
 
+    soft_cap: float | None
+
     @property
     def kernel(self) -> Kernel: ...
     def form(self, layout: TokenLayout) -> Callable[[Tensor, Tensor, Tensor, Mask], Tensor]: ...

@@ -139,7 +139,8 @@ class Engine:
         batch = self.scheduler.plan()
         assert batch, "step() without work"
         plan, owners = self._plan(batch)
-        self._broadcast(plan.encode())
+        if self._world.size > 1:
+            self._broadcast(plan.encode())
         results = self.runner.run(plan).tolist()
         for running, count in batch:
             self.scheduler.computed(running, count)
@@ -165,7 +166,8 @@ class Engine:
         """Return the inputs of a step, and for each output row its sequence and whether it samples."""
         tokens: list[int] = []
         chunks, rows, owners = [], [], []
-        for running, count in batch:
+        # single tokens first: their attention reads the pages directly
+        for running, count in sorted(batch, key=lambda each: each[1] > 1):
             start, first = running.num_cached, len(tokens)
             chunks.append(Chunk(start, count, tuple(running.pages)))
             tokens += running.ids[start : start + count]

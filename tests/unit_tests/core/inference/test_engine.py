@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from megatron.core.attention import cached_layout
 from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
@@ -108,6 +109,27 @@ def test_batch_invariant_log_probabilities_are_equal_bit_for_bit(name):
     expected, _ = run(model, 0, invariant=True)
     assert all(run(model, seed, invariant=True)[0] == expected for seed in range(1, 6))
     assert any(run(model, seed)[0] != expected for seed in range(1, 6)), "another order of sums would be found"
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap"])
+def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
+    model, calls = build(name, torch.float32), []
+    expected = [run(model, seed) for seed in range(3)]
+    kernel = cached_layout.paged_attention
+
+    def counted(query, *args, **kwargs):
+        calls.append(len(query))
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(cached_layout, "_kernel_serves", lambda query: True)
+    monkeypatch.setattr(cached_layout, "paged_attention", counted)
+    for seed, (completions, _) in enumerate(expected):
+        for index, (tokens, scores) in run(model, seed)[0].items():
+            assert tokens == completions[index][0]
+            assert [x.logprob for x in scores] == pytest.approx([x.logprob for x in completions[index][1]], abs=1e-4)
+    assert max(calls) > 1
+    equal = [run(model, seed, invariant=True)[0] for seed in range(3)]
+    assert equal[0] == equal[1] == equal[2]
 
 
 def test_a_stop_token_ends_the_text_without_being_part_of_it():
