@@ -25,7 +25,8 @@ from megatron.core.attention.cached_layout import Chunk, PagedCache
 from megatron.core.config.errors import UserError
 from megatron.core.inference.pages import PagePool
 from megatron.core.inference.requests import Completion, Output, Request, TokenScore
-from megatron.core.inference.runner import OutputRow, Runner, StepPlan
+from megatron.core.inference.runner import FAILED, OutputRow, Runner, StepPlan
+from megatron.core.inference.sampling import NOT_FINITE
 from megatron.core.inference.scheduler import Limits, Scheduler
 from megatron.core.inference.scheduler import Sequence as Running
 
@@ -142,6 +143,8 @@ class Engine:
         if self._world.size > 1:
             self._broadcast(plan.encode())
         results = self.runner.run(plan).tolist()
+        if any(values[0] == FAILED for values in results):
+            raise UserError(NOT_FINITE)
         for running, count in batch:
             self.scheduler.computed(running, count)
         outputs = []

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCache
 from megatron.core.config.errors import UserError
-from megatron.core.inference.sampling import Sampling, draw
+from megatron.core.inference.sampling import Sampling, draw, nonfinite_rows
 from megatron.core.tensor_parallel.operators import gather_from_region
 from megatron.core.tensor_parallel.row_blocks import ROWS, RowBlocks
 from megatron.core.transformer.context_parallel_support import cache_problem
+
+FAILED = -1
+"""Token of a row whose logits are not finite."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ class Runner:
 
     @torch.no_grad()
     def run(self, plan: StepPlan) -> Tensor:
-        """Run a step; return fp64 [r, 2 + 2 * num_top] on the CPU, equal on all ranks: token, its log-probability, the
-        most likely tokens, and their log-probabilities."""
+        """Run a step; return fp64 [r, 2 + 2 * num_top] on the CPU, equal on all ranks: token (or :data:`FAILED`), its
+        log-probability, the most likely tokens, and their log-probabilities."""
         layout = CachedLayout.of_chunks(
             self._layout,
             self.cache,
@@ -162,9 +165,12 @@ class Runner:
         if sampled:
             samplings = [plan.outputs[number].sampling for number in sampled]
             positions = [plan.outputs[number].position for number in sampled]
-            tokens[sampled] = draw(logits[sampled], [x for x in samplings if x is not None], positions)
+            rows = logits[sampled]
+            drawn = draw(rows, [x for x in samplings if x is not None], positions)
+            # no error here: other ranks would wait for this one
+            tokens[sampled] = drawn.masked_fill(nonfinite_rows(rows), FAILED)
         logprobs = self.logprobs(logits)
-        parts = [tokens[:, None], logprobs.gather(1, tokens[:, None])]
+        parts = [tokens[:, None], logprobs.gather(1, tokens[:, None].clamp(min=0))]
         if plan.num_top:
             top = logprobs.topk(plan.num_top)
             parts += [top.indices, top.values]

@@ -42,6 +42,8 @@ class Sampling:
         sampling = self.seeded()
 
         def choose(logits: Tensor, position: int = 0) -> int:
+            if nonfinite_rows(logits[None]):
+                raise UserError(NOT_FINITE)
             return int(draw(logits[None], [sampling], [position]))
 
         return choose
@@ -68,15 +70,21 @@ class Sampling:
         return logits
 
 
+NOT_FINITE = "the model's logits are NaN or infinite: its weights are damaged, or training diverged"
+
+
+def nonfinite_rows(logits: Tensor) -> Tensor:
+    """Return bool [r], whether a row of ``logits`` [r, v] has NaN or +inf, or only -inf."""
+    return logits.isnan().any(-1) | logits.amax(-1).isinf()
+
+
 def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """Return a token id, int64 [r], for each row of ``logits`` [r, v]: the largest logit with temperature 0, else
 
         argmax(filtered logits + g),    g = -log(-log u)        (Gumbel-max)
 
     where u is a function of (seed, position of the new token, token id), so that a draw does not depend on the other
-    rows. Every seed must be set. Raises UserError if a row has NaN or +inf, or only -inf."""
-    if logits.isnan().any() or logits.amax(-1).isinf().any():
-        raise UserError("the model's logits are NaN or infinite: its weights are damaged, or training diverged")
+    rows. Every seed must be set; rows of :func:`nonfinite_rows` give meaningless tokens."""
     tokens = logits.argmax(-1)
     equal: dict[tuple[float, int, float], list[int]] = {}
     for row, each in enumerate(samplings):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
@@ -41,6 +42,26 @@ def completions(rank, world_size, ranks, fields):
     done = engine.generate(requests)
     values = [x.logprob for each in done for x in (*each.prompt_scores, *each.scores) if x is not None]
     return [each.tokens for each in done], torch.tensor(values, dtype=torch.float64)
+
+
+def damaged(rank, world_size):
+    """Return the error of each rank for a model whose last layer has NaN."""
+    groups = parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = make_config(pipeline_model_parallel_size=2)
+    model = make_model(config, pre_process=groups.pp.is_first, post_process=groups.pp.is_last)
+    if groups.pp.is_last:
+        model.decoder.final_layernorm.weight.data.fill_(torch.nan)
+    engine = Engine(model, Limits(max_length=16), num_pages=9, page_size=4)
+    try:
+        engine.generate([Request(prompt=[1, 2])])
+    except UserError as error:
+        return str(error)
+    return "finished"
+
+
+def test_a_damaged_stage_is_one_message_and_no_rank_waits(gloo_pool):
+    first, second = gloo_pool.run(damaged, 2)
+    assert "logits are NaN or infinite" in first and second == "finished"
 
 
 def names(fields):
