@@ -2,8 +2,8 @@
 
     python benchmarks/bench_generation.py [--layers 32] [--context 1024] [--batches 1 8 64 256]
 
-Prints milliseconds per step and tokens per second, and the share of the limit: bytes of weights and of cached keys and
-values over the memory bandwidth for decoding (--bandwidth, TB/s), GEMM and attention FLOPs for prefill (--tflops).
+Prints milliseconds per step, tokens per second and the share of the limit. Decoding is limited by the memory bandwidth
+(--bandwidth, TB/s) for weights and cached keys, prefill by the FLOPs of GEMMs and attention (--tflops).
 """
 
 from __future__ import annotations
