@@ -3,9 +3,9 @@
     python tools/generate.py --load RUN/checkpoints --prompt "def main():" --prompt "import" --max-new-tokens 80
     python tools/generate.py --load T5/checkpoints --prompt "The <extra_id_0> sat on <extra_id_1> mat" --temperature 0
 
-GPT continues each prompt; T5 generates the spans of the prompt's sentinels. Prompts are processed independently; a line
-of dashes separates their outputs. Model, tokenizer and lengths come from the checkpoint. Decoding is greedy with
---temperature 0. For BERT use tools/fill_mask.py.
+GPT continues each prompt, all in one batch; T5 generates the spans of the prompt's sentinels. A line of dashes
+separates the outputs; each is independent of the other prompts. Model, tokenizer and lengths come from the checkpoint.
+Decoding is greedy with --temperature 0. For BERT use tools/fill_mask.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         "--prompt", action="append", default=[], help="text to continue (GPT; default: a new document), or to fill (T5)"
     )
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with more prompts, one per line")
+    parser.add_argument(
+        "--chat", action="store_true", help="send each prompt as a user's message, by the tokenizer's chat template"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all tokens")
@@ -89,8 +92,9 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    for prompt in prompts:
-        yield generate(trained, prompt, args.max_new_tokens, sampling)
+    if args.chat:
+        prompts = [trained.tokenizer.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    yield from generate(trained, prompts, args.max_new_tokens, sampling)
 
 
 def main(argv: Sequence[str]) -> int:

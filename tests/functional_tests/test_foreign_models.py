@@ -25,9 +25,8 @@ def our_model(model):
     return WithoutTokenizer(validate_args(parse_args(flags_of(model), needs_data=False), 1)).model_provider()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_loss_and_gradients_equal_those_of_transformers(name):
-    model = FAMILIES[name]
+def both_models(model):
+    """The model of transformers and the local one, with equal weights."""
     foreign, ours = build(model), our_model(model)
     weights = to_ours(foreign.state_dict(), model)
     with torch.no_grad():
@@ -36,6 +35,13 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name):
             value = weights[key].reshape(-1, *parameter.shape[1:])
             assert len(value) <= len(parameter), key
             parameter[: len(value)].copy_(value)
+    return foreign, ours
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_loss_and_gradients_equal_those_of_transformers(name):
+    model = FAMILIES[name]
+    foreign, ours = both_models(model)
     compare_losses(ours, foreign)
     gradients = {key: value.grad for key, value in foreign.named_parameters()}
     compared = compare_gradients(ours, to_ours(gradients, model))

@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.choose import UNEQUAL_HEADS, build_kernel, build_request
 from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.context_parallel import forms
@@ -49,7 +50,9 @@ class CoreAttention(nn.Module):
     Raises UserError if the backend requested by flag does not support this layer, or ``groups`` has another
     context-parallel size than ``config``."""
 
-    mixes_tokens, layouts = True, ANY_ORDER
+    mixes_tokens, layouts = True, ANY_ORDER | CACHED
+    caches_keys = True
+    """Whether a cache holds its keys and values."""
     softmax_offset: Tensor | None
 
     def __init__(
@@ -68,6 +71,7 @@ class CoreAttention(nn.Module):
         register the sink as ``softmax_offset``. Communication forms are built at the first call. Arguments are
         described at the class."""
         super().__init__()
+        self.layer_number, self.soft_cap = layer_number, config.attn_logit_softcapping
         self._static, self._sink = TokenLayout.of(groups), has_sink(config)
         if config.context_parallel_size != (ranks := self._static.group.size):
             raise UserError(
@@ -111,7 +115,7 @@ class CoreAttention(nn.Module):
             documents = None
         hidden, bias = (None, None) if self.is_cross else (ctx.attention_mask, ctx.position_bias)
         mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
-        return self.form(ctx.layout)(query, key, value, mask).flatten(2)
+        return ctx.layout.attend(self, query, key, value, mask).flatten(2)
 
     def form(self, layout: TokenLayout) -> Attention:
         """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;

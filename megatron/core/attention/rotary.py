@@ -151,6 +151,9 @@ class RotaryEmbedding(nn.Module):
         greater length (with context parallelism: any other length). Results are views of cached tables: do not write to
         them."""
         device, ranks = torch.device(device or "cpu"), layout.group.size
+        if layout.table_length is not None:
+            tables, positions = self(layout.table_length, device), layout.positions(length, device)
+            return RotaryTables(tables.cos[positions], tables.sin[positions])
         share = (ranks, layout.group.rank, layout.order)
         cached = self._tables
         stale = cached is None or cached.cos.device != device or self._share != share

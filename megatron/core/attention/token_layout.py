@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,29 @@ from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron.core.attention.kernels.base import Kernel
+    from megatron.core.attention.masks import Mask
+
 ANY_ORDER = frozenset(CHUNKS)
 """Declaration of a layer that takes tokens in every order (``transformer/context_parallel_support.py``)."""
+
+
+class Core(Protocol):
+    """Core attention, as a layout calls it."""
+
+    layer_number: int
+    caches_keys: bool
+    """Whether a cache of the layout holds its keys and values; False: the layer has cached what they are computed
+    from (:meth:`TokenLayout.all_keys`)."""
+
+    soft_cap: float | None
+
+    @property
+    def kernel(self) -> Kernel: ...
+    def form(self, layout: TokenLayout) -> Callable[[Tensor, Tensor, Tensor, Mask], Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +122,29 @@ class TokenLayout:
     def stream_positions(self, length: int, device: torch.device) -> Tensor:
         """Return the position of each of this rank's ``length`` tokens of the residual stream, int64 [length]."""
         return self.stream_part(self.positions(length * self.stream.size, device))
+
+    @property
+    def table_length(self) -> int | None:
+        """Length of the position tables that :meth:`positions` indexes; None: positions ascend, and tables hold exactly
+        these rows."""
+        return None
+
+    def output_rows(self, x: Tensor) -> Tensor:
+        """Return the entries of ``x`` [s, ...] of the residual stream for which the output layer is computed."""
+        return x
+
+    # ---- attention
+
+    def all_keys(self, layer: int, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the keys, values or latents [t, b, ...] from which the attention of layer ``layer`` computes, from
+        those of this rank's tokens [s, b, ...]. Without a cache these are ``tensors``: forms of core attention exchange
+        them over ranks."""
+        return tensors
+
+    def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e] by the form of ``core`` for
+        these ranks."""
+        return core.form(self)(query, key, value, mask)
 
     # ---- exchanges over the group
 

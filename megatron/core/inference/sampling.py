@@ -1,20 +1,21 @@
-"""Text from a trained model, one token at a time, each from a full forward pass over what is written so far; and what
-an encoder says of masked tokens.
+"""Sampling of tokens from logits, and generation without a cache: one full forward pass per token.
 
-There is no cache of keys and values: for looking at a model during training, not for serving it.
+``generate`` serves models with layers that cannot cache, and contexts longer than the model's; ``generate_seq2seq``
+serves encoder-decoder models. ``engine.py`` generates with a cache.
 
-Legend: s sequence, e sequence of the encoder, h hidden, v vocabulary.
+Legend: s sequence, e sequence of the encoder, h hidden, v vocabulary, r rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.random.philox import gumbel
 
 
 @dataclass(frozen=True)
@@ -28,42 +29,73 @@ class Sampling:
     top_p: float = 0.0
     """Draw from the smallest set of tokens whose probabilities sum to at least this; 0: from all."""
     seed: int | None = None
-    """Seeds the draws of one text; None: torch's global generator."""
+    """Key of the draws of one text, with the token's position; None: one from torch's global generator."""
 
     def __post_init__(self) -> None:
         if problems := sampling_problems(vars(self)):
             raise UserError("; ".join(f"{name} {value}: {problem}" for name, (value, problem) in problems.items()))
 
-    def chooser(self) -> Callable[[Tensor], int]:
-        """Return a function from logits [v] to a token id, for one text: the largest logit with temperature 0, else a
-        draw from a generator with this object's seed (None: torch's global generator). It raises UserError if a logit
-        is NaN or +inf, or all are -inf."""
-        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+    def chooser(self) -> Callable[..., int]:
+        """Return a function from logits [v] and the position of the new token (default 0) to a token id: the largest
+        logit with temperature 0, else :func:`draw` with this object's seed (None: one from torch's global generator).
+        It raises UserError if a logit is NaN or +inf, or all are -inf."""
+        sampling = self.seeded()
 
-        def choose(logits: Tensor) -> int:
-            if logits.isnan().any() or logits.max().isinf():
-                raise UserError("the model's logits are NaN or infinite: its weights are damaged, or training diverged")
-            if self.temperature == 0:
-                return int(logits.argmax())
-            return int(torch.multinomial(self.filtered(logits).softmax(dim=-1), 1, generator=generator))
+        def choose(logits: Tensor, position: int = 0) -> int:
+            if nonfinite_rows(logits[None]):
+                raise UserError(NOT_FINITE)
+            return int(draw(logits[None], [sampling], [position]))
 
         return choose
 
+    def seeded(self) -> Sampling:
+        """Return a copy with a seed; a missing one comes from torch's global generator."""
+        return self if self.seed is not None else replace(self, seed=int(torch.randint(2**63 - 1, ())))
+
     def filtered(self, logits: Tensor) -> Tensor:
-        """Return fp32 logits [v], shifted so that the largest is 0, divided by the temperature (above 0), and -inf
+        """Return fp32 logits [..., v], shifted so that the largest is 0, divided by the temperature (above 0), and -inf
         outside the ``top_k`` largest (ties are kept) and, of these, outside the smallest set with probability
         ``top_p``, which includes the token that reaches it."""
         logits = logits.float()
-        logits = (logits - logits.max()) / self.temperature  # at most 0: a small temperature overflows to -inf only
+        # at most 0: a small temperature overflows to -inf only
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if self.top_k > 0:
-            smallest = logits.topk(min(self.top_k, logits.numel())).values[-1]
+            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
             logits = logits.masked_fill(logits < smallest, float("-inf"))
         if self.top_p > 0.0:
-            values, order = logits.sort(descending=True)
+            values, order = logits.sort(descending=True, stable=True)
             probabilities = values.softmax(dim=-1)
             beyond = probabilities.cumsum(dim=-1) - probabilities >= self.top_p  # the token that reaches top_p stays
-            logits = logits.index_fill(0, order[beyond], float("-inf"))
+            logits = logits.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
         return logits
+
+
+NOT_FINITE = "the model's logits are NaN or infinite: its weights are damaged, or training diverged"
+
+
+def nonfinite_rows(logits: Tensor) -> Tensor:
+    """Return bool [r], whether a row of ``logits`` [r, v] has NaN or +inf, or only -inf."""
+    return logits.isnan().any(-1) | logits.amax(-1).isinf()
+
+
+def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """Return a token id, int64 [r], for each row of ``logits`` [r, v]: the largest logit with temperature 0, else
+
+        argmax(filtered logits + g),    g = -log(-log u)        (Gumbel-max)
+
+    where u is a function of (seed, position of the new token, token id), so that a draw does not depend on the other
+    rows. Every seed must be set; rows of :func:`nonfinite_rows` give meaningless tokens."""
+    tokens = logits.argmax(-1)
+    equal: dict[tuple[float, int, float], list[int]] = {}
+    for row, each in enumerate(samplings):
+        if each.temperature > 0:
+            equal.setdefault((each.temperature, each.top_k, each.top_p), []).append(row)
+    for rows in equal.values():
+        at = torch.tensor(rows, device=logits.device)
+        keys = torch.tensor([(samplings[row].seed, positions[row]) for row in rows], device=logits.device)
+        noise = gumbel(keys[:, :1], keys[:, 1:], logits.shape[-1])
+        tokens[at] = (samplings[rows[0]].filtered(logits[at]) + noise).argmax(-1)
+    return tokens
 
 
 MIN_TEMPERATURE = 1e-6
@@ -178,7 +210,7 @@ def _written(
     ``stop_token``. ``logits`` computes [1, s, v] of the full context each time."""
     choose = sampling.chooser()
     for _ in range(max_new_tokens):
-        token = choose(logits(context)[0, -1].cpu())
+        token = choose(logits(context)[0, -1].cpu(), len(context))
         if token == stop_token:
             return
         yield token

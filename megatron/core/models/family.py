@@ -6,7 +6,7 @@ that defines ``FAMILY`` is a family too, named by its dotted path. No other file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -109,8 +109,9 @@ class ModelFamily:
     """Whether logits depend on earlier tokens only."""
     tool: str = ""
     """Inference tool that serves it, such as ``tools/generate.py``."""
-    generate: Callable[[TrainedModel, str, int, Sampling], str] | None = None
-    """(trained model, prompt, maximum number of new tokens, sampling) -> text that ``tools/generate.py`` prints."""
+    generate: Callable[[TrainedModel, Sequence[str], int, Sampling], Iterator[str]] | None = None
+    """(trained model, prompts, maximum number of new tokens, sampling) -> text of each prompt, in order, that
+    ``tools/generate.py`` prints."""
     logits: Callable[[nn.Module, Settings, Tensor], Tensor] | None = None
     """(model, settings, tokens int64 [b, s]) -> logits [b, s, v]; the tokens are also the input of a decoder."""
     auto_model: str = ""

@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,11 @@ class Tokenizer(ABC):
         if special_tokens:
             raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} adds no tokens around a text; remove it")
         return self.tokenize_batch(texts)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of ``messages`` (each with ``role`` and ``content``) by the tokenizer's chat template, up to
+        the beginning of the assistant's answer. Raises UserError without a template."""
+        raise UserError(f"--chat: the {self.tokenizer_type} has no chat template; remove it")
 
     @property
     def vocab(self) -> dict[str, int]:

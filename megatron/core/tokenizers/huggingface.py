@@ -20,6 +20,7 @@ import numpy as np
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import MAX_TEXT_BYTES, parse_json, read_file
 from megatron.core.tokenizers.base import Tokenizer, check_text, compute_hash, read_tokenizer_file, sentinel_names
+from megatron.core.tokenizers.chat import Message, read_chat_template, render_chat
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
 
@@ -59,6 +60,7 @@ class BackendTokenizer(Tokenizer):
         self._backend = backend
         self._include_special_tokens = include_special_tokens
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.chat_template: str | None = None
         self._fast: FastByteLevelBPE | None = None
         self._around = _ids_around_text(backend) if include_special_tokens else None
         _refuse_shared_ids(f"the {tokenizer_type}", self._vocab)
@@ -72,6 +74,14 @@ class BackendTokenizer(Tokenizer):
     def definition(self) -> str:
         """The content of its tokenizer.json."""
         return self._backend.to_str()
+
+    def chat_prompt(self, messages: Sequence[Message]) -> str:
+        if self.chat_template is None:
+            return super().chat_prompt(messages)  # raises
+        tokens = {f"{role}_token": self._backend.id_to_token(index) for role, index in self.special_ids.items()}
+        text = render_chat(self.chat_template, messages, tokens)
+        # `tokenize` adds these tokens again
+        return text.removeprefix(self.detokenize(self._around[0])) if self._around else text
 
     @property
     def is_fast(self) -> bool:
@@ -180,6 +190,7 @@ def build_huggingface(
     fingerprint = compute_hash([raw], options)
     tokenizer = BackendTokenizer("HuggingFaceTokenizer", backend, special_ids, fingerprint, include_special_tokens)
     tokenizer.accelerate(definition)
+    tokenizer.chat_template = read_chat_template(file.parent, _optional_json(file.parent / "tokenizer_config.json"))
     return tokenizer
 
 

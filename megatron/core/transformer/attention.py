@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megatron import serve_other_names
+from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.token_layout import ANY_ORDER
@@ -56,7 +57,7 @@ class SelfAttentionSubmodules:
 class SelfAttention(Segmented):
     """Self-attention with its projections, [s, b, h] -> [s, b, h] (s / tp positions under sequence parallelism)."""
 
-    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER | CACHED  # core attention exchanges keys
 
     def __init__(
         self,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from megatron.core.attention.token_layout import ONE_RANK
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import ProcessGroups
@@ -59,6 +61,17 @@ def build_token_mixer(slot: Any, *args: object, groups: ProcessGroups, **kwargs:
     if ranks > 1 and (reason := layout_problem(type(module))):
         raise UserError(f"context_parallel_size {ranks}: {reason}; {FIX}")
     return module
+
+
+def cache_problem(model: nn.Module) -> str | None:
+    """Return why the layers of ``model`` cannot run on a :class:`CachedLayout`; None if they can."""
+    layers: list[Any] = [layer for module in model.modules() for layer in getattr(module, "layers", ())]
+    mixers = [branch.mixer for layer in layers for branch in getattr(layer, "branches", ())]
+    cores = [each.core_attention for each in mixers if hasattr(each, "core_attention")]
+    for module in (*layers, *mixers, *cores):
+        if problem := layout_problem(type(module), "cached"):
+            return problem
+    return None
 
 
 def layout_problems(specs: Sequence[ModuleSpec | Callable[..., object]]) -> Iterator[str]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import serve_other_names
+from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
@@ -73,7 +74,7 @@ def _build(slot: Slot, *sizes: object, **settings: object) -> Any:
 class MLASelfAttention(Segmented):
     """Multi-latent self-attention with its projections, [s, b, h] -> [s, b, h]."""
 
-    mixes_tokens, layouts = True, ANY_ORDER  # core attention exchanges keys
+    mixes_tokens, layouts = True, ANY_ORDER | CACHED  # core attention exchanges keys
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class MLASelfAttention(Segmented):
             k_channels=self._nope + self._rope,
             v_channels=self._value,
         )
+        self._layer_number, self.core_attention.caches_keys = layer_number, False
         self.linear_proj = _build(
             submodules.linear_proj,
             config.num_attention_heads * self._value,
@@ -192,8 +194,8 @@ class MLASelfAttention(Segmented):
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
         else:
             yield
-        qkv = heads(*parts, ctx.rotary_pos_emb)
-        with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb), self._offload_core(self.core_attention):
+        qkv = heads(*parts, ctx)
+        with self._keeping(qkv, heads, *parts, ctx), self._offload_core(self.core_attention):
             mixed = self._run_core(self.core_attention, *qkv, ctx)
         yield
         with self._offload_proj(self.linear_proj):
@@ -213,30 +215,36 @@ class MLASelfAttention(Segmented):
         query, rest = self.linear_qkv_down_proj(x)[0].split((query_rank, rank + self._rope), dim=-1)
         return self.q_layernorm(query.contiguous()), rest
 
-    def _heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
-        """Compute query and key [s, b, a, d] and value [s, b, a, e]; all-gathers the latents under sequence
-        parallelism.
+    def _heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, ctx: ForwardContext) -> Heads:
+        """Compute query [s, b, a, d], key [t, b, a, d] and value [t, b, a, e]; all-gathers the latents under sequence
+        parallelism. A cache holds the latents after their norm and the rotated rope keys.
         """
-        rope_key = self._for_all_heads(rope_key, self._group)
-        return self._split(self.linear_query(source)[0], self.linear_kv_up_proj(latent)[0], rope_key, tables)
+        rope_key = self._rotated_key(self._for_all_heads(rope_key, self._group), ctx.rotary_pos_emb)
+        latents, rope_keys = ctx.layout.all_keys(self._layer_number, latent, rope_key)
+        key_value = self.linear_kv_up_proj(latents, is_gathered=latents is not latent)[0]
+        return self._split(self.linear_query(source)[0], key_value, rope_keys, ctx.rotary_pos_emb)
 
-    def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
+    def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, ctx: ForwardContext) -> Heads:
         """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
         query = self.linear_query(source, is_gathered=True)[0]
         key_value = self.linear_kv_up_proj(latent, is_gathered=True)[0]
-        return self._split(query, key_value, rope_key, tables)
+        rope_key = self._rotated_key(rope_key, ctx.rotary_pos_emb)
+        return self._split(query, key_value, rope_key, ctx.rotary_pos_emb)
+
+    def _rotated_key(self, rope_key: Tensor, tables: Tables) -> Tensor:
+        """Return the rope key [s, b, 1, rope] of [s, b, rope], rotated by ``tables`` (None: no rotation)."""
+        rope_key = rope_key.unsqueeze(2)
+        return rope_key if tables is None else self._rotated(rope_key, *tables, True)
 
     def _split(self, query: Tensor, key_value: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
-        """Return query, key [s, b, a, nope + rope] and value [s, b, a, v] from the outputs of the up projections.
-        Applies rotary ``tables`` (None: no rotation) to the rope channels only; the single rope key is copied to all
-        heads."""
+        """Return query [s, b, a, nope + rope], key [t, b, a, nope + rope] and value [t, b, a, v] from the outputs of
+        the up projections and the rotated ``rope_key`` [t, b, 1, rope], which is copied to all heads. Applies
+        ``tables`` to the rope channels of the queries only."""
         query = query.unflatten(-1, (-1, self._nope + self._rope))
         key, value = key_value.unflatten(-1, (-1, self._nope + self._value)).split((self._nope, self._value), dim=-1)
-        rope_key = rope_key.unsqueeze(2)
         if tables is not None:
             nope, rope = query.split((self._nope, self._rope), dim=-1)
             query = torch.cat((nope, self._rotated(rope, *tables, True)), dim=-1)
-            rope_key = self._rotated(rope_key, *tables, True)
         return query, torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
 
 

@@ -79,16 +79,17 @@ def one_context_parallel_rank(cfg):
         yield problem(cfg, "context_parallel_size", "is not supported by the encoder of numbers", "remove it")
 
 
-def generate(trained, prompt, max_new_tokens, sampling):
-    """The answer for the number that the prompt gives to every feature."""
+def generate(trained, prompts, max_new_tokens, sampling):
+    """The answers for the numbers that the prompts give to every feature."""
     import torch
 
     cfg, sizes = trained.cfg, trained.cfg.group(NumbersConfig)
-    numbers = torch.full((1, sizes.numbers_count, sizes.numbers_features), float(prompt))
     tokens = torch.zeros(1, cfg.data.seq_length, dtype=torch.int64)
-    with torch.no_grad():
-        logits = trained.model(tokens, torch.arange(cfg.data.seq_length)[None], numbers)
-    return str(int(logits[0, -1].argmax()))
+    for prompt in prompts:
+        numbers = torch.full((1, sizes.numbers_count, sizes.numbers_features), float(prompt))
+        with torch.no_grad():
+            logits = trained.model(tokens, torch.arange(cfg.data.seq_length)[None], numbers)
+        yield str(int(logits[0, -1].argmax()))
 
 
 FAMILY = ModelFamily(

@@ -36,8 +36,25 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
     assert capsys.readouterr().out.split("-" * 40 + "\n") == texts
     assert all(text.startswith(prompt) for text, prompt in zip(texts, ("1 2", "7 8", "9 10 11")))
     assert tool(*common, "--prompt", "") == 0 and capsys.readouterr().out.strip()
+    assert tool(*common, "--prompt", "1", "--chat") == 2
+    assert "--chat: the NullTokenizer has no chat template" in capsys.readouterr().err
     assert tool("fill-mask", "--load", tmp_path / "run", "--text", "1") == 2
     assert "contains a 'gpt' model; use tools/generate.py" in capsys.readouterr().err
+
+
+def test_the_cache_and_full_forward_passes_write_the_same_text(gloo_pool, tmp_path):
+    from megatron.core.inference.sampling import Sampling, generate
+    from megatron.training.trained_model import load_trained_model
+
+    assert gloo_pool.run(train, 1, ["--mock-data", "--train-iters", "3", "--save", str(tmp_path)]) == [0]
+    trained = load_trained_model(str(tmp_path), None, "tools/generate.py")
+    sampling = Sampling(seed=3)
+    shared = {"max_new_tokens": 40, "sampling": sampling}  # beyond the 32 tokens of the context
+    texts = trained.cfg.family.generate(trained, ["1 2", "7 8 " * 20, "9"], *shared.values())
+    for prompt, text in zip(("1 2", "7 8 " * 20, "9"), texts, strict=True):
+        ids = trained.tokenizer.tokenize(prompt)
+        expected = generate(trained.model, ids, **shared, max_sequence_length=32, stop_token=trained.tokenizer.eod)
+        assert text == prompt + trained.tokenizer.detokenize(list(expected))
 
 
 @pytest.mark.parametrize("flags", [

@@ -92,6 +92,9 @@ class Request:
 class Kernel(Protocol):
     """Attention implementation with fixed options; calls pass tensors and mask."""
 
+    scale: float
+    """Factor of QK^T."""
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable. Raises
         UserError if the kernel does not support ``mask.hidden`` (a dense mask)."""
@@ -116,6 +119,9 @@ class FlashKernel:
     bf16 or fp16 on a GPU with a contiguous last dim; other strides are arbitrary, so that the outputs of projection and
     rotary embedding are read without copies. The output is dense in the order of the queries' dims. Dropout is not
     supported, because its masks would depend on the kernel."""
+
+    packs_documents = True
+    """Whether documents of 16-bit tensors on GPUs are one variable-length call."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

@@ -104,6 +104,7 @@ class TorchAttention(FlashKernel):
     def __init__(self, name: str, scale: float, *, by_name: bool = False) -> None:
         super().__init__(scale)
         self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
+        self.packs_documents = name in ("cudnn", "flash")
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]; differentiable; no dropout
@@ -113,7 +114,7 @@ class TorchAttention(FlashKernel):
         assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
-        flash = self.name in ("cudnn", "flash") and query.is_cuda and query.dtype in SIXTEEN_BIT
+        flash = self.packs_documents and query.is_cuda and query.dtype in SIXTEEN_BIT
         if mask.documents is not None and (flash or mask.documents.known):
             return (self._documents if flash else self._document_by_document)(query, key, value, mask)
         if mask.documents is not None:

@@ -194,6 +194,7 @@ class LanguageModule(MegatronModule):
         """Return logits [b, s, v] of [s, b, h], with -inf for padded entries, or fp32 losses [b, s] of ``labels`` [b,
         s]. Divides by ``logits_scaling``. Without ``parallel_output``, all-gathers the logits over the tensor-parallel
         group; losses are complete on every rank."""
+        hidden_states = self.layout.output_rows(hidden_states)
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight

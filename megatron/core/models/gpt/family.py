@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -38,21 +39,40 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     return MockGPTDataset if cfg.data.mock_data else GPTDataset, config
 
 
-def generate(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
-    """Return ``prompt`` followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
-    eod token. Older tokens than --seq-length are dropped from the context."""
+def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+    """Yield each prompt followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
+    eod token. All prompts run in one batch with a cache. Without a cache, one by one: models whose layers cannot use
+    one, and text beyond --seq-length tokens, whose context loses its oldest tokens."""
     from megatron.core.inference import sampling as inference  # imports torch
+    from megatron.core.inference.engine import Engine
+    from megatron.core.inference.requests import Completion, Request
+    from megatron.core.inference.runner import model_problem
+    from megatron.core.inference.scheduler import Limits
 
-    tokenizer = trained.tokenizer
-    tokens = inference.generate(
-        trained.model,
-        tokenizer.tokenize(prompt) or [tokenizer.eod],
-        max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.data.seq_length,
-        stop_token=tokenizer.eod,
-        sampling=sampling,
-    )
-    return prompt + tokenizer.detokenize(list(tokens))
+    tokenizer, length = trained.tokenizer, trained.cfg.data.seq_length
+    texts = [tokenizer.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
+    longest = length if model_problem(trained.model) is None else -1
+    batch = [ids for ids in texts if len(ids) <= longest]
+    completions: Iterator[Completion] = iter(())
+    if batch:
+        engine = Engine(trained.model, Limits(length, max_sequences=min(len(batch), 256)))
+        eod = [tokenizer.eod]
+        completions = engine.completions(
+            Request(prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=eod) for ids in batch
+        )
+    for prompt, ids in zip(prompts, texts):
+        done = next(completions) if len(ids) <= longest else Completion(finish_reason="length")
+        tokens = list(done.tokens)
+        if done.finish_reason == "length":
+            tokens += inference.generate(
+                trained.model,
+                ids + tokens,
+                max_new_tokens=max_new_tokens - len(tokens),
+                max_sequence_length=length,
+                stop_token=tokenizer.eod,
+                sampling=sampling,
+            )
+        yield prompt + tokenizer.detokenize(tokens)
 
 
 def logits(model: nn.Module, cfg: Settings, tokens: Tensor) -> Tensor:

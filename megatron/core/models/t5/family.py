@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,24 +52,25 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
     return t5_dataset.T5MaskedWordPieceDataset, config
 
 
-def generate(trained: TrainedModel, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
-    """Return ``prompt``, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
+def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+    """Yield each prompt, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
     decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for an empty
     or too long prompt."""
     from megatron.core.inference.sampling import generate_seq2seq  # imports torch
 
     tokenizer = trained.tokenizer
     start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
-    tokens = generate_seq2seq(
-        trained.model,
-        tokenizer.tokenize(prompt),
-        start=start,
-        max_new_tokens=max_new_tokens,
-        max_sequence_length=trained.cfg.embeddings.max_position_embeddings,
-        stop_token=tokenizer.eos,
-        sampling=sampling,
-    )
-    return f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
+    for prompt in prompts:
+        tokens = generate_seq2seq(
+            trained.model,
+            tokenizer.tokenize(prompt),
+            start=start,
+            max_new_tokens=max_new_tokens,
+            max_sequence_length=trained.cfg.embeddings.max_position_embeddings,
+            stop_token=tokenizer.eos,
+            sampling=sampling,
+        )
+        yield f"{prompt}\n-> {tokenizer.detokenize(list(tokens))}"
 
 
 FAMILY = ModelFamily(

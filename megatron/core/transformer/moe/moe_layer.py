@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.attention.cached_layout import CACHED
 from megatron.core.attention.token_layout import ANY_ORDER
 from megatron.core.config.errors import UserError
 from megatron.core.config.moe import depends_on_micro_batch
@@ -50,7 +51,7 @@ class MoELayer(nn.Module):
     parallelism requires sequence parallelism, so that each rank routes different tokens; UserError otherwise.
     """
 
-    mixes_tokens, layouts = True, ANY_ORDER  # the router's balance depends on all tokens of a sequence
+    mixes_tokens, layouts = True, ANY_ORDER | CACHED  # the router's balance depends on all tokens of a sequence
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups

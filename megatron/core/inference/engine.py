@@ -1,0 +1,217 @@
+"""Generation with continuous batching: requests join and leave the batch between steps.
+
+    engine = Engine(model, Limits(max_length=4096))
+    completions = engine.generate([Request(prompt=ids, max_new_tokens=64)])
+
+    number = engine.add(request)          # or one step at a time
+    while engine.has_work:
+        for output in engine.step(): ...
+
+Results of a request do not depend on the other requests, except for rounding: draws are functions of the request's
+seed and the token's position. With several ranks each builds the engine; rank 0 schedules and broadcasts the plan of
+each step, the other ranks call ``follow`` (``generate`` does).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.attention.cached_layout import Chunk, PagedCache
+from megatron.core.config.errors import UserError
+from megatron.core.inference.pages import PagePool
+from megatron.core.inference.requests import Completion, Output, Request, TokenScore
+from megatron.core.inference.runner import FAILED, OutputRow, Runner, StepPlan
+from megatron.core.inference.sampling import NOT_FINITE
+from megatron.core.inference.scheduler import Limits, Scheduler
+from megatron.core.inference.scheduler import Sequence as Running
+
+PAGE_SIZE = 256
+MEMORY_SHARE = 0.9
+"""Share of a GPU's memory for weights, activations and cache."""
+CPU_CACHE_BYTES = 2**30
+
+
+class Engine:
+    """Generates with ``model``, a ``GPTModel`` or one of its pipeline stages.
+
+    Args:
+        num_pages: pages of ``page_size`` tokens in the cache; one page is reserved. None: as many as fit into the
+            memory (a CPU: 1 GiB), at most what ``limits`` can use.
+        batch_invariant: compute each token's log-probabilities with the same bits in every batch, and for every split
+            of its prompt into steps. Slow.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        limits: Limits,
+        *,
+        num_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.runner = Runner(model, max_length=limits.max_length, batch_invariant=batch_invariant)
+        self._world = model.groups.world
+        if num_pages is None:
+            num_pages = self._fitting_pages(limits, page_size)
+        if num_pages < 2:
+            raise UserError(f"num_pages {num_pages}: must be at least 2; free memory, or lower page_size {page_size}")
+        self.runner.cache = PagedCache(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(self.pool, limits)
+        self._next = 0
+
+    def _fitting_pages(self, limits: Limits, page_size: int) -> int:
+        """Return the number of pages that fit into the memory of every rank, at most what ``limits`` can use."""
+        device, longest = self.runner.device, -(-limits.max_length // page_size)
+        if device.type != "cuda":
+            needed = self.runner.measure(1, page_size) * page_size
+            available = max(CPU_CACHE_BYTES, needed * longest)
+        else:
+            torch.cuda.reset_peak_memory_stats(device)
+            needed = self.runner.measure(min(limits.max_tokens, limits.max_length), page_size) * page_size
+            free, total = torch.cuda.mem_get_info(device)
+            cached = torch.cuda.memory_reserved(device)
+            available = int(total * MEMORY_SHARE) - (total - free - cached) - torch.cuda.max_memory_allocated(device)
+        fitting = torch.tensor(max(available, 0) // max(needed, 1), device=device)
+        if self._world.size > 1:
+            dist.all_reduce(fitting, op=dist.ReduceOp.MIN, group=self._world.handle)
+        return 1 + min(int(fitting), limits.max_sequences * longest)
+
+    # ---- requests
+
+    def add(self, request: Request) -> int:
+        """Queue ``request`` and return its number. Call it on rank 0. Raises UserError for a request that can never
+        run."""
+        vocabulary = self.runner.model.vocab_size
+        if wrong := [each for each in request.prompt if not 0 <= each < vocabulary]:
+            raise UserError(f"prompt: token {wrong[0]} is outside of the vocabulary of {vocabulary}")
+        if not 0 <= request.top_logprobs <= vocabulary:
+            raise UserError(f"top_logprobs {request.top_logprobs}: must be between 0 and {vocabulary}")
+        running = Running(self._next, request, list(request.prompt), sampling=request.sampling.seeded())
+        self.scheduler.add(running)
+        self._next += 1
+        if request.prompt_logprobs:
+            running.completion.prompt_scores.append(None)
+        return running.number
+
+    def cancel(self, number: int) -> None:
+        """End request ``number`` and free its pages; nothing if it has ended."""
+        scheduler = self.scheduler
+        for running in (*scheduler.running, *scheduler.waiting):
+            if running.number == number:
+                scheduler.finish(running, "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Return the completions of ``requests``, in their order. Collective: every rank calls it, and ranks other than
+        0 return an empty list."""
+        if not self._world.is_first:
+            self.follow()
+            return []
+        try:
+            return list(self.completions(requests))
+        finally:
+            self.stop()
+
+    def completions(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield the completions of ``requests`` in their order, each as soon as it and all before it are complete. Call
+        it on rank 0."""
+        numbers = [self.add(request) for request in requests]
+        done: dict[int, Completion] = {}
+        for number in numbers:
+            while number not in done:
+                done |= {each.request: each.completion for each in self.step() if each.completion.finish_reason}
+            yield done.pop(number)
+
+    # ---- steps
+
+    def step(self) -> list[Output]:
+        """Run one step on all ranks; return the progress of the requests that got a token or ended. Call it on rank 0
+        while :attr:`has_work`."""
+        batch = self.scheduler.plan()
+        assert batch, "step() without work"
+        plan, owners = self._plan(batch)
+        if self._world.size > 1:
+            self._broadcast(plan.encode())
+        results = self.runner.run(plan).tolist()
+        if any(values[0] == FAILED for values in results):
+            raise UserError(NOT_FINITE)
+        for running, count in batch:
+            self.scheduler.computed(running, count)
+        outputs = []
+        for (running, samples), values in zip(owners, results):
+            score = _score(values, running.request.top_logprobs)
+            if not samples:
+                running.completion.prompt_scores.append(score)
+                continue
+            running.completion.scores.append(score)
+            before = len(running.ids)
+            self.scheduler.append(running, score.token)
+            outputs.append(
+                Output(running.number, score.token if len(running.ids) > before else None, running.completion)
+            )
+        for running, _ in batch:
+            if not running.request.max_new_tokens and running.num_cached == len(running.ids):
+                self.scheduler.append(running, None)
+                outputs.append(Output(running.number, None, running.completion))
+        return outputs
+
+    def _plan(self, batch: Sequence[tuple[Running, int]]) -> tuple[StepPlan, list[tuple[Running, bool]]]:
+        """Return the inputs of a step, and for each output row its sequence and whether it samples."""
+        tokens: list[int] = []
+        chunks, rows, owners = [], [], []
+        # single tokens first: their attention reads the pages directly
+        for running, count in sorted(batch, key=lambda each: each[1] > 1):
+            start, first = running.num_cached, len(tokens)
+            chunks.append(Chunk(start, count, tuple(running.pages)))
+            tokens += running.ids[start : start + count]
+            if running.request.prompt_logprobs:
+                scored = running.completion.prompt_scores  # a preempted sequence has some already
+                for place in range(max(start, len(scored) - 1), min(start + count, running.num_prompt - 1)):
+                    rows.append(OutputRow(first + place - start, target=running.ids[place + 1]))
+                    owners.append((running, False))
+            if start + count == len(running.ids) and running.request.max_new_tokens:
+                rows.append(OutputRow(len(tokens) - 1, sampling=running.sampling, position=len(running.ids)))
+                owners.append((running, True))
+        num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
+        return StepPlan(tokens, chunks, rows, num_top), owners
+
+    # ---- ranks
+
+    def follow(self) -> None:
+        """Run the steps of rank 0 until it calls :meth:`stop`."""
+        while (values := self._broadcast(None)) is not None:
+            self.runner.run(StepPlan.decode(values))
+
+    def stop(self) -> None:
+        """End :meth:`follow` on the other ranks."""
+        self._broadcast(None)
+
+    def _broadcast(self, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Broadcast a plan (None: stop) from rank 0 as JSON and return it."""
+        if self._world.size == 1:
+            return values
+        source, device = self._world.ranks[0], self.runner.device
+        data = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8).to(device)
+        length = torch.tensor([len(data)], device=device)
+        dist.broadcast(length, source, group=self._world.handle)
+        if not self._world.is_first:
+            data = torch.empty(int(length), dtype=torch.uint8, device=device)
+        dist.broadcast(data, source, group=self._world.handle)
+        return json.loads(bytes(data.cpu().tolist()))
+
+
+def _score(values: Sequence[float], num_top: int) -> TokenScore:
+    """Return the score in a row of :meth:`Runner.run`'s results, with ``num_top`` of its most likely tokens."""
+    half = (len(values) - 2) // 2
+    top = tuple((int(token), logprob) for token, logprob in zip(values[2:], values[2 + half :]))[:num_top]
+    return TokenScore(int(values[0]), values[1], top)

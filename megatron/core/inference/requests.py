@@ -1,0 +1,65 @@
+"""Requests to the generation engine, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.core.inference.sampling import PLAIN, Sampling
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue or to score."""
+
+    prompt: Sequence[int]
+    """Token ids; at least one."""
+    max_new_tokens: int = 16
+    """0: score the prompt only."""
+    sampling: Sampling = PLAIN
+    stop_tokens: Sequence[int] = ()
+    """Tokens that end the text; they are not part of it."""
+    prompt_logprobs: bool = False
+    """Whether to compute log-probabilities of the prompt's tokens, which needs a forward pass over the full prompt."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to report at each position."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Raw log-probability of a token: fp32 log-softmax of the true vocabulary, before temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """Most likely tokens with their log-probabilities, best first."""
+
+
+@dataclass
+class Completion:
+    """Result of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Generated tokens, without the stop token."""
+    scores: list[TokenScore] = field(default_factory=list)
+    """One entry per sampled token, the stop token included."""
+    prompt_scores: list[TokenScore | None] = field(default_factory=list)
+    """One entry per prompt token if requested; None for the first."""
+    finish_reason: FinishReason | None = None
+    """``stop``: a stop token; ``length``: ``max_new_tokens`` or the maximum sequence length; ``cancelled``:
+    :meth:`Engine.cancel`. None: running."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Progress of one request in a step."""
+
+    request: int
+    """Number that ``Engine.add`` returned."""
+    token: int | None
+    """New token of the text; None if the request ended without one."""
+    completion: Completion
+    """Result so far; complete if ``finish_reason`` is set."""

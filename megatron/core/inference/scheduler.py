@@ -1,0 +1,167 @@
+"""Scheduling of requests: which tokens run in the next step, and which pages hold their keys.
+
+A step has at most ``max_tokens`` tokens: one per decoding sequence, and chunks of prompts. Sequences run in the order
+of their arrival. If no page is free, the newest running sequence is preempted: it loses its pages, returns to the front
+of the queue and is recomputed. The oldest always advances, because a request that needs more pages than there are
+is rejected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron.core.config.errors import UserError
+from megatron.core.inference.pages import FIRST, PagePool
+from megatron.core.inference.requests import Completion, FinishReason, Request
+from megatron.core.inference.sampling import Sampling
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in progress."""
+
+    number: int
+    request: Request
+    ids: list[int]
+    """Prompt and generated tokens."""
+    sampling: Sampling
+    """The request's, with a seed."""
+    num_cached: int = 0
+    """Leading tokens whose keys are in ``pages``."""
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    """Keys of its full cached pages."""
+    completion: Completion = field(default_factory=Completion)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Maximum sizes of steps and sequences."""
+
+    max_length: int
+    """Maximum length of a sequence, prompt included."""
+    max_tokens: int = 8192
+    """Maximum number of tokens of a step."""
+    max_sequences: int = 256
+    """Maximum number of running sequences."""
+
+
+class Scheduler:
+    """Waiting and running sequences, and their pages."""
+
+    def __init__(self, pool: PagePool, limits: Limits) -> None:
+        self.pool, self.limits = pool, limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Append to the queue. Raises UserError for a request that can never run."""
+        request, limits = sequence.request, self.limits
+        if not sequence.ids:
+            raise UserError("the prompt is empty: give at least one token (for example the end-of-document token)")
+        if len(sequence.ids) > limits.max_length:
+            raise UserError(
+                f"the prompt has {len(sequence.ids)} tokens, the model takes {limits.max_length}: give a shorter one"
+            )
+        longest = min(len(sequence.ids) + request.max_new_tokens, limits.max_length)
+        if self.pool.pages_for(longest) > self.pool.num_usable:
+            available = self.pool.num_usable * self.pool.page_size
+            raise UserError(
+                f"max_new_tokens {request.max_new_tokens}: prompt and text may have {longest} tokens, the cache has "
+                f"room for {available}; lower it, or give the cache more pages"
+            )
+        self.waiting.append(sequence)
+
+    def plan(self) -> list[tuple[Sequence, int]]:
+        """Return the sequences of the next step with their numbers of new tokens, in the order of arrival; allocates
+        the pages. Empty if nothing is left to do."""
+        budget, chunks = self.limits.max_tokens, []
+        preemptions = self.num_preemptions
+        for sequence in tuple(self.running):
+            count = min(budget, len(sequence.ids) - sequence.num_cached)
+            if sequence not in self.running or not count:
+                continue
+            while not self._grow(sequence, count):
+                newest = self.running[-1]
+                self._preempt(newest)
+                if newest is sequence:
+                    break
+            else:
+                chunks.append((sequence, count))
+                budget -= count
+        if preemptions == self.num_preemptions:  # else a waiting sequence would take the pages that were just freed
+            chunks += self._admit(budget)
+        return chunks
+
+    def _admit(self, budget: int) -> list[tuple[Sequence, int]]:
+        chunks = []
+        while self.waiting and budget and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if not sequence.request.prompt_logprobs:  # those need the logits of every token
+                sequence.pages = self.pool.match(sequence.ids)
+                sequence.keys = list(map(self.pool.stored_key, sequence.pages))
+                sequence.num_cached = len(sequence.pages) * self.pool.page_size
+            count = min(budget, len(sequence.ids) - sequence.num_cached)
+            if not self._grow(sequence, count):
+                self._free(sequence)
+                break
+            self.running.append(self.waiting.popleft())
+            chunks.append((sequence, count))
+            budget -= count
+        return chunks
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Allocate pages for ``count`` more tokens; return whether there were enough."""
+        missing = self.pool.pages_for(sequence.num_cached + count) - len(sequence.pages)
+        if missing > self.pool.num_free:
+            return False
+        for _ in range(missing):
+            page = self.pool.allocate()
+            assert page is not None
+            sequence.pages.append(page)
+        return True
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.keys, sequence.num_cached = [], [], 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """Record that the keys of ``count`` more tokens are in the pages; publish those that became full."""
+        size = self.pool.page_size
+        sequence.num_cached += count
+        for number in range(len(sequence.keys), sequence.num_cached // size):
+            tokens = sequence.ids[number * size : (number + 1) * size]
+            previous = sequence.keys[-1] if sequence.keys else FIRST
+            sequence.keys.append(self.pool.publish(sequence.pages[number], previous, tokens))
+
+    def append(self, sequence: Sequence, token: int | None) -> None:
+        """Append a sampled token (None: there is nothing to sample); finish the sequence if it ends here."""
+        request, completion = sequence.request, sequence.completion
+        if token is not None and token not in request.stop_tokens:
+            sequence.ids.append(token)
+            completion.tokens.append(token)
+        if token is not None and token in request.stop_tokens:
+            self.finish(sequence, "stop")
+        elif len(completion.tokens) >= request.max_new_tokens or len(sequence.ids) >= self.limits.max_length:
+            self.finish(sequence, "length")
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a running or waiting sequence and release its pages."""
+        sequence.completion.finish_reason = reason
+        self._free(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)

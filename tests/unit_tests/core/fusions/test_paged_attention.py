@@ -1,0 +1,69 @@
+"""Paged attention equals the softmax over the gathered keys, and its bits do not depend on the batch."""
+
+import pytest
+import torch
+
+from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention
+from tests.test_utils.kernels import DEVICE
+
+POSITIONS = 0, 4, 5, SPLIT - 1, SPLIT, 2 * SPLIT + 70
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+"""The interpreter has no products of bf16."""
+
+
+def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    num_pages = sum(position // page + 1 for position in positions) + 3
+    order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+    tables = torch.zeros(len(positions), max(positions) // page + 1, dtype=torch.int32)
+    for sequence, position in enumerate(positions):
+        for index in range(position // page + 1):
+            tables[sequence, index] = order.pop()
+    keys, values = (
+        torch.randn(num_pages, page, groups, size, generator=generator).to(dtype) for size in (width, out_width)
+    )
+    query = torch.randn(len(positions), heads, width, generator=generator).to(dtype)
+    rows = torch.arange(len(positions)), torch.tensor(positions)
+    tensors = [x.to(DEVICE) for x in (query, keys, values, tables, *rows)]
+    return *tensors[:3], PagedRows(*tensors[3:], max(positions) + 1)
+
+
+def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=None):
+    """The same in fp64, token by token."""
+    found = []
+    for row, (sequence, position) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist())):
+        first = 0 if left is None else max(position - left, 0)
+        pages = rows.tables[sequence].long()
+        local = [x[pages].flatten(0, 1)[first : position + 1].double() for x in (keys, values)]
+        k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in local)
+        scores = torch.einsum("ad,tad->at", query[row].double(), k) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if sink is not None:
+            scores = torch.cat([scores, sink.double()[:, None]], 1)
+        weights = scores.softmax(-1)[:, : len(k)]
+        found.append(torch.einsum("at,tae->ae", weights, v))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "out_width"), [(4, 2, 24, 24), (3, 3, 16, 10), (8, 1, 64, 64)])
+@pytest.mark.parametrize("options", [{}, {"left": 5}, {"left": 300, "sink": True}, {"soft_cap": 1.5}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_paged_attention_equals_softmax_over_gathered_keys(heads, groups, width, out_width, options, dtype):
+    inputs = case(heads, groups, width, out_width, dtype)
+    options = {**options, "scale": 0.3}
+    if "sink" in options:
+        options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = paged_attention(*inputs, **options)
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+
+
+def test_bits_do_not_depend_on_the_batch():
+    query, keys, values, rows = case(4, 2, 16, 16, torch.float32)
+    together = paged_attention(query, keys, values, rows, scale=0.3)
+    for row in range(len(query)):
+        at = slice(row, row + 1)
+        single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], int(rows.positions[row]) + 1)
+        alone = paged_attention(query[at], keys, values, single, scale=0.3)
+        assert torch.equal(alone[0], together[row])

@@ -1,0 +1,201 @@
+"""The engine equals a full forward pass for every batch, split into chunks, order of arrival and number of pages."""
+
+import random
+
+import pytest
+import torch
+
+from megatron.core.attention import cached_layout
+from megatron.core.config.errors import UserError
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import Limits
+from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, make_model, randomize
+
+ROPE = {"position_embedding_type": "rope"}
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+    "qk_layernorm": True, "rope_type": "rope", "add_bias_linear": False,
+}  # fmt: skip
+MODELS = {
+    "learned": {},
+    "grouped": {**LLAMA, **ROPE, "qk_layernorm": True, "ffn_hidden_size": 22},
+    "window": {**ROPE, "window_size": (5, 0), "window_attn_skip_freq": 2},
+    "sink": {**ROPE, "window_size": (5, 0), "softmax_type": "learnable", "num_query_groups": 2},
+    "soft cap": {**ROPE, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "experts": {**LLAMA, **ROPE, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},
+    "latent": {**ROPE, **LATENT, "q_lora_rank": 12},
+    "latent without query latent": {**ROPE, **LATENT},
+    "tied": {**ROPE, "share_embeddings_and_output_weights": True},
+}
+ALL = {"top_logprobs": VOCAB}
+
+
+def build(name, dtype=torch.float64):
+    model = make_model(**MODELS[name], params_dtype=dtype).eval()
+    if dtype == torch.float64:
+        randomize(model)
+    return model
+
+
+def engine(model, pages=40, size=4, invariant=False, **limits):
+    limits = Limits(**{"max_length": 16, "max_tokens": 5, "max_sequences": 3, **limits})
+    return Engine(model, limits, num_pages=pages, page_size=size, batch_invariant=invariant)
+
+
+def prompts(lengths=(1, 3, 9, 12, 5, 5)):
+    rng = random.Random(7)
+    found = [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+    return [*found, found[2][:8] + [3]]  # the last shares a prefix
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_position_equals_a_full_forward_pass(name):
+    model = build(name)
+    sampling = Sampling(temperature=0.9, seed=3)
+    requests = [Request(prompt=x, max_new_tokens=4, prompt_logprobs=n % 2 == 0, sampling=sampling, **ALL)
+                for n, x in enumerate(prompts())]  # fmt: skip
+    for request, done in zip(requests, engine(model, pages=8).generate(requests), strict=True):
+        ids = torch.tensor([[*request.prompt, *done.tokens]])
+        with torch.no_grad():
+            expected = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB].log_softmax(-1)
+        assert len(done.tokens) == min(4, 17 - len(request.prompt)) and done.finish_reason == "length"
+        assert done.prompt_scores[:1] == ([None] if request.prompt_logprobs else [])
+        scores = [*done.prompt_scores[1:], *done.scores]
+        first = ids.shape[1] - len(scores)
+        for row, score in enumerate(scores, first - 1):
+            assert score.token == ids[0, row + 1] and dict(score.top)[score.token] == score.logprob
+            found = torch.empty(VOCAB, dtype=torch.float64)
+            found[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
+            torch.testing.assert_close(found, expected[row], atol=1e-10, rtol=0)
+
+
+def run(model, seed, invariant=False):
+    """Run the prompts in random order, steps and pages; return ({prompt: (tokens, scores)}, preemptions)."""
+    rng = random.Random(seed)
+    limits = {"max_tokens": rng.choice((2, 5, 9, 40)), "max_sequences": rng.choice((1, 2, 5, 9))}
+    each = engine(model, rng.choice((6, 9, 40)), invariant=invariant, **limits)
+    pending, numbers, done = list(enumerate(prompts())), {}, {}
+    rng.shuffle(pending)
+    while pending or each.has_work:
+        for _ in range(rng.choice((0, 1, 3)) if pending else 0):
+            if pending:
+                index, prompt = pending.pop()
+                sampling = Sampling(seed=index)
+                request = Request(prompt=prompt, max_new_tokens=4 + index % 3, sampling=sampling, **ALL)
+                numbers[each.add(request)] = index
+        for output in each.step() if each.has_work else ():
+            if output.completion.finish_reason:
+                done[numbers[output.request]] = output.completion
+    assert each.pool.num_free == each.pool.num_usable
+    return {index: (x.tokens, x.scores) for index, x in done.items()}, each.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("name", ["grouped", "experts"])
+def test_tokens_do_not_depend_on_arrival_chunks_and_preemption(name):
+    model = build(name)
+    expected, _ = run(model, 0)
+    found = [run(model, seed) for seed in range(1, 9)]
+    for each, _ in found:
+        assert {index: tokens for index, (tokens, _) in each.items()} == {key: x for key, (x, _) in expected.items()}
+    assert sum(preemptions for _, preemptions in found)
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "sink", "experts", "latent"])
+def test_batch_invariant_log_probabilities_are_equal_bit_for_bit(name):
+    """Scores hold the full row of each token, so that every bit of a row is compared."""
+    model = build(name, torch.float32)
+    expected, _ = run(model, 0, invariant=True)
+    assert all(run(model, seed, invariant=True)[0] == expected for seed in range(1, 6))
+    assert any(run(model, seed)[0] != expected for seed in range(1, 6)), "another order of sums would be found"
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap"])
+def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
+    model, calls = build(name, torch.float32), []
+    expected = [run(model, seed) for seed in range(3)]
+    kernel = cached_layout.paged_attention
+
+    def counted(query, *args, **kwargs):
+        calls.append(len(query))
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(cached_layout, "_kernel_serves", lambda query: True)
+    monkeypatch.setattr(cached_layout, "paged_attention", counted)
+    for seed, (completions, _) in enumerate(expected):
+        for index, (tokens, scores) in run(model, seed)[0].items():
+            assert tokens == completions[index][0]
+            assert [x.logprob for x in scores] == pytest.approx([x.logprob for x in completions[index][1]], abs=1e-4)
+    assert max(calls) > 1
+    equal = [run(model, seed, invariant=True)[0] for seed in range(3)]
+    assert equal[0] == equal[1] == equal[2]
+
+
+def test_a_stop_token_ends_the_text_without_being_part_of_it():
+    model = build("grouped")
+    greedy = Sampling(temperature=0)
+    (free,) = engine(model).generate([Request(prompt=[1, 2], max_new_tokens=8, sampling=greedy)])
+    stop = free.tokens[3]
+    (done,) = engine(model).generate([Request(prompt=[1, 2], max_new_tokens=8, sampling=greedy, stop_tokens=[stop])])
+    end = free.tokens.index(stop)
+    assert done.tokens == free.tokens[:end] and done.finish_reason == "stop"
+    assert [score.token for score in done.scores] == free.tokens[: end + 1]
+
+
+def test_a_text_ends_at_the_maximum_length():
+    (done,) = engine(build("learned")).generate([Request(prompt=[1] * 10, max_new_tokens=50)])
+    assert len(done.tokens) == 6 and done.finish_reason == "length"
+
+
+def test_a_prompt_can_be_scored_without_generating():
+    (done,) = engine(build("learned")).generate([Request(prompt=[1] * 7, max_new_tokens=0, prompt_logprobs=True)])
+    assert done.tokens == [] and len(done.prompt_scores) == 7 and done.finish_reason == "length"
+
+
+def test_a_cancelled_request_frees_its_pages():
+    each = engine(build("learned"))
+    numbers = [each.add(Request(prompt=[1] * 9)) for _ in range(5)]
+    each.step()
+    for number in (*numbers, 99):
+        each.cancel(number)
+    assert not each.has_work and each.pool.num_free == each.pool.num_usable
+
+
+def test_an_equal_prompt_is_computed_once():
+    each = engine(build("learned"), max_tokens=16)
+    counts = []
+    for _ in range(2):
+        each.add(Request(prompt=[1] * 11, max_new_tokens=1))
+        counts.append(each.scheduler.plan()[0][1])
+        each.scheduler.computed(each.scheduler.running[0], counts[-1])
+        each.scheduler.append(each.scheduler.running[0], 1)
+    assert counts == [11, 3]
+
+
+def test_pages_fill_what_the_limits_can_use():
+    each = Engine(build("latent"), Limits(max_length=16, max_sequences=3), page_size=4)
+    assert each.pool.num_usable == 3 * 4
+    assert each.runner.measure(5, 4) == 2 * (10 + 4) * 8  # the latent and the rope key of two layers
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"prompt": [VOCAB]}, f"token {VOCAB} is outside of the vocabulary of {VOCAB}"), ({"prompt": [-1]}, "token -1"),
+    ({"prompt": [1], "top_logprobs": VOCAB + 1}, "top_logprobs 51: must be between 0 and 50"),
+])  # fmt: skip
+def test_a_request_that_the_model_cannot_serve_is_rejected(fields, message):
+    with pytest.raises(UserError, match=message):
+        engine(build("learned")).add(Request(**fields))
+
+
+def test_layers_that_cannot_cache_are_named():
+    model = build("learned")
+    layer = model.decoder.layers[0]
+
+    class Mixer(type(layer.self_attention)):
+        def forward(self, hidden_states, ctx):
+            return super().forward(hidden_states, ctx)
+
+    layer.self_attention.__class__ = Mixer
+    with pytest.raises(UserError, match=r"generation with a cache is not supported by .*Mixer"):
+        engine(model)
