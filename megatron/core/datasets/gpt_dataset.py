@@ -101,18 +101,22 @@ class GPTDataset(MegatronDataset):
         if self._vocab_size is None and config.tokenizer is not None:
             self._vocab_size = config.tokenizer.vocab_size
         self.check_documents()
+        self._build_indices()
+
+    def _build_indices(self) -> None:
+        """Build the indices or read them from the index cache, and log the counts."""
         self.num_epochs = self.plan.num_epochs
         indices = self._build_or_load()
         self.document_index = indices.document_index
         self.sample_index = indices.sample_index
         self.shuffle_index = indices.shuffle_index
         logger.log(
-            config.source_log_level(index_split),
+            self.config.source_log_level(self.index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
             type(self).__name__,
-            index_split.name,
-            dataset_path or "mock data",
-            len(indexed_indices),
+            self.index_split.name,
+            self.dataset_path or "mock data",
+            len(self.indices),
             self.tokens_per_epoch,
             len(self),
             self.plan.num_epochs,
