@@ -111,4 +111,7 @@ def _end_to_end(cu_seqlens: Tensor) -> Tensor:
 
 
 def _reject_hybrid() -> NoReturn:
-    raise UserError("--hybrid-context-parallel: not available; --context-parallel-size applies to all sequences")
+    raise UserError(
+        "--hybrid-context-parallel: not available in batches of a program; train by pretrain_gpt.py of this library, or "
+        "remove it"
+    )

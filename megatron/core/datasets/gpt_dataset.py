@@ -57,7 +57,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     sequence_parallel_size: int = 0
 
     hybrid_context_parallel: bool | None = False
-    """Context-parallel groups of a size that depends on the sequence; not available."""
+    """Context-parallel groups of a size that depends on the sequence: not for samples of equal length."""
 
     inter_document_masking: bool | None = False
     """Attention within documents only; not available under this name: see ``reset_attention_mask``."""
@@ -65,7 +65,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     def __post_init__(self, s3_cache_path: str | None) -> None:
         super().__post_init__(s3_cache_path)
         if self.hybrid_context_parallel:
-            raise UserError("hybrid_context_parallel: not available; set it to False")
+            raise UserError(
+                "hybrid_context_parallel: requires samples of different lengths (VarlenDataset); set it to False"
+            )
         if self.inter_document_masking:
             raise UserError("inter_document_masking: not available; use reset_attention_mask (--reset-attention-mask)")
 

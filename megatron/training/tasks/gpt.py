@@ -31,6 +31,7 @@ from megatron.training.tasks.language_model import LanguageModelTask, on_device
 class GPTTask(LanguageModelTask):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
+    packs_rows = True
     _plan: PlanFigures | None = None
 
     def model_provider(
@@ -54,10 +55,6 @@ class GPTTask(LanguageModelTask):
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[object, object, object]:
         """Return GPT data sets (blended, split) from the data flags."""
         return self.datasets(*select_data_set(self.cfg, self.tokenizer), num_samples)
-
-    @property
-    def packs_rows(self) -> bool:  # type: ignore[override]
-        return type(self).get_batch is GPTTask.get_batch
 
     # ---- samples of different lengths: the loader yields all micro-batches of a global batch at once
 
@@ -125,12 +122,12 @@ class GPTTask(LanguageModelTask):
         """Return tokens, labels, loss_mask, position_ids [b, s], sample_index and valid_tokens [b] on the device;
         ``documents`` (bounds) if attention is limited to documents. With context parallelism, this rank's tokens;
         positions, bounds and the number of valid tokens are those of the full rows. With --use-varlen-dataset one row
-        [1, s] of packed samples with ``sample_index`` [1, s]; ``documents`` is its layout."""
+        [1, s] of packed samples with ``sample_index`` [1, s], and the ``layout`` of the micro-batch."""
         given = next(data_iterator)
         if self._rows is not None:
             row, layout = self._rows.local(given)
             batch = on_device(row, given["documents"])
-            return {**batch, "documents": layout.with_documents(batch["documents"])}
+            return {**batch, "layout": layout.with_documents(batch["documents"])}
         # new dictionary: other chunks of this rank receive the original one
         batch = self.local_tokens(given)
         batch["valid_tokens"] = given["loss_mask"].sum(1, dtype=torch.float32)
@@ -147,7 +144,7 @@ class GPTTask(LanguageModelTask):
             batch["position_ids"],
             labels=batch["labels"],
             loss_mask=batch["loss_mask"],
-            packed_seq_params=batch["documents"],
+            packed_seq_params=batch.get("layout", batch["documents"]),
             sample_index=batch["sample_index"],
             main_loss=MainLoss(self.loss_weights[self.losses[0]], batch.get("valid_tokens")),
         )
