@@ -112,6 +112,5 @@ def _end_to_end(cu_seqlens: Tensor) -> Tensor:
 
 def _reject_hybrid() -> NoReturn:
     raise UserError(
-        "--hybrid-context-parallel: not available in batches of a program; train by pretrain_gpt.py of this library, or "
-        "remove it"
+        "--hybrid-context-parallel: not available in the batches of a program; use pretrain_gpt.py of this library"
     )

@@ -7,11 +7,11 @@ import pytest
 
 from tests.test_utils.gpt_runs import read_records, train
 
-VARLEN = (
-    "--use-varlen-dataset --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0.1 --eod-mask-loss"
-    " --split 70,20,10 --eval-interval 3"
-).split()
-DYNAMIC = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16".split()
+VARLEN = [
+    "--use-varlen-dataset", "--micro-batch-size", "1", "--attention-dropout", "0", "--hidden-dropout", "0.1",
+    "--eod-mask-loss", "--split", "70,20,10", "--eval-interval", "3",
+]  # fmt: skip
+DYNAMIC = ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "16"]
 
 
 def records(folder, kind="train"):

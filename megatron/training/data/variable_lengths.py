@@ -33,7 +33,7 @@ class VariableLengthSource(DataSource, Protocol):
         """Return the lengths of samples, int64, without reading their tokens."""
 
 
-class WholeBatch:
+class FullBatch:
     """Shard of a sampler that yields every global batch as one list."""
 
     def slices(self, start: int, global_batch_size: int) -> Iterator[range]:

@@ -22,7 +22,7 @@ from megatron.training.config.variable_lengths import flops_by_length, local_mul
 from megatron.training.data.batch import Batch
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.loader import BatchShard
-from megatron.training.data.variable_lengths import Rows, WholeBatch, planned_loader
+from megatron.training.data.variable_lengths import Rows, FullBatch, planned_loader
 from megatron.training.observe.metrics import PlanFigures
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
@@ -76,7 +76,7 @@ class GPTTask(LanguageModelTask):
 
     def shard(self, micro_batch_size: int, groups: ProcessGroups) -> BatchShard:
         """With --use-varlen-dataset every rank plans all samples of a global batch."""
-        return super().shard(micro_batch_size, groups) if self._rows is None else WholeBatch()
+        return super().shard(micro_batch_size, groups) if self._rows is None else FullBatch()
 
     def build_loader(
         self, dataset: Any, sampler: Iterable[list[tuple[int, int]]], groups: ProcessGroups

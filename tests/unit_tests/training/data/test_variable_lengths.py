@@ -12,7 +12,7 @@ from megatron.core.groups.process_groups import Group
 from megatron.core.schedules.variable_lengths import CostModel, Ranks
 from megatron.training.config.variable_lengths import PlanSettings
 from megatron.training.data.loader import EvalSampler
-from megatron.training.data.variable_lengths import PlannedSampler, Rows, WholeBatch, planned_loader
+from megatron.training.data.variable_lengths import PlannedSampler, Rows, FullBatch, planned_loader
 
 LENGTHS = [5, 31, 1, 8, 16, 9, 3, 24, 2, 2, 7, 12]
 
@@ -40,12 +40,12 @@ def shares(count, limit, num_workers=0, aligned=0):
     """[global batch][rank] -> share"""
     ranks = []
     for rank in range(count):
-        batches = EvalSampler(WholeBatch(), 5, len(LENGTHS))  # the last batch has two samples
+        batches = EvalSampler(FullBatch(), 5, len(LENGTHS))  # the last batch has two samples
         ranks.append(list(planned_loader(Samples(), batches, settings(count, limit, aligned), rank, num_workers)))
     return [list(each) for each in zip(*ranks)]
 
 
-def rows_of(rank, count):
+def build_rows(rank, count):
     layouts = {}
     for size in (1, 2, 4):
         first = rank // size * size
@@ -61,7 +61,7 @@ def test_ranks_hold_every_token_of_a_batch_once(count, limit, aligned):
     for share in batches:
         counted = 0.0
         for rank, each in enumerate(share):
-            rows = rows_of(rank, count)
+            rows = build_rows(rank, count)
             counted += float(rows.count(each))
             split = rows.split(each)
             assert not aligned or len(split) % aligned == 0
@@ -88,11 +88,11 @@ def test_worker_processes_give_the_same_shares():
             assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_figures_describe_the_whole_batch_on_every_rank():
+def test_figures_describe_the_full_batch_on_every_rank():
     first, *others = shares(4, 8)[0]
     imbalance, tokens, squares, *sizes = first["plan"].tolist()
     assert (tokens, squares) == (sum(LENGTHS[:5]), sum(length**2 for length in LENGTHS[:5]))
-    assert sizes[2] >= 1 and 0 <= imbalance
+    assert sizes[2] >= 1 and imbalance >= 0
     assert all(torch.equal(first["plan"], each["plan"]) for each in others)
 
 
