@@ -2,11 +2,11 @@
 
     python benchmarks/bench_variable_lengths.py                                    # simulated, 64 ranks, no torch
     python benchmarks/bench_variable_lengths.py --draw docs/guides/variable_lengths.svg
-    torchrun --nproc-per-node 2 benchmarks/bench_variable_lengths.py --measure     # two GPUs; on CPUs a tiny model
+    torchrun --nproc-per-node 2 benchmarks/bench_variable_lengths.py --measure github:dynamic
 
 Lengths are log-normal with the percentiles of two public corpora: GitHub (source files: a long tail) and CommonCrawl
-(web pages: shorter). Simulated times are those of a 7B model by the planner's costs. ``--measure`` prints the seconds
-of forward and backward passes of the same plans on this rank's device.
+(web pages: shorter). Simulated times use the planner's costs of a 7B model. ``--measure CORPUS:METHOD`` trains a few
+steps (1.2B on GPUs) with lengths up to 32,768 and prints tokens per second.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ their speed; 256 KiB of keys and values per token three times at 2,000 FLOPs per
 METHODS = ("packing", "static", "dynamic")
 
 
-def lengths_of(corpus: LogNormalLengths, count: int, seed: int, longest: int) -> list[int]:
+def draw_lengths(corpus: LogNormalLengths, count: int, seed: int, longest: int) -> list[int]:
     """Return lengths of samples, at most ``longest``."""
     return [min(length, longest) for length in corpus.draw(count, seed).tolist()]
 
 
-def ranks_of(method: str, count: int, longest: int) -> Ranks:
+def select_ranks(method: str, count: int, longest: int) -> Ranks:
     """Return the ranks of a method. ``packing``: one rank holds any sample; ``static``: all samples on the ranks that
     hold the longest one; ``dynamic``: each on as many as it needs. All have the same memory per rank but packing."""
     static = 1
@@ -59,7 +59,7 @@ def simulated(corpus: LogNormalLengths, count: int, batch: int) -> Iterator[tupl
     for method in METHODS:
         rates, idle, imbalance = [], [], []
         for seed in range(10):
-            plan = plan_batch(lengths_of(corpus, batch, seed, LONGEST), ranks_of(method, count, LONGEST), COST)
+            plan = plan_batch(draw_lengths(corpus, batch, seed, LONGEST), select_ranks(method, count, LONGEST), COST)
             simulation = simulate_plan(plan)
             rates.append(sum(plan.lengths) / simulation.duration / count)
             idle.append(max(0.0, simulation.idle))
@@ -97,12 +97,11 @@ def draw(plan: Plan, path: Path) -> None:
 def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
     """Train a few steps with mock documents of ``corpus`` and return tokens per second and the planned imbalance."""
     import json
-    import tempfile
 
     import torch
-    import torch.distributed as dist
 
     from megatron.training.arguments import parse_args
+    from megatron.training.observe.metrics import PlanFigures
     from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
 
@@ -119,35 +118,30 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
         "static": ["--context-parallel-size", str(world)],
         "dynamic": ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", str(limit)],
     }[method]
-    with tempfile.TemporaryDirectory() as folder:
-        # every rank has the folder of the first, whose metrics are read
-        folders = [folder]
-        if dist.is_initialized():
-            dist.broadcast_object_list(folders)
-        argv = [
-            *model.split(), *flags, "--seq-length", str(longest), "--max-position-embeddings", str(longest),
-            "--position-embedding-type", "rope", "--micro-batch-size", "1", "--global-batch-size", "64", "--mock-data",
-            "--varlen-mock-dataset-config-json", json.dumps({**distribution, "p95": p95}), "--use-varlen-dataset",
-            "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000" if on_gpu else "256", "--lr", "1e-4",
-            "--train-iters", "12", "--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0",
-            "--log-interval", "1", "--save", folders[0], "--no-save-optim", "--distributed-backend",
-            "nccl" if on_gpu else "gloo", "--use-distributed-optimizer",
-        ]  # fmt: skip
-        seconds: list[float] = []
+    argv = [
+        *model.split(), *flags, "--seq-length", str(longest), "--max-position-embeddings", str(longest),
+        "--position-embedding-type", "rope", "--micro-batch-size", "1", "--global-batch-size", "64", "--mock-data",
+        "--varlen-mock-dataset-config-json", json.dumps({**distribution, "p95": p95}), "--use-varlen-dataset",
+        "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000" if on_gpu else "256", "--lr", "1e-4",
+        "--train-iters", "12", "--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0",
+        "--distributed-backend", "nccl" if on_gpu else "gloo", "--use-distributed-optimizer",
+    ]  # fmt: skip
+    seconds: list[float] = []
+    plans: list[PlanFigures] = []
 
-        class Timed(GPTTask):
-            def micro_batches(self, *arguments: object) -> dict[str, object]:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter())
-                return super().micro_batches(*arguments)  # type: ignore[arg-type]
+    class Timed(GPTTask):
+        def micro_batches(self, *arguments: object) -> dict[str, object]:
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter())
+            work = super().micro_batches(*arguments)  # type: ignore[arg-type]
+            plans.append(self.plan_figures())  # type: ignore[arg-type]
+            return work
 
-        run(parse_args(argv), Timed)
-        records = [json.loads(line) for line in Path(folders[0], "metrics.jsonl").read_text().splitlines()]
-    plans = [record["plan"] for record in records if record["kind"] == "train"][3:-1]
-    elapsed = seconds[-1] - seconds[3]
-    tokens = sum(plan["tokens"] for plan in plans)
-    imbalance = statistics.mean(plan["imbalance"] for plan in plans)
+    run(parse_args(argv), Timed)
+    plans, elapsed = plans[3:-1], seconds[-1] - seconds[3]
+    tokens = sum(plan.tokens for plan in plans)
+    imbalance = statistics.mean(plan.imbalance for plan in plans)
     return f"{tokens / elapsed:12,.0f} tokens/s   planned imbalance {imbalance:.1%}"
 
 
@@ -160,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         metavar="CORPUS:METHOD", help="train on these ranks: github:dynamic, ...")  # fmt: skip
     args = parser.parse_args(argv)
     if args.draw:
-        lengths = lengths_of(CORPORA["github"], 96, 5, 131_072)
+        lengths = draw_lengths(CORPORA["github"], 48, 260, LONGEST)
         draw(plan_batch(lengths, Ranks(8, LIMIT), COST), args.draw)
         return 0
     if args.measure:

@@ -22,7 +22,7 @@ from megatron.training.config.variable_lengths import flops_by_length, local_mul
 from megatron.training.data.batch import Batch
 from megatron.training.data.datasets import select_data_set
 from megatron.training.data.loader import BatchShard
-from megatron.training.data.variable_lengths import Rows, FullBatch, planned_loader
+from megatron.training.data.variable_lengths import FullBatch, Rows, planned_loader
 from megatron.training.observe.metrics import PlanFigures
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device

@@ -12,7 +12,7 @@ from megatron.core.groups.process_groups import Group
 from megatron.core.schedules.variable_lengths import CostModel, Ranks
 from megatron.training.config.variable_lengths import PlanSettings
 from megatron.training.data.loader import EvalSampler
-from megatron.training.data.variable_lengths import PlannedSampler, Rows, FullBatch, planned_loader
+from megatron.training.data.variable_lengths import FullBatch, PlannedSampler, Rows, planned_loader
 
 LENGTHS = [5, 31, 1, 8, 16, 9, 3, 24, 2, 2, 7, 12]
 
