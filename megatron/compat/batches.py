@@ -111,4 +111,6 @@ def _end_to_end(cu_seqlens: Tensor) -> Tensor:
 
 
 def _reject_hybrid() -> NoReturn:
-    raise UserError("--hybrid-context-parallel: not available; --context-parallel-size applies to all sequences")
+    raise UserError(
+        "--hybrid-context-parallel: not available in the batches of a program; use pretrain_gpt.py of this library"
+    )

@@ -42,6 +42,8 @@ class _State:
     """Handle of a group of this rank only, of a world of several ranks: to torch.distributed, None means the world."""
     virtual_pipeline_rank: int | None = None
     """The model chunk that is being built; None outside of model building."""
+    step_groups: dict[int, process_groups.StepGroups] = field(default_factory=dict)
+    """Groups by context-parallel size, if that is chosen per micro-batch."""
     further: dict[tuple[int | str | tuple[int, ...], ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups that getters made, by ranks."""
 
@@ -61,6 +63,7 @@ def initialize_model_parallel(
     distributed_timeout_minutes: float = 30,
     num_distributed_optimizer_instances: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
     nccl_communicator_config_path: str | None = None,
     copy_engines: bool = True,
     group_of_one: bool = True,
@@ -72,7 +75,9 @@ def initialize_model_parallel(
 
     Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); UserError otherwise,
     before any group exists. ``order`` lists the axes from the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline
-    stages next to each other. ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``).
+    stages next to each other. ``hybrid_context_parallel`` adds groups of every power of two of data- and
+    context-parallel ranks (:func:`get_step_groups`). ``nccl_communicator_config_path`` names a YAML file
+    (``nccl_options.py``).
     ``copy_engines``: over NCCL, groups whose ranks share a host get copy engines for supported collectives
     (``copy_engines/``). ``group_of_one``: see :func:`start_single_process_group`. Keywords of Megatron-LM without
     effect here are logged with the reason; unknown keywords raise TypeError.
@@ -114,7 +119,8 @@ def initialize_model_parallel(
     if copy_engines and world_size > 1:
         groups = _with_engines(groups)
     alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
-    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone)
+    steps = process_groups.build_step_groups(grid, groups, rank, new_group) if hybrid_context_parallel else {}
+    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone, step_groups=steps)
     return groups
 
 
@@ -239,6 +245,11 @@ def _current() -> _State:
 def get_process_groups() -> process_groups.ProcessGroups:
     """Return the groups of this process; groups of a single process if none were initialized."""
     return process_groups.SINGLE_PROCESS if _state is None else _state.groups
+
+
+def get_step_groups() -> dict[int, process_groups.StepGroups]:
+    """Return the groups of this process by context-parallel size; empty unless ``hybrid_context_parallel`` is set."""
+    return {} if _state is None else _state.step_groups
 
 
 def get_rank_grid() -> process_groups.RankGrid:

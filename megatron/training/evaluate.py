@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from megatron.core.config.errors import UserError
@@ -15,7 +14,7 @@ from megatron.core.pipeline_parallel.microbatches import choose_runner
 from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.validation import eval_samples
-from megatron.training.data.loader import EvalSampler, Shard, build_loader
+from megatron.training.data.loader import EvalSampler
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import EvalResult
@@ -58,7 +57,7 @@ class Evaluator:
         on_forward: Callable[[ForwardEvent, bool], None] | None = None,
     ) -> None:
         self.cfg, self.task, self.model, self.groups, self.on_forward = cfg, task, model, groups, on_forward
-        self.shard = Shard(cfg.validation.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
+        self.shard = task.shard(cfg.validation.eval_micro_batch_size, groups)
 
     def num_samples(self, eval_set: EvalSet) -> int:
         """Return the number of samples per evaluation: the full set with --full-validation, else --eval-iters
@@ -86,7 +85,8 @@ class Evaluator:
         sampler = EvalSampler(self.shard, self.cfg.validation.eval_global_batch_size, self.num_samples(eval_set))
         sums = LossSums(device)
         batches, steps = self._batches(eval_set, sampler)
-        step, number, size = self.task.forward_step, sampler.micro_batches_per_step, self.shard.micro_batch_size
+        step, size = self.task.forward_step, self.cfg.validation.eval_micro_batch_size
+        number = self.task.num_batches(self.cfg.validation.eval_global_batch_size // (size * self.groups.dp.size))
         for _ in range(steps):
             inputs = self.task.micro_batches(batches, number, size) | {"on_forward": self.on_forward}
             sums.add(choose_runner()(forward_step_func=step, model=self.model, forward_only=True, **inputs))
@@ -103,6 +103,4 @@ class Evaluator:
         """Return an iterator over micro-batches, and its number of global batches."""
         if self.cfg.data.dataloader_type == "external":
             return iter(eval_set.dataset), self.cfg.validation.eval_iters
-        pin = torch.cuda.is_available()
-        loader = build_loader(eval_set.dataset, sampler, self.cfg.data.num_workers, pin)
-        return iter(loader), len(sampler) // sampler.micro_batches_per_step
+        return iter(self.task.build_loader(eval_set.dataset, sampler, self.groups)), sampler.num_global_batches

@@ -36,7 +36,7 @@ from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import samples_per_split
-from megatron.training.data.loader import BatchReader, Shard, build_loader, train_sampler
+from megatron.training.data.loader import BatchReader, train_sampler
 from megatron.training.data.samples import check_first_sample
 from megatron.training.evaluate import EvalName, EvalSet, eval_sets
 from megatron.training.exits.conditions import ExitConditions, ExitReason
@@ -299,7 +299,7 @@ def _load(parts: Components, cfg: PretrainConfig) -> Components:
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     _check_custom_data(task, {"train": train, "validation": valid, "test": test})
     if not cfg.validation.skip_train:
-        batches = train_iterator(cfg, train, parts.state, groups)
+        batches = train_iterator(task, train, parts.state, groups)
         parts.reader = BatchReader(batches, task.loss_counts, reads_ahead=cfg.data.dataloader_type != "external")
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation.validation_set_names), eval_sets(test)
     parts.datasets = (train, valid, test)
@@ -338,19 +338,20 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     )
 
 
-def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
+def train_iterator(task: Task, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
     """Return an iterator over this rank's micro-batches {name: tensor}, from the checkpoint's position on. ``single``
     raises UserError when the samples are used up; ``cyclic`` reshuffles each epoch; ``external`` iterates ``dataset``
     from its start. Raises UserError without data."""
+    cfg = task.cfg
     if cfg.data.dataloader_type == "external":
         return iter(dataset)
     if dataset is None:
         raise UserError("there is no training data: give --data-path, --train-data-path or --mock-data")
-    shard = Shard(cfg.training.micro_batch_size, groups.dp.rank, groups.dp.size)
+    if cfg.variable_lengths.use_varlen_dataset and not task.packs_rows:
+        raise UserError("--use-varlen-dataset: this program has its own batches; remove it")
+    shard = task.shard(cfg.training.micro_batch_size, groups)
     sampler = train_sampler(cfg, shard, len(dataset), state.consumed_train_samples)
-    return until_exhausted(
-        build_loader(dataset, sampler, cfg.data.num_workers, torch.cuda.is_available()), len(dataset)
-    )
+    return until_exhausted(task.build_loader(dataset, sampler, groups), len(dataset))
 
 
 def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:

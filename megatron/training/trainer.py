@@ -42,9 +42,9 @@ class Trainer:
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups, parts.on_forward)
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
-        self.flops_per_sample = parts.task.flops_per_sample()
         checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
         self.finite = FiniteCheck(global_rank()) if checked else None
+        self.flops_per_sample = parts.task.flops_per_sample()
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
         supply_main_loss(parts.model, parts.task.loss_weights[parts.task.losses[0]])
@@ -134,6 +134,7 @@ class Trainer:
             learning_rate=0.0,
             global_batch_size=size,
             statistics=summaries(statistics),
+            plan=self.parts.task.plan_figures(),
         )
         invalid = invalid_values(statistics)
         losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
@@ -176,7 +177,7 @@ class Trainer:
         for chunk in parts.model:
             chunk.zero_grad_buffer()
         batches, counts = self._read(size)
-        counts = global_counts(counts, parts.groups, self.device)
+        counts = global_counts(counts, parts.groups, self.device, task.rows_are_shared)
         task.loss_weights.set(parts.optimizer.scale_loss(1.0 / counts.clamp(min=1.0)))
         work = {
             "forward_step_func": task.forward_step,
@@ -200,7 +201,7 @@ class Trainer:
         return sums, parts.task.counted(sums, counts, parts.model)
 
     def _num_microbatches(self, size: int) -> int:
-        return size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size)
+        return self.parts.task.num_batches(size // (self.cfg.training.micro_batch_size * self.parts.groups.dp.size))
 
     def _batch_size(self, consumed: int) -> int:
         return batch_sizes.running_global_batch_size(self.cfg.flat, consumed, self.cfg.data_parallel_size)
@@ -242,7 +243,8 @@ class Trainer:
         if metrics.skipped and metrics.losses:
             state.skipped_iterations += 1
         if self.flops_per_sample is not None:
-            state.floating_point_operations += self.flops_per_sample * size
+            flops = None if metrics.plan is None else metrics.plan.flops
+            state.floating_point_operations += self.flops_per_sample * size if flops is None else flops
 
     def evaluate(self, sets: list[EvalSet] | None = None, name: EvalName = "validation", final: bool = False) -> None:
         """Evaluate ``sets`` (None: the validation sets) and call ``on_evaluate`` of the hooks; does nothing without

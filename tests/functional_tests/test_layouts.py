@@ -18,6 +18,7 @@ import pytest
 
 from megatron.core.distributed.replicas import tensor_hash
 from tests.test_utils.declared_table import DECLARED_ROWS, missing_axes
+from tests.test_utils.gloo_pool import WorkerError
 from tests.test_utils.layout_suite import EXTENDED, EXTENDED_THROUGH_COPY_ENGINES
 from tests.test_utils.layout_table import MODELS, TABLE, THROUGH_COPY_ENGINES, row
 from tests.test_utils.layouts import FEW_STEPS, VOCAB_SIZE, Layout, compare_with_reference, configure, running
@@ -67,6 +68,9 @@ BUGS = [
     ("fp8_scales_of_the_local_part", "fp8-tensorwise-tp2-sp", "loss", "lm loss"),
     ("fp8_scales_of_the_local_part", "fp8-tensorwise-cp2", "loss", "lm loss"),
     ("fp8_history_of_the_local_rank", "fp8-delayed-dp2", "loss", "lm loss"),
+    ("samples_planned_twice", "dynamic-4", "loss", "lm loss"),
+    ("positions_of_the_row", "varlen-dp4-zero", "loss", "lm loss"),
+    ("tokens_of_the_next_rank", "dynamic-4", "loss", "lm loss"),
 ]
 
 
@@ -135,6 +139,11 @@ def test_a_planted_bug_is_found_in_the_third_step(matrix, bug, name):
     """The first step is cast with the scales of its values, and its learning rate is 0."""
     verdict = matrix.verdict(in_the_suite(name), bug)
     assert (verdict.first.kind, verdict.first.name, verdict.first.step) == ("loss", "lm loss", 3)
+
+
+def test_a_wrong_group_is_found_by_the_counts(matrix):
+    with pytest.raises(WorkerError, match="sums 'lm loss' over"):
+        matrix.verdict(short("dynamic-4"), "groups_of_half_the_ranks")
 
 
 def test_the_rows_of_planted_bugs_are_green_without_them(matrix):

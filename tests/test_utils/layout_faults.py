@@ -423,3 +423,53 @@ def fp8_copies_of_the_first_weights(rank):
         return copies[key]
 
     return mock.patch.object(where, "weight_copies", first)
+
+
+def samples_planned_twice(rank):
+    """The last sample of the steps of the first rank is planned twice, on all ranks alike."""
+    where = module("megatron.training.data.variable_lengths")
+    correct = where.plan_batch
+
+    def twice(*arguments):
+        plan = correct(*arguments)
+        return dataclasses.replace(plan, ranks=tuple(tuple(map(doubled, steps)) for steps in plan.ranks))
+
+    def doubled(step):
+        return step._replace(samples=step.samples + step.samples[-1:]) if step.first == 0 else step
+
+    return mock.patch.object(where, "plan_batch", twice)
+
+
+def positions_of_the_row(rank):
+    """Tokens of a packed row are numbered from the start of the row, not of their sample."""
+    where = module("megatron.training.data.variable_lengths").Rows
+    correct = where._row
+
+    def numbered(self, *arguments):
+        row = correct(self, *arguments)
+        positions = module("torch").arange(row["position_ids"].shape[1]) % 32
+        return {**row, "position_ids": positions[None]}
+
+    return mock.patch.object(where, "_row", numbered)
+
+
+def tokens_of_the_next_rank(rank):
+    """A rank of a shared step computes the tokens of the next rank of its group, at its own positions."""
+    where = module("megatron.core.attention.token_layout")
+    correct = where.zigzag.local_part
+
+    def of_the_next(x, rank, size, *arguments):
+        return correct(x, (rank + 1) % size, size, *arguments)
+
+    return mock.patch.object(where.zigzag, "local_part", of_the_next)
+
+
+def groups_of_half_the_ranks(rank):
+    """Both halves of the ranks of a step compute its full row."""
+    where = module("megatron.training.data.variable_lengths").Rows
+    correct = where.local
+
+    def halved(self, row):
+        return correct(self, {**row, "size": max(1, row["size"] // 2)})
+
+    return mock.patch.object(where, "local", halved)

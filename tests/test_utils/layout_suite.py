@@ -6,9 +6,10 @@ from tests.test_utils.layout_table import THROUGH_COPY_ENGINES
 from tests.test_utils.masked_layouts import BERT_ROWS
 from tests.test_utils.masked_layouts import IN_THE_SUITE as MASKED_IN_THE_SUITE
 from tests.test_utils.t5_layouts import T5_IN_THE_SUITE, T5_ROWS
+from tests.test_utils.varlen_table import VARLEN_IN_THE_SUITE, VARLEN_ROWS
 
 _LATER = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | set(T5_ROWS) - T5_IN_THE_SUITE
-_LATER |= set(FP8_ROWS) - FP8_IN_THE_SUITE
+_LATER |= set(FP8_ROWS) - FP8_IN_THE_SUITE | set(VARLEN_ROWS) - VARLEN_IN_THE_SUITE
 EXTENDED = _LATER | {
     "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
     "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",

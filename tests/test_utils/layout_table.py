@@ -8,6 +8,7 @@ from tests.test_utils.masked_layouts import BERT_MODELS, BERT_ROWS
 from tests.test_utils.muon_table import MUON_MODELS, MUON_ROWS
 from tests.test_utils.offload_table import OFFLOAD_ROWS
 from tests.test_utils.t5_layouts import T5_MODELS, T5_ROWS
+from tests.test_utils.varlen_table import VARLEN_MODELS, VARLEN_ROWS
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -36,6 +37,7 @@ MODELS = {
     **DECLARED_MODELS,
     **FP8_MODELS,
     **MUON_MODELS,
+    **VARLEN_MODELS,
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
     "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
     "sgd": f"{DROPOUT} --optimizer sgd --lr 0.3 --clip-grad 0",
@@ -371,7 +373,7 @@ TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
     **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
     **FAMILIES, **BERT_ROWS, **T5_ROWS, **DECLARED_ROWS, **FP8_ROWS,
-    **MUON_ROWS, **OFFLOAD_ROWS,
+    **MUON_ROWS, **VARLEN_ROWS, **OFFLOAD_ROWS,
 }  # fmt: skip
 
 

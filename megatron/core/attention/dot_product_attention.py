@@ -91,7 +91,7 @@ class CoreAttention(nn.Module):
         values = v_channels or keys
         self._channels = keys, values
         self.scale = scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
-        needs = forms.kernel_needs(self.kind, self._static, self._sink)
+        needs = forms.kernel_needs(self.kind, self._static, self._sink, config.hybrid_context_parallel)
         request = build_request(config, self.visibility.window, needs, max(keys, values), biased=biased)
         self.choice, self.kernel = build_kernel(request, config, layer_number, scale)
         """Selected kernel and reason."""

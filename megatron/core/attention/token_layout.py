@@ -23,7 +23,7 @@ from megatron.core.attention.context_parallel.zigzag import CHUNKS, Order, Spans
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.autograd_context import AutogradContext
 from megatron.core.groups import collective_names
-from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups, StepGroups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +66,8 @@ class TokenLayout:
     """All ranks of ``group`` and ``stream``: their parts of the residual stream make up the sequences."""
     documents: PackedSeqParams | None = None
     """Boundaries of packed documents in the full sequences; None: each sequence is one document."""
+    padding: int = 0
+    """Number of tokens at the end of the full sequences that only fill them up."""
     _positions: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -74,6 +76,11 @@ class TokenLayout:
         sharers = groups.tp_cp if sequence_parallel else groups.cp
         levels = groups.cp_a2a, groups.cp_p2p
         return cls(groups.cp, order, levels, stream=groups.stream(sequence_parallel), sharers=sharers)
+
+    @classmethod
+    def of_step(cls, step: StepGroups, stream: Group) -> TokenLayout:
+        """Return the layout of a micro-batch that the ranks of ``step`` share."""
+        return cls(step.ranks, stream=stream, sharers=step.sharers if stream.size > 1 else step.ranks)
 
     def with_documents(self, documents: PackedSeqParams | None) -> TokenLayout:
         """Return a copy for a micro-batch with ``documents``."""

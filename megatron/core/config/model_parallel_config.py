@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from megatron.core.config.absent import TakesSettings
 from megatron.core.config.cli import derived, flag
 from megatron.core.config.groups import FlagGroup
-from megatron.core.config.ranges import Batch, NumRanks, Range
+from megatron.core.config.ranges import Batch, Dim, NumRanks, Range
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,14 @@ class ParallelismConfig(FlagGroup):
         "--cp-comm-type", default_factory=lambda: ["p2p"]
     )
     """Exchange of keys and values between context-parallel ranks: one value for all layers, or one per layer."""
+
+    hybrid_context_parallel: bool = False
+    """Choose the context-parallel size of every micro-batch from the lengths of its samples: one rank for short ones, a
+    power of two of the data- and context-parallel ranks for long ones. Requires --use-varlen-dataset."""
+
+    max_seqlen_per_dp_cp_rank: Dim | None = None
+    """Tokens of a micro-batch that one rank holds, with --use-varlen-dataset. Default: --seq-length /
+    --context-parallel-size."""
 
     microbatch_group_size_per_virtual_pipeline_stage: Batch | None = None
     """Micro-batches that an interleaved schedule runs on one model chunk before the next chunk; default: the number of

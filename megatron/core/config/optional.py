@@ -100,6 +100,19 @@ class DocumentConfig(OptionalGroup):
 
 
 @dataclass(kw_only=True)
+class VariableLengthConfig(OptionalGroup):
+    """Samples of different lengths"""
+
+    use_varlen_dataset: bool = False
+    """One sample per document, split after --seq-length tokens. Samples are packed into rows of at most
+    --max-seqlen-per-dp-cp-rank tokens per rank, planned for equal work of all ranks."""
+
+    varlen_mock_dataset_config_json: str | None = None
+    """Lengths of --mock-data documents as JSON text: {"type": "lognormal", "min_seq_len": 16, "max_seq_len": 8192, and
+    "mean_seq_len" with "lognormal_sigma", or "p50" with "p95"}. Requires --use-varlen-dataset."""
+
+
+@dataclass(kw_only=True)
 class MaskedDataConfig(OptionalGroup):
     """Masked words"""
 

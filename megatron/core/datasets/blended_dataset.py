@@ -54,6 +54,16 @@ class BlendedDataset:
         source = int(self.dataset_index[idx])
         return {"dataset_id": source, **self.datasets[source][int(self.dataset_sample_index[idx])]}
 
+    def sample_lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Return the lengths of ``samples``, int64, of sources with samples of different lengths."""
+        samples = np.asarray(samples)
+        sources, numbers = self.dataset_index[samples], self.dataset_sample_index[samples]
+        lengths = np.empty(len(samples), dtype=np.int64)
+        for source in np.unique(sources):
+            chosen = sources == source
+            lengths[chosen] = self.datasets[source].sample_lengths(numbers[chosen])  # type: ignore[attr-defined]
+        return lengths
+
     def _build_or_load(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (source int16, sample of that source int64) of every sample of the blend, built or read from the index
         cache. With ``size`` None every sample of each source occurs once; else sources are chosen by weight."""

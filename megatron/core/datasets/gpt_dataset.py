@@ -57,7 +57,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     sequence_parallel_size: int = 0
 
     hybrid_context_parallel: bool | None = False
-    """Context-parallel groups of a size that depends on the sequence; not available."""
+    """Context-parallel groups of a size that depends on the sequence: not for samples of equal length."""
 
     inter_document_masking: bool | None = False
     """Attention within documents only; not available under this name: see ``reset_attention_mask``."""
@@ -65,7 +65,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     def __post_init__(self, s3_cache_path: str | None) -> None:
         super().__post_init__(s3_cache_path)
         if self.hybrid_context_parallel:
-            raise UserError("hybrid_context_parallel: not available; set it to False")
+            raise UserError(
+                "hybrid_context_parallel: requires samples of different lengths (VarlenDataset); set it to False"
+            )
         if self.inter_document_masking:
             raise UserError("inter_document_masking: not available; use reset_attention_mask (--reset-attention-mask)")
 
@@ -101,18 +103,22 @@ class GPTDataset(MegatronDataset):
         if self._vocab_size is None and config.tokenizer is not None:
             self._vocab_size = config.tokenizer.vocab_size
         self.check_documents()
+        self._build_indices()
+
+    def _build_indices(self) -> None:
+        """Build the indices or read them from the index cache, and log the counts."""
         self.num_epochs = self.plan.num_epochs
         indices = self._build_or_load()
         self.document_index = indices.document_index
         self.sample_index = indices.sample_index
         self.shuffle_index = indices.shuffle_index
         logger.log(
-            config.source_log_level(index_split),
+            self.config.source_log_level(self.index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
             type(self).__name__,
-            index_split.name,
-            dataset_path or "mock data",
-            len(indexed_indices),
+            self.index_split.name,
+            self.dataset_path or "mock data",
+            len(self.indices),
             self.tokens_per_epoch,
             len(self),
             self.plan.num_epochs,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from megatron.core.config.errors import UserError
@@ -72,6 +72,15 @@ class DataParallelGroups(NamedTuple):
     """Ranks of ``reduce`` that hold the same optimizer shard, one per instance."""
     model: Group
     """Ranks that together hold one copy of the parameters."""
+
+
+class StepGroups(NamedTuple):
+    """Ranks that share a micro-batch whose context-parallel size is chosen per micro-batch."""
+
+    ranks: Group
+    """Consecutive ranks of ``dp_cp``, which hold some tokens of every sequence."""
+    sharers: Group
+    """These ranks and their tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +279,15 @@ class RankGrid:
         """Return all groups over expert axes such as ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"`` or ``"pp"``."""
         return self._rank_lists(self.expert_sizes, axes)
 
+    def step_rank_lists(self, size: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the aligned blocks of ``size`` consecutive ranks of every ``dp_cp`` group, and each block with its
+        tensor-parallel ranks. Without the ranks of an incomplete last block."""
+        tp_ranks = {rank: ranks for ranks in self.rank_lists("tp") for rank in ranks}
+        lists = self.rank_lists("dp-cp")
+        blocks = [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks) - size + 1, size)]
+        shared = {tuple(sorted(each for rank in block for each in tp_ranks[rank])) for block in blocks}
+        return blocks, sorted(map(list, shared))
+
     def embedding_rank_lists(self) -> list[list[int]]:
         """Return, for each pipeline, the group of its first and last rank, then one group of one rank per middle rank.
         A pipeline of one rank gives that rank only."""
@@ -314,3 +332,30 @@ def build_process_groups(
         handle, host_handle = handles[partition] if len(ranks) > 1 else (None, None)
         built[name] = Group(name, tuple(ranks), ranks.index(rank), handle, host_handle)
     return ProcessGroups(**built)
+
+
+def build_step_groups(
+    grid: RankGrid, groups: ProcessGroups, rank: int, new_group: Callable[[str, list[list[int]]], Handles]
+) -> dict[int, StepGroups]:
+    """Build the groups of every power of two of consecutive ``dp_cp`` ranks, by size; without sizes whose blocks do not
+    contain ``rank``. The size of ``groups.cp`` has its groups: attention caches its form by the ranks. Collective if
+    ``new_group`` is, which is called as in :func:`build_process_groups`."""
+    only = Group("cp", (rank,))
+    found, size = {1: StepGroups(only, replace(groups.tp, name="tp_cp"))}, 2
+    while size <= groups.dp_cp.size:
+        built: list[Group] = []
+        for name, lists in zip(("cp", "tp_cp"), grid.step_rank_lists(size)):
+            if name == "tp_cp" and groups.tp.size == 1:
+                built += built
+                continue
+            if size == groups.cp.size:
+                built.append(getattr(groups, name))
+                continue
+            handle, _ = new_group(name, lists)
+            ranks = next((each for each in lists if rank in each), None)
+            if ranks is not None:
+                built.append(Group(name, tuple(ranks), ranks.index(rank), handle))
+        if built:
+            found[size] = StepGroups(*built)
+        size *= 2
+    return found

@@ -71,16 +71,18 @@ class Tokens(NamedTuple):
     labels: Tensor
     loss_mask: Tensor
     """fp64; 0 past the end of a sequence or document."""
-    weight_b: Tensor
-    """fp64 [b]: n_b / n^d_b over full sequences; 0 if no token is valid at this depth."""
+    weight: Tensor
+    """fp64 [b]: n_b / n^d_b over full sequences, 0 if no token is valid at this depth; [b, s] if rows pack several
+    sequences."""
 
 
 def shifted_tokens(
-    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, layout: TokenLayout
+    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, layout: TokenLayout, packed: bool = False
 ) -> list[Tokens]:
     """Return one :class:`Tokens` per depth 1 to ``depths``, shifted left by it: zeros past the end of a sequence, where
     the mask is 0, as past the end of a packed document. ``tensors`` are ids, positions and labels [b, s] of this rank;
-    ``loss_mask`` None is all ones. One all-gather of full sequences over the ranks of ``layout``, in fp64."""
+    ``loss_mask`` None is all ones. ``packed``: each document of ``layout`` is a sequence, which the weights are for.
+    One all-gather of full sequences over the ranks of ``layout``, in fp64."""
     mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
     # fp64 represents every id exactly: one collective for all tensors
     whole = layout.full(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), 2)
@@ -90,16 +92,25 @@ def shifted_tokens(
     if bounds is not None:
         index = torch.arange(batch * length, device=whole.device)
         document = torch.bucketize(index, bounds[1:].to(index.dtype), right=True).view(batch, length)
-    found, num_valid_b = [], whole[3].sum(1)
+
+    def num_valid(mask: Tensor) -> Tensor:
+        if not packed:
+            return mask.sum(1)
+        assert document is not None and bounds is not None
+        sums = mask.new_zeros(len(bounds)).index_add(0, document.flatten(), mask.flatten())
+        return sums[document]
+
+    found, all_valid = [], num_valid(whole[3])
     for depth in range(1, depths + 1):
         end = min(depth, length)
         moved = F.pad(whole[..., end:], (0, end))
         if document is not None:
             moved[3] *= F.pad(document[:, end:] == document[:, : length - end], (0, end))
-        left_b = moved[3].sum(1)
+        left = num_valid(moved[3])
         ids, positions, labels, own_mask = layout.local(moved, 2)
-        weight_b = (num_valid_b / left_b).where(left_b > 0, 0.0)
-        found.append(Tokens(ids.long(), positions.long(), labels.long(), own_mask, weight_b))
+        weight = (all_valid / left).where(left > 0, 0.0)
+        weight = layout.local(weight, 1) if packed else weight
+        found.append(Tokens(ids.long(), positions.long(), labels.long(), own_mask, weight))
     return found
 
 
@@ -223,8 +234,9 @@ class MultiTokenPredictionBlock(nn.Module):
         """
         total = losses.new_zeros(())
         for name, loss, at in zip(self.names, later, tokens, strict=True):
-            sum_b = (loss * at.loss_mask.to(loss.dtype)).sum(1)
-            total = total + (sum_b * at.weight_b.to(loss.dtype)).sum()
+            masked, weight = loss * at.loss_mask.to(loss.dtype), at.weight.to(loss.dtype)
+            sum_b = masked.sum(1)
+            total = total + ((sum_b if weight.dim() == 1 else masked) * weight).sum()
             if self._counts:
                 self.statistics.add(name, torch.stack((sum_b.detach().double().sum(), at.loss_mask.sum())))
         num_valid = losses.new_tensor(losses.numel()) if mask is None else mask.sum(dtype=losses.dtype)

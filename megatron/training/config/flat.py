@@ -17,6 +17,7 @@ from megatron.core.config.optional import (
     OptionalGroup,
     RopeScalingConfig,
     UpcyclingConfig,
+    VariableLengthConfig,
 )
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.models import registry
@@ -50,6 +51,7 @@ class FlatConfig(
     LearningRateConfig,
     DataConfig,
     DocumentConfig,
+    VariableLengthConfig,
     MaskedDataConfig,
     TokenizerConfig,
     ValidationConfig,

@@ -17,6 +17,7 @@ from megatron.core.config.optional import (
     OptionalGroup,
     RopeScalingConfig,
     UpcyclingConfig,
+    VariableLengthConfig,
 )
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import TransformerConfig
@@ -55,6 +56,7 @@ class PretrainConfig:
     schedule: LearningRateConfig
     data: DataConfig
     documents: DocumentConfig
+    variable_lengths: VariableLengthConfig
     masked_data: MaskedDataConfig
     tokenizer: TokenizerConfig
     validation: ValidationConfig

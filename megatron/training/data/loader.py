@@ -71,13 +71,19 @@ class EpochShuffle:
         return int(self.permutation[offset])
 
 
+class BatchShard(Protocol):
+    """Stream positions of a rank's micro-batches."""
+
+    def slices(self, start: int, global_batch_size: int, /) -> Iterator[range]: ...
+
+
 class TrainSampler:
     """Batch sampler that starts at ``consumed_samples``. Yields lists of (stream position, data set index) until
     ``total_samples`` hold no further global batch."""
 
     def __init__(
         self,
-        shard: Shard,
+        shard: BatchShard,
         batch_size_at: Callable[[int], int],
         order: Callable[[int], int],
         consumed_samples: int,
@@ -100,7 +106,7 @@ class TrainSampler:
             position += size
 
 
-def train_sampler(cfg: PretrainConfig, shard: Shard, num_samples: int, consumed_samples: int) -> TrainSampler:
+def train_sampler(cfg: PretrainConfig, shard: BatchShard, num_samples: int, consumed_samples: int) -> TrainSampler:
     """Return the sampler of ``shard``'s training batches, for a data set of ``num_samples``, from the global batch that
     starts after ``consumed_samples``. ``cyclic`` has no end and reshuffles each epoch."""
     is_cyclic = cfg.data.dataloader_type == "cyclic"
@@ -117,16 +123,13 @@ class EvalSampler:
     """Batch sampler over the first ``num_samples`` samples, always the same; pads the last batch with masked
     samples."""
 
-    def __init__(self, shard: Shard, global_batch_size: int, num_samples: int) -> None:
+    def __init__(self, shard: BatchShard, global_batch_size: int, num_samples: int) -> None:
         self.shard, self.global_batch_size, self.num_samples = shard, global_batch_size, num_samples
 
-    def __len__(self) -> int:
-        return -(-self.num_samples // self.global_batch_size) * self.micro_batches_per_step
-
     @property
-    def micro_batches_per_step(self) -> int:
-        """Number of micro-batches of this rank in one global batch."""
-        return self.global_batch_size // (self.shard.micro_batch_size * self.shard.size)
+    def num_global_batches(self) -> int:
+        """Number of global batches, the last of which may be padded."""
+        return -(-self.num_samples // self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for start in range(0, self.num_samples, self.global_batch_size):
@@ -246,7 +249,9 @@ def flat_batch(samples: list[dict[str, object]]) -> FlatBatch:
     return FlatBatch(collate(samples))
 
 
-class _Loader(DataLoader):
+class Loader(DataLoader):
+    """Loader of flat batches, which it yields as {name: tensor}."""
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         return map(FlatBatch.tensors, super().__iter__())
 
@@ -257,12 +262,19 @@ def build_loader(
     """Return a torch DataLoader over ``dataset`` whose iterator yields {name: tensor [b, …]} on the host, with
     ``sample_index``. ``sampler`` yields lists of (stream position, index). Does not advance torch's global generator.
     Workers ignore the signals that the trainer catches."""
-    return _Loader(
+    return Loader(
         KeyedDataset(dataset),  # type: ignore[arg-type]  # map-style by its keys, not by range(len)
         batch_sampler=sampler,
-        num_workers=num_workers,
         collate_fn=flat_batch,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # worker seeds must not advance the global state that a resume restores
-        worker_init_fn=IgnoreExitSignals(),
+        **loader_options(num_workers, pin_memory),
     )
+
+
+def loader_options(num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """Return the options of a :class:`Loader` with ``num_workers`` processes."""
+    return {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "generator": torch.Generator(),  # worker seeds must not advance the global state that a resume restores
+        "worker_init_fn": IgnoreExitSignals(),
+    }

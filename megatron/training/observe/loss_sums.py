@@ -14,10 +14,11 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.pipeline_parallel.results import MicroBatchResult
 
 
-def global_counts(counts: Tensor, groups: ProcessGroups, device: torch.device) -> Tensor:
-    """All-reduce the counts of this rank's micro-batches (full rows, fp64 [losses]) over ``dp_cp``. Context-parallel
-    ranks have the same rows; the first of them adds its counts. Returns them on ``device``; the host does not wait."""
-    if not groups.cp.is_first:
+def global_counts(counts: Tensor, groups: ProcessGroups, device: torch.device, shared: bool = True) -> Tensor:
+    """All-reduce the counts of this rank's micro-batches (full rows, fp64 [losses]) over ``dp_cp``. If context-parallel
+    ranks have the same rows (``shared``), the first of them adds its counts. Returns them on ``device``; the host does
+    not wait."""
+    if shared and not groups.cp.is_first:
         counts = torch.zeros_like(counts)
     counts = counts.pin_memory() if device.type == "cuda" and not counts.is_cuda else counts
     counts = counts.to(device, non_blocking=True, copy=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, Union
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,19 @@ class NonFiniteError(UserError, ArithmeticError):
     exit_code = EXIT_FAILED
 
 
+class PlanFigures(NamedTuple):
+    """Figures of the plan of a global batch with samples of different lengths."""
+
+    imbalance: float
+    """Modeled time of the slowest rank over the mean, minus 1."""
+    tokens: int
+    """Tokens of all samples, without padding."""
+    cp_sizes: Mapping[str, int]
+    """Number of micro-batches by context-parallel size."""
+    flops: float | None
+    """Model FLOPs of the batch."""
+
+
 @dataclass(kw_only=True)
 class StepMetrics:
     """Measurements of one iteration. Losses are means per valid token over the global batch, equal on all ranks.
@@ -60,6 +73,8 @@ class StepMetrics:
     """Valid tokens of the global batch, which contribute to the loss."""
     statistics: Mapping[str, Scalar] = field(default_factory=dict)
     """Statistics of modules, such as expert load, by ``module/name``."""
+    plan: PlanFigures | None = None
+    """Set with --use-varlen-dataset."""
     loss_scale: Scalar = 1.0
     grad_norm: Scalar | None = None
     num_zeros: Scalar | None = None
@@ -151,8 +166,11 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
     materialized. Contains no wall-clock value."""
     record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
-    others = ("losses", "statistics", "invalid", "elapsed")
+    others = ("losses", "statistics", "plan", "invalid", "elapsed")
     record.update({name: value for name, value in vars(metrics).items() if name not in others and value is not None})
+    if metrics.plan is not None:
+        names = ("imbalance", "tokens", "cp_sizes")
+        record["plan"] = {name: getattr(metrics.plan, name) for name in names}
     if metrics.statistics:
         record["statistics"] = metrics.statistics
     return record

@@ -28,6 +28,7 @@ from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 from megatron.training.report.rates import cost_rows
+from megatron.training.report.variable_lengths import variable_length_rows
 from megatron.training.rules.checkpoints import load_folders_exist, save_folder_unused
 from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
@@ -94,6 +95,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
             memory_rows(cfg, vocab_size or 0), fit_rows(cfg, vocab_size or 0), expert_hints(cfg, vocab_size or 0)
         ),
         "batches": _batches(cfg, model.flops_per_sample if vocab_size else None),
+        "samples of different lengths": variable_length_rows(cfg, model),
         "schedule": _schedule(cfg),
         "missing on this machine": _missing_here(cfg),
     }

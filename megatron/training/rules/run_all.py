@@ -24,6 +24,7 @@ from megatron.training.rules import (
     pipeline,
     qk_clip,
     training,
+    variable_lengths,
 )
 
 RULES = collect_rules(
@@ -34,6 +35,7 @@ RULES = collect_rules(
     fp8,
     experts,
     context,
+    variable_lengths,
     pipeline,
     data_parallel,
     training,

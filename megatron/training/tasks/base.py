@@ -5,9 +5,11 @@ To train a custom model, subclass :class:`Task`, or pass the same five functions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megatron.core.pipeline_parallel.loss_weights import LossPairs, LossWeights
 from megatron.core.timers import Timers
@@ -17,12 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron.core.description.model import ModelDescription
+    from megatron.core.groups.process_groups import ProcessGroups
     from megatron.training.config.pretrain_config import PretrainConfig
     from megatron.training.observe.loss_sums import LossSums
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.data.datasets import NumSamples
-from megatron.training.data.loader import BatchReader
+from megatron.training.data.loader import BatchReader, BatchShard, Shard, build_loader
 from megatron.training.hooks.base import Hook
+from megatron.training.observe.metrics import PlanFigures
 
 
 class Task:
@@ -55,6 +59,26 @@ class Task:
         """Weights of :attr:`losses` in the current global batch: loss scale / count over all ranks. The trainer
         rewrites them before each iteration. Models with auxiliary losses need that of the main loss (``MainLoss``)."""
         return LossWeights(self.losses, training_device())
+
+    packs_rows = False
+    """Whether it supports --use-varlen-dataset."""
+
+    rows_are_shared = True
+    """Whether context-parallel ranks read the same rows, so that only the first rank adds its counts."""
+
+    def shard(self, micro_batch_size: int, groups: ProcessGroups) -> BatchShard:
+        """Return which samples of a global batch the loader of this rank gets, in lists of one batch."""
+        return Shard(micro_batch_size, groups.dp.rank, groups.dp.size)
+
+    def build_loader(
+        self, dataset: Any, sampler: Iterable[list[tuple[int, int]]], groups: ProcessGroups
+    ) -> Iterable[dict[str, Tensor]]:
+        """Return a loader over the batches of ``sampler``, which uses :meth:`shard`."""
+        return build_loader(dataset, sampler, self.cfg.data.num_workers, torch.cuda.is_available())
+
+    def num_batches(self, micro_batches: int) -> int:
+        """Return the batches that the loader yields for a global batch of ``micro_batches`` per data-parallel rank."""
+        return micro_batches
 
     def loss_counts(self, batch: dict[str, Tensor]) -> Sequence[Tensor | int]:
         """Return how many tokens or samples of ``batch`` each of :attr:`losses` sums over. ``batch`` is a micro-batch
@@ -112,6 +136,10 @@ class Task:
         """Return the parameter count of the full model, which the build is checked against; None if unknown."""
         description = self._complete_description()
         return None if description is None else description.num_parameters
+
+    def plan_figures(self) -> PlanFigures | None:
+        """Return figures of the plan of the global batch that was read last; None if batches are not planned."""
+        return None
 
     def flops_per_sample(self) -> float | None:
         """Return model FLOPs of one training sample, forward and backward, without recomputation; None if unknown."""

@@ -127,6 +127,10 @@ class RandomSamples:
     def __getitem__(self, index: int) -> dict[str, object]:
         return self.task.random_sample(np.random.default_rng(self.first + index))
 
+    def sample_lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Return the lengths of samples of different lengths."""
+        return np.array([len(self[index]["tokens"]) for index in samples.tolist()])  # type: ignore[arg-type]
+
 
 MOCK_SAMPLES = 1024
 """Number of --mock-data samples if the count is undefined (full validation)."""

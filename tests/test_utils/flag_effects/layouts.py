@@ -19,6 +19,7 @@ from tests.test_utils.flag_effects.rows import (
 FC1 = LAYERS + "0.mlp.linear_fc1.weight"
 TP, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 CP, PP = "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
+VARLEN = "--use-varlen-dataset --attention-dropout 0 --micro-batch-size 1"
 VPP = f"{PP} --num-layers 4 --micro-batch-size 1"
 ZERO = "--use-distributed-optimizer"
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 3000"
@@ -139,6 +140,12 @@ TENSOR_AND_CONTEXT = [
     row("--cp-comm-type a2a", says("AllToAllAttention"), changes("collectives"), base=CP, ranks=2),
     row("--hierarchical-context-parallel-sizes 4 1", group("cp_a2a", 0, 1, 2, 3), ranks=4,
         base="--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
+    row("--use-varlen-dataset", changes("losses"), base="--attention-dropout 0 --micro-batch-size 1"),
+    row("--max-seqlen-per-dp-cp-rank 64", changes("outputs"), keeps_to_rounding("losses"), base=VARLEN),
+    row("--hybrid-context-parallel", changes("collectives"), keeps_to_rounding("losses"), ranks=2,
+        base=f"{VARLEN} {CP} --max-seqlen-per-dp-cp-rank 16"),
+    row('--varlen-mock-dataset-config-json \'{{"p50": 4, "p95": 9, "max_seq_len": 16}}\'', changes("losses"),
+        base=f"{VARLEN} --mock-data", without="--data-path"),
     row("--distribute-saved-activations", calls("split_along_first_dim"), keeps("weights"), base=f"{TP} {FULL}",
         ranks=2, count=("megatron.core.transformer.recompute:split_along_first_dim",)),
     row("--no-gradient-accumulation-fusion", calls("accumulate_product", False), keeps_to_rounding("gradients"),

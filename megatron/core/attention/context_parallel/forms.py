@@ -266,11 +266,11 @@ def _levels(kind: str, layout: TokenLayout) -> tuple[TokenLayout, TokenLayout]:
     return TokenLayout(inside, layout.order), TokenLayout(outside, layout.order)
 
 
-def kernel_needs(kind: str, layout: TokenLayout, sink: bool) -> Form:
+def kernel_needs(kind: str, layout: TokenLayout, sink: bool, varies: bool = False) -> Form:
     """Return what communication ``kind`` (``cp_comm_type``) requires of kernels: key blocks ("gather" for
     ``allgather``, else "ring") if several ranks hold the keys, "gather" with a ``sink``, which needs the log-sum-exp,
-    else full sequences ("whole")."""
-    if _levels(kind, layout)[1].group.size > 1:
+    else full sequences ("whole"). ``varies``: whether the ranks of other micro-batches differ from ``layout``."""
+    if _levels(kind, layout)[1].group.size > 1 or (varies and kind != "a2a"):
         return "gather" if kind == "allgather" else "ring"
     return "gather" if sink else "whole"
 

@@ -220,7 +220,7 @@ class LanguageModule(MegatronModule):
         self,
         input_ids: Tensor | None,
         sample_index: Tensor | None,
-        documents: PackedSeqParams | None = None,
+        documents: PackedSeqParams | TokenLayout | None = None,
         position_ids: Tensor | None = None,
         **more: Any,
     ) -> ForwardContext:
@@ -228,18 +228,22 @@ class LanguageModule(MegatronModule):
         dropout coordinates. ``more`` sets further fields of :class:`ForwardContext`.
 
         ``position_ids`` [1, s] means that one row packs several samples; ``sample_index`` [1, s] then has an entry per
-        token. Otherwise each row is a sample, and ``sample_index`` is [b].
+        token. Otherwise each row is a sample, and ``sample_index`` is [b]. ``documents`` may be the micro-batch's
+        layout, with its documents; else the context-parallel ranks of the program share it.
 
         Raises:
             ValueError: ``documents`` describe another number of tokens.
             UserError: packed samples with attention dropout in training, which identifies samples by row.
         """
         batch, length, device = self.local_shape(input_ids)
-        full_length = self.layout.full_length(length)
+        layout = self.layout
+        if isinstance(documents, TokenLayout):
+            layout, documents = documents, documents.documents
+        full_length = layout.full_length(length)
         if documents is not None:
-            documents = documents.documents(batch * full_length, self.layout.group.size)
+            documents = documents.documents(batch * full_length, layout.group.size)
             documents.check(batch, full_length)
-        layout = self.layout.with_documents(documents)
+        layout = layout.with_documents(documents)
         if position_ids is not None and self.training and self.config.attention_dropout:
             raise UserError("position_ids: samples that share a row train with attention_dropout 0")
         embeddings = self.rotary_pos_emb, self.rotary_pos_emb_local

@@ -15,6 +15,7 @@ from megatron.core.config.optional import (
     MultiplierConfig,
     RopeScalingConfig,
     UpcyclingConfig,
+    VariableLengthConfig,
 )
 from megatron.core.config.problems import Settings, collect_rules
 from megatron.core.models.family import DataSet, ModelFamily, Options, Program, TrainedModel
@@ -27,16 +28,22 @@ if TYPE_CHECKING:
 
 
 def data_set(cfg: Settings, options: Options) -> DataSet:
-    """Return (class, configuration) of the data set: MockGPTDataset with --mock-data, else GPTDataset, with the
-    document flags and the tokenizer's vocabulary size (None without tokenizer). ``options`` are the common options.
-    Reads no data."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # imports numpy
+    """Return (class, configuration) of the data set: GPTDataset, or VarlenDataset with --use-varlen-dataset, or their
+    mock forms with --mock-data, with the document flags and the tokenizer's vocabulary size (None without tokenizer).
+    ``options`` are the common options. Reads no data."""
+    from megatron.core.datasets import gpt_dataset, varlen_dataset  # imports numpy
 
-    tokenizer = options["tokenizer"]
-    config = GPTDatasetConfig(
-        **options, **asdict(cfg.documents), vocab_size=None if tokenizer is None else tokenizer.vocab_size
-    )
-    return MockGPTDataset if cfg.data.mock_data else GPTDataset, config
+    tokenizer, varies = options["tokenizer"], cfg.variable_lengths
+    options = {
+        **options, **asdict(cfg.documents), "vocab_size": None if tokenizer is None else tokenizer.vocab_size
+    }  # fmt: skip
+    if not varies.use_varlen_dataset:
+        kind = gpt_dataset.MockGPTDataset if cfg.data.mock_data else gpt_dataset.GPTDataset
+        return kind, gpt_dataset.GPTDatasetConfig(**options)
+    text = varies.varlen_mock_dataset_config_json
+    lengths = None if text is None else varlen_dataset.parse_mock_lengths(text)
+    varlen = varlen_dataset.MockVarlenDataset if cfg.data.mock_data else varlen_dataset.VarlenDataset
+    return varlen, varlen_dataset.VarlenDatasetConfig(**options, mock_lengths=lengths)
 
 
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -102,6 +109,7 @@ FAMILY = ModelFamily(
         RopeScalingConfig,
         CustomLayersConfig,
         DocumentConfig,
+        VariableLengthConfig,
     ),
     rules=collect_rules(rules),
     sequence_tensors=frozenset({"tokens", "labels", "loss_mask", "position_ids"}),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron import serve_other_names
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.common.language_module import LanguageModule, check_groups
@@ -90,7 +91,7 @@ class GPTModel(LanguageModule):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: PackedSeqParams | TokenLayout | None = None,
         sample_index: Tensor | None = None,
         loss_mask: Tensor | None = None,
         main_loss: MainLoss | None = None,
@@ -108,13 +109,24 @@ class GPTModel(LanguageModule):
         sequences. ``loss_mask`` [b, s] weights the auxiliary losses only: the caller must apply it to the returned
         losses. ``main_loss`` says what the caller differentiates; the default is the sum over ``loss_mask``, or without
         a mask the mean of this rank's losses.
+
+        With ``sample_index`` [1, s] one row packs several samples, ``position_ids`` count within each of them, and
+        ``packed_seq_params`` separates them. It may be a layout, if other ranks than the context-parallel ranks of the
+        program share this micro-batch.
         """
         batch, _, device = self.local_shape(input_ids)
+        packed = sample_index is not None and sample_index.dim() > 1
         aux_losses = None
         if self._has_side_losses and self.training and torch.is_grad_enabled():
-            aux_losses = (main_loss or MainLoss()).aux_weights(loss_mask, device, batch, self.layout.group)
+            layout = packed_seq_params if isinstance(packed_seq_params, TokenLayout) else self.layout
+            aux_losses = (main_loss or MainLoss()).aux_weights(loss_mask, device, batch, layout.group)
         context = self.forward_context(
-            input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, aux_losses=aux_losses
+            input_ids,
+            sample_index,
+            packed_seq_params,
+            position_ids if packed else None,
+            attention_mask=attention_mask,
+            aux_losses=aux_losses,
         )
         if position_ids is None and input_ids is not None:
             position_ids = self._default_positions(input_ids, context.layout)
@@ -131,7 +143,7 @@ class GPTModel(LanguageModule):
         if input_ids is None or position_ids is None:
             raise UserError("input_ids: None, but multi-token prediction embeds tokens; pass them and position_ids")
         tokens = prediction.shifted_tokens(
-            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, context.layout
+            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, context.layout, packed
         )
         embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
         later = self.mtp(hidden_states, embeddings, context)

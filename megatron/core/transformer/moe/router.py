@@ -263,6 +263,11 @@ class TopKRouter(nn.Module):
         if self.config.moe_expert_capacity_factor:
             counts_e = choice_counts(experts[:, None], self.num_experts)[0]
             self.statistics.add("dropped", experts.numel() - counts_e.sum())
+        if layout.padding:  # its length depends on the layout: without this, so would the expert bias
+            positions = layout.stream_positions(len(logits), logits.device)
+            is_token = positions < layout.full_length(len(positions) * layout.stream.size) - layout.padding
+            seen = experts.view(*logits.shape[:2], -1).where(is_token[:, None, None], self.num_experts)
+            counts_e = choice_counts(seen, self.num_experts).sum(0)
         self.statistics.add("tokens_per_expert", counts_e)
         self.statistics.add("nonfinite_router_logit", sums.nonfinite_b.sum())
         if self.rule.quantiles:

@@ -203,7 +203,7 @@ def shifted_parts(rank, size):
     local = [zigzag.local_part(each, rank, size) for each in (ids, positions, labels, mask)]
     found = shifted_tokens(local[:3], local[3], 3, TokenLayout(groups.cp, documents=packed))
     whole = shifted_tokens((ids, positions, labels), mask, 3, TokenLayout(documents=packed))
-    parts = [(*(zigzag.local_part(each, rank, size) for each in tokens[:4]), tokens.weight_b) for tokens in whole]
+    parts = [(*(zigzag.local_part(each, rank, size) for each in tokens[:4]), tokens.weight) for tokens in whole]
     return all(torch.equal(one, other) for a, b in zip(found, parts) for one, other in zip(a, b, strict=True))
 
 
@@ -215,7 +215,7 @@ def test_context_parallel_ranks_shift_over_their_borders(gloo_pool, size):
 def test_shifts_longer_than_a_sequence_leave_nothing():
     ids = torch.arange(3).view(1, 3)
     last = shifted_tokens((ids, ids, ids), None, 5, TokenLayout())[-1]
-    assert not last.loss_mask.any() and not last.input_ids.any() and last.weight_b.tolist() == [0.0]
+    assert not last.loss_mask.any() and not last.input_ids.any() and last.weight.tolist() == [0.0]
 
 
 def test_a_number_of_depths_goes_with_their_spec():

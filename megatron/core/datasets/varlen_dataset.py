@@ -1,0 +1,206 @@
+"""Samples of different lengths for a decoder-only model: one per document, split after ``sequence_length`` tokens.
+
+A document of n tokens has n - 1 positions with a label. Its sample ``i`` holds the positions from i x sequence length
+on; documents of fewer than two tokens give none. Every epoch is shuffled separately, by (seed, epoch), so that sample k
+is a function of (files, seed, k). Samples are not padded and never hold tokens of two documents; packing them into rows
+is the planner's work (``core/schedules/variable_lengths.py``), which needs their lengths in advance.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.errors import UserError
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTLowLevelDataset
+from megatron.core.datasets.megatron_dataset import EmptySplitError
+from megatron.core.safe_files import parse_json
+from megatron.data import helpers
+from megatron.data.index_cache import Layout
+
+logger = logging.getLogger(__name__)
+
+P95 = 1.6449
+"""Standard deviations of a normal distribution at its 95th percentile."""
+
+
+@dataclass(frozen=True)
+class LogNormalLengths:
+    """Log-normal document lengths in tokens, clipped to [shortest, longest]."""
+
+    median: float
+    sigma: float
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of_percentiles(cls, p50: float, p95: float, longest: int, shortest: int = 2) -> "LogNormalLengths":
+        """Return the distribution with these percentiles before clipping."""
+        return cls(p50, math.log(p95 / p50) / P95, shortest, longest)
+
+    def draw(self, count: int, seed: int) -> np.ndarray:
+        """Return ``count`` lengths, int32."""
+        normal = np.random.default_rng(seed).standard_normal(count)
+        lengths = np.exp(math.log(self.median) + self.sigma * normal)
+        return np.clip(np.rint(lengths), self.shortest, self.longest).astype(np.int32)
+
+
+def parse_mock_lengths(text: str) -> LogNormalLengths:
+    """Return the distribution of --varlen-mock-dataset-config-json. Raises UserError for other text."""
+    flag = "--varlen-mock-dataset-config-json"
+    try:
+        given: Any = parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{flag}: is not JSON ({error}); see its help") from None
+    if not isinstance(given, Mapping):
+        raise UserError(f"{flag}: must be a JSON object; see its help")
+    given = {key: value for key, value in given.items() if key not in ("mode", "format")}
+    kind = given.pop("type", "lognormal")
+    shortest, longest = given.pop("min_seq_len", 2), given.pop("max_seq_len", None)
+    by_percentile = set(given) == {"p50", "p95"}
+    if kind != "lognormal" or not (by_percentile or set(given) == {"mean_seq_len", "lognormal_sigma"}):
+        raise UserError(
+            f"{flag}: has {', '.join(sorted(given)) or 'no lengths'} for type {kind}; give type lognormal, max_seq_len,"
+            " and mean_seq_len with lognormal_sigma, or p50 with p95"
+        )
+    numbers = [shortest, longest, *given.values()]
+    if not all(isinstance(each, int | float) and each > 0 for each in numbers) or not 2 <= shortest <= longest:
+        raise UserError(f"{flag}: lengths must be positive numbers, and 2 <= min_seq_len <= max_seq_len")
+    if by_percentile:
+        if given["p95"] < given["p50"]:
+            raise UserError(f"{flag}: p95 {given['p95']} is below p50 {given['p50']}; exchange them")
+        return LogNormalLengths.of_percentiles(given["p50"], given["p95"], int(longest), int(shortest))
+    sigma = given["lognormal_sigma"]
+    return LogNormalLengths(given["mean_seq_len"] * math.exp(-(sigma**2) / 2), sigma, int(shortest), int(longest))
+
+
+@dataclass(kw_only=True)
+class VarlenDatasetConfig(GPTDatasetConfig):
+    """Settings of a data set of samples of different lengths."""
+
+    mock_lengths: LogNormalLengths | None = None
+    """Lengths of mock documents; None: uniform from 1 to 4095."""
+
+
+class LengthStatistics:
+    """Statistics of lengths, for the log."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        ordered = np.sort(lengths)
+        longest = ordered[-max(1, len(ordered) // 100) :]
+        self.p50, self.p95 = (int(ordered[int(share * (len(ordered) - 1))]) for share in (0.5, 0.95))
+        self.longest = int(ordered[-1])
+        self.tail_share = float(longest.sum() / ordered.sum())
+
+    def __str__(self) -> str:
+        return (
+            f"p50 {self.p50}, p95 {self.p95}, maximum {self.longest} tokens; the longest 1 % hold "
+            f"{self.tail_share:.1%} of the tokens"
+        )
+
+
+class VarlenDataset(GPTDataset):
+    """See the module; arguments as for ``GPTDataset``. ``dataset[i]`` has tokens and labels int64 [n], loss_mask
+    float32 [n], position_ids int64 [n]; n = ``sample_lengths([i])[0]``.
+
+    Raises:
+        EmptySplitError: a ValueError; the documents give no sample.
+    """
+
+    config: VarlenDatasetConfig
+
+    def check_documents(self) -> None:
+        """Count samples and the epochs that ``num_samples`` take. Raises EmptySplitError if there are none."""
+        self.extra_token = 1
+        lengths = np.asarray(self.dataset.sequence_lengths)[self.indices].astype(np.int64)
+        self.tokens_per_epoch = int(lengths.sum())
+        counts = -(-np.maximum(lengths - 1, 0) // self.config.sequence_length)
+        self.first_sample = np.concatenate(([0], np.cumsum(counts)))
+        """Number of the first sample of each document within an epoch, int64 [documents + 1]."""
+        self.samples_per_epoch = int(self.first_sample[-1])
+        if not self.samples_per_epoch:
+            raise EmptySplitError(
+                f"{self.index_split.name} of {self.dataset_path or 'mock data'} has {len(lengths)} documents, none of "
+                "them with two tokens; give it a larger share in --split, or other data"
+            )
+        wanted = self.samples_per_epoch if self.num_samples is None else self.num_samples
+        self.num_samples = max(1, wanted)
+        self.num_epochs = -(-self.num_samples // self.samples_per_epoch)
+
+    def _build_indices(self) -> None:
+        """Build or read the order of samples, and log the statistics of their lengths."""
+        count, per_epoch, seed = self.num_samples, self.samples_per_epoch, self.config.random_seed
+        assert count is not None
+
+        def build() -> dict[str, np.ndarray]:
+            order = np.tile(np.arange(per_epoch, dtype=np.int64), self.num_epochs)
+            for epoch in range(self.num_epochs):
+                generator = np.random.RandomState((seed + epoch) % 2**32)
+                helpers.shuffle(order[epoch * per_epoch : (epoch + 1) * per_epoch], generator)
+            return {"order": order[:count]}
+
+        layout: Layout = {"order": ((count,), "int64")}
+        own = {"samples": count, "samples_per_epoch": per_epoch}
+        self.order = self.index_cache(own, layout, {"order": [(0, per_epoch - 1)]}).get(build)["order"]
+        lengths = np.asarray(self.dataset.sequence_lengths)[self.indices]
+        logger.log(
+            self.config.source_log_level(self.index_split),
+            "%s %s of %s: %d documents (%d split, %d without a sample), %d samples in %d epoch(s), documents: %s",
+            type(self).__name__,
+            self.index_split.name,
+            self.dataset_path or "mock data",
+            len(lengths),
+            int((lengths > self.config.sequence_length + 1).sum()),
+            int((lengths < 2).sum()),
+            count,
+            self.num_epochs,
+            LengthStatistics(lengths),
+        )
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def _pieces(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (document of the split, offset in it, length) of each sample, int64."""
+        number = self.order[samples]
+        document = np.searchsorted(self.first_sample, number, side="right") - 1
+        offset = (number - self.first_sample[document]) * self.config.sequence_length
+        lengths = np.asarray(self.dataset.sequence_lengths)[self.indices[document]].astype(np.int64)
+        return document, offset, np.minimum(lengths - 1 - offset, self.config.sequence_length)
+
+    def sample_lengths(self, samples: np.ndarray) -> np.ndarray:
+        """Return the lengths of ``samples``, int64, without reading their tokens."""
+        return self._pieces(np.asarray(samples))[2]
+
+    def _text(self, idx: int) -> tuple[np.ndarray, int]:
+        """Return (tokens of sample ``idx`` and the label of its last one, int64 [n + 1]; their number)."""
+        (document,), (offset,), (length,) = self._pieces(np.array([idx]))
+        documents = self.indices[document : document + 1]
+        text = np.empty(length + 1, dtype=np.int64)
+        filled = self.dataset.gather(documents, int(offset), text)
+        assert filled == len(text), "the index has other lengths than the data"
+        if self._vocab_size is not None:
+            self.check_tokens(text, self._vocab_size, documents, int(offset))
+        return text, filled
+
+
+class _MockDocuments(MockGPTLowLevelDataset):
+    """Documents that count upwards, of given lengths."""
+
+    def __init__(self, tokenizer: Any, lengths: LogNormalLengths) -> None:
+        self.max_sequence_length = lengths.longest
+        super().__init__(tokenizer)
+        self.sequence_lengths = lengths.draw(self.size, self.seed)
+
+
+class MockVarlenDataset(VarlenDataset):
+    """Samples from mock documents: no files needed."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> MockGPTLowLevelDataset:
+        if config.mock_lengths is None:
+            return MockGPTLowLevelDataset(config.tokenizer)
+        return _MockDocuments(config.tokenizer, config.mock_lengths)
