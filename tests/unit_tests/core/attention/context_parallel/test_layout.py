@@ -91,7 +91,9 @@ def sliced_by_task(rank, size):
         sequence_keys, whole_keys = ("weights",), ("pictures",)
 
     task = object.__new__(Weighted)
-    task.cfg = SimpleNamespace(family=get_family("gpt"))
+    task.cfg = SimpleNamespace(
+        family=get_family("gpt"), variable_lengths=SimpleNamespace(use_varlen_dataset=False)
+    )
     numbers = torch.arange(16).view(1, 16)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "weights", "pictures"), numbers)
     return {name: value.shape[1] for name, value in task.get_batch(iter([batch])).items()
