@@ -45,6 +45,7 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import ProfilingConfig
 from megatron.training.config.validation import ValidationConfig
+from megatron.training.config.variable_lengths import local_multiple
 from megatron.training.report.pipeline import run_stages
 
 if TYPE_CHECKING:
@@ -115,8 +116,14 @@ def _small_network(cfg: PretrainConfig) -> dict[str, object]:
     )
     channels = _unit(cfg)
     gated = 2 if model.swiglu or model.quick_geglu or model.geglu else 4
-    length = math.lcm(2 * cp * tp, 16) if model.fp8 is None else 2 * cp * tp * channels
+    shared = cfg.data_parallel_size * cp if model.hybrid_context_parallel else cp
+    length = math.lcm(2 * shared * tp, 16) if model.fp8 is None else 2 * shared * tp * channels
+    limit = model.max_seqlen_per_dp_cp_rank
+    if limit is not None:  # the longest sample needs as many ranks as the user's
+        needed, multiple = math.ceil(cfg.data.seq_length / limit), local_multiple(cfg)
+        limit = math.ceil(length / needed / multiple) * multiple
     return {
+        "max_seqlen_per_dp_cp_rank": limit,
         "num_layers": _few_layers(cfg),
         "encoder_num_layers": None,
         "num_attention_heads": heads,
@@ -252,7 +259,8 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, object]:
 
 
 def one_rank(cfg: FlatConfig) -> FlatConfig:
-    """Return ``cfg`` without parallelism, with the global batch as one micro-batch.
+    """Return ``cfg`` without parallelism, with the global batch as one micro-batch (not of samples of different
+    lengths).
 
     The micro-batch size is kept for MoE balancing methods that are computed per micro-batch, and for fp8, whose scales
     are (with two-batch overlap per half of it)."""
@@ -261,7 +269,8 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
         "tp_comm_overlap", "use_distributed_optimizer", "num_distributed_optimizer_instances", "overlap_grad_reduce",
         "overlap_param_gather", "ddp_bucket_size", "ddp_num_buckets", "use_torch_fsdp2", "cp_comm_type",
-        "hierarchical_context_parallel_sizes", "microbatch_group_size_per_virtual_pipeline_stage", "overlap_p2p_comm",
+        "hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank",
+        "microbatch_group_size_per_virtual_pipeline_stage", "overlap_p2p_comm",
         "delay_wgrad_compute", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_schedule",
@@ -272,7 +281,9 @@ def one_rank(cfg: FlatConfig) -> FlatConfig:
     ]  # fmt: skip
     values = {name: getattr(defaults, name) for name in layout}
     whole = {"aux_loss", "sinkhorn", "quantile_balancing"}
-    if cfg.fp8 is not None:
+    if cfg.use_varlen_dataset:
+        values["micro_batch_size"] = 1  # a row of packed samples
+    elif cfg.fp8 is not None:
         values["micro_batch_size"] = cfg.micro_batch_size // 2 if cfg.tp_comm_overlap else cfg.micro_batch_size
     elif cfg.num_moe_experts is None or not whole & set(cfg.moe_router_load_balancing_type):
         values["micro_batch_size"] = cfg.global_batch_size

@@ -40,9 +40,9 @@ def _conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
         yield (
             "micro_batch_size",
             f"must be 1 with {FLAG}: a micro-batch is one row of packed samples",
-            ("set 1, and the tokens of a row by --max-seqlen-per-dp-cp-rank"),
+            "set 1, and the tokens of a row by --max-seqlen-per-dp-cp-rank",
         )
-    if cfg.validation.eval_micro_batch_size not in (None, 1):
+    if cfg.validation.eval_micro_batch_size not in (None, 1) and "eval_micro_batch_size" in cfg.explicit:
         yield "eval_micro_batch_size", f"must be 1 with {FLAG}", "set 1"
     if model.attention_dropout:
         yield "attention_dropout", rows, "set 0"

@@ -83,6 +83,20 @@ def test_fp8_keeps_sizes_that_its_casts_take(recipe, width, length, layers):
     assert cfg.model.fp8 == "hybrid" and not cfg.model.fp8_param_gather
 
 
+@pytest.mark.parametrize("ranks, limit", [(2, 8192), (8, 1024), (8, 3000)])
+def test_samples_of_different_lengths_need_as_many_ranks(ranks, limit):
+    flags = f"--use-varlen-dataset --hybrid-context-parallel --max-seqlen-per-dp-cp-rank {limit} --attention-dropout 0"
+    cfg = shrunk(*flags.split(), world_size=ranks)
+    needed = -(-cfg.data.seq_length // cfg.model.max_seqlen_per_dp_cp_rank)
+    assert cfg.model.hybrid_context_parallel and needed == -(-8192 // limit)
+
+
+def test_a_sound_layout_of_different_lengths_exits_with_0(capsys):
+    flags = "--use-varlen-dataset --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 4096 --attention-dropout 0"
+    assert run_tool("verify-layout", [*LLAMA, *flags.split(), "--world-size", "2", "--steps", "2"]) == 0
+    assert "match one rank to 1e-10" in capsys.readouterr().out
+
+
 def test_fp8_layouts_equal_one_rank_with_the_same_micro_batches(capsys):
     """Scales belong to a micro-batch; two-batch overlap casts halves."""
     flags = f"{FP8} --tensor-model-parallel-size 2 --tp-comm-overlap --steps 2".split()
