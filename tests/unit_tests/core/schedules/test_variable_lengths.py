@@ -74,8 +74,8 @@ def test_the_time_of_a_step_is_that_of_its_samples_on_its_ranks():
 
 
 def test_plans_stay_as_they_were():
-    """Another plan changes the rounding of a run that resumes. If a planner is better, replace the digest and tell users
-    in the changelog."""
+    """Another plan changes the rounding of a run that resumes. For a better planner, replace the digest, and describe
+    the change in the changelog."""
     digest = hashlib.sha256()
     for seed in range(300):
         lengths, ranks, stages = random_case(seed)
