@@ -6,7 +6,8 @@
 Rows are ways to update the same bf16 model from fp32 gradients: torch's foreach operators (a pass per operator),
 torch's fused AdamW on fp32 masters with the rounding of the weights after it, and the kernel with masters as copies, as
 16-bit remainders, and with bf16 moments. The least bytes are what each format must read and write once; the limit is
-the rate of a memory copy. ``step`` is MegatronOptimizer.update: norm, check, clip, update.
+the rate of a memory copy. ``muon`` rows are its element-wise parts, without Newton-Schulz, from bf16 factors.
+``step`` is MegatronOptimizer.update: norm, check, clip, update.
 ``--smoke`` shows on a CPU that it runs; its times mean nothing.
 """
 
@@ -28,6 +29,7 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.timing import milliseconds
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.adam import AdamStep, adam_reference_, choose_adam
+from megatron.core.fusions.muon_update import MuonStep, MuonUpdate, choose_muon_update
 from megatron.core.fusions.storage import OptimizerEntry, build_storage
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
@@ -105,6 +107,15 @@ class State:
         return masters, [each.gradient for each in self.tensors], list(moments[0]), list(moments[1])
 
 
+def muon_parts(state: State, update: MuonUpdate) -> None:
+    """Momentum and direction, then masters and weights."""
+    step = MuonStep(0.95, True, True, state.skip, torch.full_like(state.step, 0.9))
+    directions = update.advance(state.tensors, step)
+    factors = [each.storage.weight for each in state.tensors]  # any bf16 values of these shapes
+    del directions
+    update.apply(state.tensors, factors, [0.2] * len(factors), step)
+
+
 def full_step(parameters: int, device: torch.device, moments: str) -> tuple[MegatronOptimizer, int]:
     """An optimizer over a bf16 module with gradient buffers, as a run has it."""
     module = nn.ParameterList(torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes(parameters))
@@ -151,6 +162,11 @@ def measure(parameters: int, device: torch.device, repeats: int) -> dict[str, An
             add("norm", milliseconds(partial(torch._foreach_norm, gradients), device, repeats), 4, state.elements)
             del gradients
         del state, run
+    state = State(parameters, device, split=True, moments=wide)
+    storages = [each.storage for each in state.tensors]
+    for name, update in (("kernels", choose_muon_update(storages)), ("torch operations", MuonUpdate())):
+        add(f"muon, {name}", milliseconds(partial(muon_parts, state, update), device, repeats), 26, state.elements)
+    del state, storages
     for moments in ("fp32", "bf16"):
         optimizer, elements = full_step(parameters, device, moments)
         least = 4 + (28 if moments == "fp32" else 20)  # the norm reads the gradients too

@@ -12,7 +12,15 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.fusions import adam, column_sum, embedding_gradient, merge_attention, sum_parts
+from megatron.core.fusions import (
+    adam,
+    address_table,
+    column_sum,
+    embedding_gradient,
+    merge_attention,
+    muon_update,
+    sum_parts,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TRITON_TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
@@ -53,15 +61,33 @@ def adding_parts(part):
     return compiled(sum_parts._sum_kernel, types, {"ELEMENTS": sum_parts._ELEMENTS}, sum_parts._NUM_WARPS)
 
 
+def layout(weight, kept_bits, operands):
+    return {
+        "WEIGHT": TRITON_TYPES[weight], "KEPT_BITS": kept_bits, "AVOID_TIES": kept_bits == 16, "ALIGNMENT": 16,
+        "FIELDS": 3 + operands, "BLOCK": address_table.BLOCK,
+    }  # fmt: skip
+
+
 def updating(weight, kept_bits, first, second):
     numbers = ("lr", "decay", "beta1", "rest1", "beta2", "rest2", "eps")
     types = {"table": "*i64", "chunks": "*i32", "scalars": "*fp32", **dict.fromkeys(numbers, "fp32")}
     constants = {
-        "GRADIENT": tl.float32, "WEIGHT": TRITON_TYPES[weight], "KEPT_BITS": kept_bits, "FIRST": TRITON_TYPES[first],
-        "SECOND": TRITON_TYPES[second], "DECOUPLED": True, "AVOID_HALVES": kept_bits == 16, "ALIGNMENT": 16,
-        "FIELDS": adam._FIELDS, "BLOCK": adam._BLOCK,
+        "GRADIENT": tl.float32, "FIRST": TRITON_TYPES[first], "SECOND": TRITON_TYPES[second], "DECOUPLED": True,
+        **layout(weight, kept_bits, 3),
     }  # fmt: skip
-    return compiled(adam._adam_kernel, types, constants, adam._NUM_WARPS)
+    return compiled(adam._adam_kernel, types, constants, address_table.NUM_WARPS)
+
+
+def moving(weight, kept_bits, decoupled):
+    types = {"table": "*i64", "chunks": "*i32", "scalars": "*fp32", "decay": "fp32", "momentum": "fp32", "rest": "fp32"}
+    constants = {"GRADIENT": tl.float32, "NESTEROV": True, "DECOUPLED": decoupled, **layout(weight, kept_bits, 3)}
+    return compiled(muon_update._advance_kernel, types, constants, address_table.NUM_WARPS)
+
+
+def applying(weight, kept_bits, factor):
+    types = {"table": "*i64", "chunks": "*i32", "scalars": "*fp32", "rate": "fp32", "decay": "fp32"}
+    constants = {"FACTOR": TRITON_TYPES[factor], **layout(weight, kept_bits, 1)}
+    return compiled(muon_update._apply_kernel, types, constants, address_table.NUM_WARPS)
 
 
 CASES = {
@@ -74,6 +100,9 @@ CASES = {
     "adam, remainder": (updating, "bf16", 16, "fp32", "fp32"),
     "adam, 16-bit moments": (updating, "bf16", 16, "bf16", "bf16"),
     "adam, one 16-bit moment": (updating, "fp16", 32, "bf16", "fp32"),
+    "muon, before": (moving, "bf16", 16, True), "muon, before, l2": (moving, "bf16", 16, False),
+    **{f"muon, after {bits} {factor}": (applying, "bf16" if bits else "fp32", bits, factor)
+       for bits in (0, 16, 32) for factor in ("bf16", "fp32")},
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ _UNIT = 64  # elements: ranges start at multiples, so that vectorized loops have
 
 def select_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
     """Return the names whose state is offloaded: the largest first, as long as they hold at most ``fraction`` of all
-    elements. Empty shards (FSDP with more ranks than rows) are not offloaded."""
+    elements."""
     left, chosen = fraction * sum(sizes.values()), []
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         if 0 < sizes[name] <= left:
@@ -80,6 +80,8 @@ class HostState:
         rules: update rules in the order of updates, with the names of their parameters in order.
         storages: storages of all shards by name; ``kept`` of an offloaded one is a host tensor.
         moments: moments by kind and name, host tensors if offloaded; read at every copy, so that they may be replaced.
+        sizes: elements by name, equal on all ranks that share a parameter (``ParameterShard.max_elements``): rules that
+            own matrices run collectives per slice, so that these ranks need the same slices.
         names: offloaded names.
         overlap: whether the first slices of the next update are loaded, and the last ones stored, during forward and
             backward passes.
@@ -87,9 +89,10 @@ class HostState:
 
     def __init__(
         self, rules: Sequence[tuple[UpdateRule, Sequence[str]]], storages: Mapping[str, Storage],
-        moments: Mapping[str, Mapping[str, Tensor]], names: frozenset[str], *, device: torch.device, overlap: bool,
+        moments: Mapping[str, Mapping[str, Tensor]], sizes: Mapping[str, int], names: frozenset[str], *,
+        device: torch.device, overlap: bool,
     ) -> None:  # fmt: skip
-        self._storages, self._moments, self.names = storages, moments, names
+        self._storages, self._moments, self._sizes, self.names = storages, moments, sizes, names
         self._device, self._overlap = device, overlap
         self._kinds = {name: tuple(rule.moment_dtypes) for rule, own in rules for name in own}
         self._parts, slot_bytes = self._plan(rules)
@@ -126,7 +129,7 @@ class HostState:
         for rule, own in rules:
             for name in own:
                 padding = _ALIGNMENT * len(self._state(name))
-                size = self._storages[name].weight.numel()
+                size = self._sizes[name]
                 unit = self._unit(name) if self._may_cut(rule, name) else size
                 least = max(least, unit * widths[name] + padding)  # an empty slot has room for a unit
                 total += size * widths[name] + padding
@@ -147,10 +150,12 @@ class HostState:
         slices: list[list[Piece]] = [[]]
         used = 0
         for name in names:
-            size, tensors = self._storages[name].weight.numel(), self._state(name)
-            unit = self._unit(name) if self._may_cut(rule, name) else size
+            local, tensors, cuts = self._storages[name].weight.numel(), self._state(name), self._may_cut(rule, name)
+            # a matrix takes the room of the largest shard, also if it has fewer rows here or none: a slice that ends
+            # elsewhere than on the other ranks would be another collective
+            size, unit = (local, self._unit(name)) if cuts else (self._sizes[name], self._sizes[name])
             if not tensors:
-                slices[-1].append(Piece(name, 0, size, True, ()))
+                slices[-1].append(Piece(name, 0, local, True, ()))
                 continue
             start = 0
             while start < size:
@@ -164,7 +169,7 @@ class HostState:
                 for each in tensors:
                     places.append(used)
                     used += -(-(stop - start) * each.element_size() // _ALIGNMENT) * _ALIGNMENT
-                slices[-1].append(Piece(name, start, stop, stop - start == size, tuple(places)))
+                slices[-1].append(Piece(name, start, min(stop, local), stop - start == size, tuple(places)))
                 start = stop
         return [each for each in slices if each]
 
@@ -213,7 +218,7 @@ class HostState:
             for index in range(len(self._slots)):
                 self._load(index)
         else:
-            self._stores.wait(self._stored[len(self._slices) - 1])
+            self._stores.wait(self._stored.get(len(self._slices) - 1))  # None if all shards here are empty
 
     def _load(self, index: int) -> None:
         """Start loading a slice into its slot unless that has happened."""

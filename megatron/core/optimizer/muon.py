@@ -1,8 +1,9 @@
 """Muon: momentum, orthogonalized per matrix (Jordan et al. 2024; scaling: Liu et al. 2025, arXiv 2502.16982).
 
-    g = c gradient                                    c: clipping and unscaling
     m <- mu m + (1 - mu) g                            u = m, or with Nesterov (1 - mu) g + mu m
     p <- p - lr wd p - lr s NS(u)                     s: scale by the shape of the matrix, times an extra factor
+
+The element-wise parts are in ``fusions/muon_update.py``.
 
 A weight may hold several matrices: experts always are separate; queries, keys and values of a fused projection are by
 default; gate and up and single heads by choice. Matrices are those of the full model: their sizes and values do not
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError
+from megatron.core.fusions.muon_update import MuonStep, choose_muon_update
 from megatron.core.fusions.storage import Storage
 from megatron.core.fusions.symmetric_product import symmetric_product, symmetric_product_reference
-from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
+from megatron.core.optimizer.newton_schulz import COEFFICIENTS, factor_dtype, fills_gpu, orthogonalize
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.deal import Axes, Deal, sharing_axes
 from megatron.core.sharding.placement import ParameterSpec
@@ -73,54 +75,59 @@ class Muon:
         self._scale, self._precision = SCALES[config.muon_scale_mode], config.muon_fp32_matmul_prec
         self._product = symmetric_product if config.muon_use_syrk else symmetric_product_reference
         self._deals: dict[tuple[str, ...], Deal] = {}
+        self._update = choose_muon_update(storages)
 
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and momentum of all ``entries`` in place; weight decay is decoupled unless
         ``config.decoupled_weight_decay`` is False. ``conditions.skip`` 1 changes none of them. Does not change
         gradients. Collective over the ranks that hold copies or shards of a matrix. No host sync."""
-        applies = conditions.skip == 0
+        config = self.config
+        step = MuonStep(
+            config.muon_momentum, config.muon_nesterov, config.decoupled_weight_decay, conditions.skip,
+            conditions.factor,
+        )  # fmt: skip
         for axes, batch in batches(entries):
-            directions = [self._advance(each, conditions, applies) for each in batch]
+            directions = self._update.advance(batch, step)
             names = tuple(each.name for each in batch)
             if names not in self._deals:  # a step without some gradients has other entries
                 self._deals[names] = Deal([each.shard for each in batch], axes, batch[0].groups, self._cost)
-            for each, step in zip(batch, self._deals[names].run(directions, self.orthogonalized)):
-                master = each.storage.read()
-                decay = each.lr * each.weight_decay if self.config.decoupled_weight_decay else 0.0
-                # where, not a factor of zero: a skipped step may have NaN in the gradient
-                each.storage.write(torch.where(applies, master - decay * master - each.lr * step, master))
-
-    def _advance(self, entry: Entry, conditions: Conditions, applies: Tensor) -> Tensor:
-        """Update the momentum and return the direction u, a new tensor shaped as the shard."""
-        (momentum,), mu = entry.moments, self.config.muon_momentum
-        gradient = entry.gradient.to(momentum.dtype)
-        if conditions.factor is not None:
-            gradient = gradient * conditions.factor.to(momentum.dtype)
-        if not self.config.decoupled_weight_decay:
-            gradient = gradient + entry.weight_decay * entry.storage.read()
-        updated = torch.lerp(momentum, gradient, 1.0 - mu)
-        direction = torch.lerp(gradient, updated, mu) if self.config.muon_nesterov else updated
-        momentum.copy_(torch.where(applies, updated, momentum))
-        return direction
+            dtype = factor_dtype(directions[0].dtype, self._precision)
+            factors = self._deals[names].run(directions, self.orthogonalized, dtype)
+            self._update.apply(batch, factors, [self.scale(each.spec) for each in batch], step)
 
     def orthogonalized(self, directions: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return the scaled orthogonal factors of all matrices in each of ``directions``, parameters in their logical
-        shapes; new tensors of these shapes."""
+        """Return the orthogonal factors of all matrices in each of ``directions``, parameters in their logical shapes;
+        new tensors of these shapes. Multiplied by :meth:`scale` they are the updates: matrices with a smaller scale
+        than others of the same parameter are scaled down to it here."""
 
         def update(matrices: Tensor) -> Tensor:
-            scale = self._scale(*matrices.shape[-2:]) * self.config.muon_extra_scale_factor
-            return scale * orthogonalize(matrices, self._steps, self._precision, self._product)
+            return orthogonalize(matrices, self._steps, self._precision, self._product)
 
-        return map_matrices(update, directions, specs, self.splits)
+        results = map_matrices(update, directions, specs, self.splits)
+        for result, spec in zip(results, specs):
+            heights = matrix_heights(result.shape, spec, self.splits)
+            scales = [self._scale_of(height, result.shape[-1]) for height in heights]
+            if len({*scales}) > 1:
+                for (part, _), scale in zip(row_views(result, spec, self.splits), scales):
+                    part.mul_(scale / max(scales))
+        return results
+
+    def scale(self, spec: ParameterSpec) -> float:
+        """Return the factor of the updates of a parameter: the largest of those of its matrices."""
+        shape = spec.shape if spec.part is None else spec.part.rectangle.lengths
+        return max(self._scale_of(height, shape[-1]) for height in matrix_heights(shape, spec, self.splits))
+
+    def _scale_of(self, rows: int, columns: int) -> float:
+        return self._scale(rows, columns) * self.config.muon_extra_scale_factor
 
     def _cost(self, shape: Sequence[int], spec: ParameterSpec) -> float:
         """Return the relative cost of Newton-Schulz for all matrices of a parameter."""
-        ranges, columns = row_ranges(shape, spec, self.splits), shape[-1]
-        blocks = math.prod(shape[:-1]) // sum(each.rows for each in ranges)
-        heights = [
-            (blocks * rows, 1) if height is None else (height, blocks * rows // height) for rows, height in ranges
-        ]
-        return sum(count * min(rows, columns) ** 2 * max(rows, columns) for rows, count in heights)
+        ranges, heights = row_ranges(shape, spec, self.splits), matrix_heights(shape, spec, self.splits)
+        columns, blocks = shape[-1], math.prod(shape[:-1]) // sum(rows for rows, _ in ranges)
+        return sum(
+            blocks * rows // height * min(height, columns) ** 2 * max(height, columns)
+            for (rows, _), height in zip(ranges, heights)
+        )
 
 
 def batches(entries: Sequence[Entry], limit: int = _BATCH) -> Iterator[tuple[Axes, list[Entry]]]:
@@ -144,24 +151,51 @@ def map_matrices(
     function: Callable[[Tensor], Tensor], full: Sequence[Tensor], specs: Sequence[ParameterSpec], splits: Splits
 ) -> list[Tensor]:
     """Apply ``function`` to all matrices of the parameters ``full``, each in its logical shape (with all or some
-    experts). ``function`` maps a batch [k, rows, columns] to a batch of the same shape; it is called once per shape of
-    matrices. Returns new tensors of the shapes of ``full``."""
-    results = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in full]
-    by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-    for each, result, spec in zip(full, results, specs):
-        ranges = row_ranges(each.shape, spec, splits)
-        experts, columns, start = each.shape[0] if spec.is_expert else 1, each.shape[-1], 0
-        shape = experts, -1, sum(part.rows for part in ranges), columns
-        for rows, height in ranges:
-            source, target = (x.view(shape)[:, :, start : start + rows] for x in (each.contiguous(), result))
-            matrices = source.reshape(experts if height is None else -1, height or -1, columns)
-            by_shape.setdefault((matrices.shape[1], columns), []).append((matrices, target))
-            start += rows
-    for found in by_shape.values():
-        outputs = function(torch.cat([matrices for matrices, _ in found]))
-        for (_, target), output in zip(found, outputs.split([len(matrices) for matrices, _ in found])):
-            target.copy_(output.reshape(target.shape))
-    return results
+    experts). ``function`` maps a batch [k, rows, columns] to new tensors of the same shape; it is called once per shape
+    of matrices, or per range of rows if one matrix fills a GPU. Returns tensors of the shapes of ``full``."""
+    found: dict[tuple[int, int], list[tuple[int, Tensor, int]]] = {}
+    for index, (each, spec) in enumerate(zip(full, specs)):
+        for number, (part, height) in enumerate(row_views(each.contiguous(), spec, splits)):
+            found.setdefault((height, each.shape[-1]), []).append(
+                (index, part.reshape(-1, height, each.shape[-1]), number)
+            )
+    results: list[dict[int, Tensor]] = [{} for _ in full]
+    for shape, matrices in found.items():
+        for batch in [[each] for each in matrices] if fills_gpu(*shape) else [matrices]:
+            stacks = [stack for _, stack, _ in batch]
+            outputs = function(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
+            for (index, _, number), output in zip(batch, outputs.split([len(each) for each in stacks])):
+                results[index][number] = output
+    return [_joined(parts, each, spec, splits) for parts, each, spec in zip(results, full, specs)]
+
+
+def _joined(parts: dict[int, Tensor], like: Tensor, spec: ParameterSpec, splits: Splits) -> Tensor:
+    """Return a tensor of the shape of ``like`` from the matrices of each range of rows, by its number."""
+    if len(parts) == 1:
+        return parts[0].reshape(like.shape)
+    result = like.new_empty(like.shape, dtype=parts[0].dtype)
+    for number, (target, _) in enumerate(row_views(result, spec, splits)):
+        target.copy_(parts[number].reshape(target.shape))
+    return result
+
+
+def row_views(full: Tensor, spec: ParameterSpec, splits: Splits) -> Iterator[tuple[Tensor, int]]:
+    """Yield a view [experts, blocks, rows, columns] of each range of rows with matrices in the contiguous ``full``, and
+    the rows of each of its matrices, which are consecutive in the view."""
+    ranges = row_ranges(full.shape, spec, splits)
+    heights = matrix_heights(full.shape, spec, splits)
+    blocks = full.view(full.shape[0] if spec.is_expert else 1, -1, sum(part.rows for part in ranges), full.shape[-1])
+    start = 0
+    for (rows, _), height in zip(ranges, heights):
+        yield blocks[:, :, start : start + rows], height
+        start += rows
+
+
+def matrix_heights(shape: Sequence[int], spec: ParameterSpec, splits: Splits) -> list[int]:
+    """Return the rows of each matrix in every range of :func:`row_ranges`."""
+    ranges = row_ranges(shape, spec, splits)
+    blocks = math.prod(shape[1 if spec.is_expert else 0 : -1]) // sum(rows for rows, _ in ranges)
+    return [blocks * rows if height is None else height for rows, height in ranges]
 
 
 def row_ranges(shape: Sequence[int], spec: ParameterSpec, splits: Splits) -> list[Rows]:

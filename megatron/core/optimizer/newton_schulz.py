@@ -22,7 +22,7 @@ Precision = Literal["medium", "high", "highest"]
 Triple = tuple[float, float, float]
 
 _EPS = 1e-15  # a zero matrix stays zero
-_LARGE = 2**30  # m m n from which one matrix fills a GPU: a batch would only need more memory
+_LARGE = 2**30  # m m n from which one matrix fills a GPU
 
 
 class Coefficients(NamedTuple):
@@ -75,6 +75,16 @@ Megatron-LM's "aol" do not: they turn the sign of a singular value above 0.884 o
 rank one would be updated in the wrong direction."""
 
 
+def factor_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
+    """Return the dtype in which orthogonal factors of matrices in ``dtype`` are computed."""
+    return torch.bfloat16 if precision == "medium" and dtype == torch.float32 else dtype
+
+
+def fills_gpu(rows: int, columns: int) -> bool:
+    """Return whether one matrix fills a GPU, so that a batch would only need more memory."""
+    return rows * columns * min(rows, columns) >= _LARGE
+
+
 SymmetricProduct = Callable[[Tensor, Tensor, Tensor | None, float, float], Tensor]
 """(a, b, c, alpha, beta) -> alpha a b^T + beta c, which is symmetric (``fusions/symmetric_product.py``)."""
 
@@ -85,19 +95,19 @@ def orthogonalize(
     precision: Precision,
     product: SymmetricProduct = symmetric_product_reference,
 ) -> Tensor:
-    """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in the same dtype. ``precision`` is
-    that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64 stays fp64. The
-    result for zeros is zeros. Does not change ``matrices``. ``product`` computes the symmetric products."""
-    if len(matrices) > 1 and matrices[0].numel() * min(matrices.shape[-2:]) >= _LARGE:
+    """Return the nearly orthogonal factors of ``matrices`` [k, m, n], fp32 or fp64, in :func:`factor_dtype`.
+    ``precision`` is that of GEMMs on fp32 matrices: bf16 operands (medium), TF32 on GPUs (high) or fp32 (highest); fp64
+    stays fp64. The result for zeros is zeros. Does not change ``matrices``. ``product`` computes the symmetric
+    products."""
+    if len(matrices) > 1 and fills_gpu(*matrices.shape[-2:]):
         return torch.cat([orthogonalize(each, steps, precision, product) for each in matrices.split(1)])
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
     norms = torch.stack(torch._foreach_norm(list(matrices.unbind())))  # the bits must not depend on the batch
-    x = x / norms.clamp(min=_EPS)[:, None, None]
-    if precision == "medium" and x.dtype == torch.float32:
-        x = x.to(torch.bfloat16)
+    # one pass: computed in fp32 and rounded where it is written
+    normed = torch.empty_like(x, dtype=factor_dtype(x.dtype, precision))
+    torch.div(x, norms.clamp(min=_EPS)[:, None, None], out=normed)
     with _matmul_precision(precision):
-        x = iterate(x, steps, product)
-    x = x.to(matrices.dtype)
+        x = iterate(normed, steps, product)
     return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
 
 

@@ -180,7 +180,8 @@ class MegatronOptimizer(MegatronNames):
         config, self._memory = self.config, HostMemory(self.device)
         weights = {name: each.weight for name, each in storages.items()}
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        offloaded = select_offloaded({name: each.numel() for name, each in weights.items()}, fraction)
+        sizes = {name: self.shards[name].max_elements for name in storages}
+        offloaded = select_offloaded(sizes, fraction)
         kept = {name: each.kept_dtype for name, each in storages.items() if each.kept_dtype is not None}
         for name, memory in flat_zeros(kept, weights, offloaded, self._memory).items():
             storages[name].kept = memory
@@ -194,8 +195,9 @@ class MegatronOptimizer(MegatronNames):
                 self.moments.setdefault(kind, {}).update(flat_zeros(wanted, weights, offloaded, self._memory))
             rules.append((part.rule, list(own)))
         self.host_state = HostState(
-            rules, storages, self.moments, offloaded, device=self.device, overlap=config.overlap_cpu_optimizer_d2h_h2d
-        )
+            rules, storages, self.moments, sizes, offloaded, device=self.device,
+            overlap=config.overlap_cpu_optimizer_d2h_h2d,
+        )  # fmt: skip
         for name in kept:
             with self.host_state.opened(name) as storage:
                 storage.refresh()

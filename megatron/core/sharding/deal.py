@@ -109,11 +109,12 @@ class Deal:
         return (held, *shape[1:]) if self.specs[unit.number].is_expert else tuple(shape)
 
     def run(
-        self, tensors: Sequence[Tensor], compute: Callable[[list[Tensor], list[ParameterSpec]], list[Tensor]]
-    ) -> list[Tensor]:
+        self, tensors: Sequence[Tensor], compute: Callable[[list[Tensor], list[ParameterSpec]], list[Tensor]],
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Return the elements of this rank's shards of ``compute(full tensors, specs)``, shaped as ``tensors`` (one per
         shard). ``compute`` receives the units that this rank owns, in their logical shapes, and returns new tensors of
-        these shapes. Collective over all axes; padding is zero in the result."""
+        these shapes in ``dtype`` (None: that of ``tensors``). Collective over all axes; padding is zero in results."""
         copies, rows, mesh = (group.rank for group in self.axes)
         flat = [each.reshape(-1) for each in tensors]
         held = [unit for unit in self.units if unit.owner[0] == copies]  # this copy computes them
@@ -121,8 +122,9 @@ class Deal:
         owned = [unit for unit in by_column if unit.owner[2] == mesh]
         full = self._collect_mesh(by_column, owned, self._collect_rows(held, by_column, flat), flat[0])
         results = compute(full, [self.specs[unit.number] for unit in owned])
-        parts = self._return_rows(held, by_column, self._return_mesh(by_column, owned, results, flat[0]), flat[0])
-        return self._share_copies(held, parts, tensors)
+        like = flat[0].new_empty(0, dtype=dtype)
+        parts = self._return_rows(held, by_column, self._return_mesh(by_column, owned, results, like), like)
+        return self._share_copies(held, parts, tensors, like)
 
     def _collect_rows(self, held: list[Unit], by_column: list[Unit], flat: list[Tensor]) -> list[Tensor]:
         """Send rows to the owners' columns; return the mesh shards of the units ``by_column``, flat."""
@@ -188,7 +190,9 @@ class Deal:
         sizes = [[self._size(unit, group.rank) for unit in units] for units in sent_by]
         return _in_order(held, sent_by, exchange(group, outgoing, sizes, like))
 
-    def _share_copies(self, held: list[Unit], parts: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _share_copies(
+        self, held: list[Unit], parts: list[Tensor], tensors: Sequence[Tensor], like: Tensor
+    ) -> list[Tensor]:
         """All-gather the ``parts`` of ``held`` over ranks with copies; return the shards of all parameters."""
         group = self.axes.copies
         found = [*zip(held, parts)]
@@ -196,16 +200,22 @@ class Deal:
             computed_by = [[unit for unit in self.units if unit.owner[0] == rank] for rank in range(group.size)]
             sizes = [[self._size(unit, self.axes.rows.rank) for unit in units] for units in computed_by]
             length = max(map(sum, sizes))
-            sent = torch.cat([*parts, tensors[0].new_zeros(length - sum(sizes[group.rank]))])
+            sent = torch.cat([*parts, like.new_zeros(length - sum(sizes[group.rank]))])
             received = sent.new_empty(group.size * length)
             all_gather(received, sent, group=group.handle)
             for units, each, block in zip(computed_by, sizes, received.split(length)):
                 found += zip(units, block[: sum(each)].split(each)) if units else ()
-        results = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
+        results: dict[int, Tensor] = {}
         for unit, part in found:
+            shape = tensors[unit.number].shape
+            if part.numel() == shape.numel():
+                results[unit.number] = part.view(shape)
+                continue
+            if unit.number not in results:
+                results[unit.number] = like.new_empty(shape)
             low, first = self._rows(unit, self.axes.rows.rank)[0], self.shards[unit.number].start
             results[unit.number].view(-1)[low - first : low - first + part.numel()] = part
-        return results
+        return [results[number] for number in range(len(tensors))]
 
     def _rows(self, unit: Unit, rank: int) -> tuple[int, int]:
         """Return the range of the unit's elements on one FSDP rank, counted as :attr:`Unit.start`."""

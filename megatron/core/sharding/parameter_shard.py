@@ -36,6 +36,14 @@ class ParameterShard:
         """Whether the range covers the parameter."""
         return (self.start, self.stop) == (0, self.parameter.numel())
 
+    @property
+    def max_elements(self) -> int:
+        """Elements of the largest shard among the ranks that hold other rows; equal on these ranks."""
+        if self.rows_over is None:
+            return self.stop - self.start
+        shape = self.parameter.shape
+        return -(-shape[0] // self.rows_over.size) * (shape.numel() // shape[0])
+
 
 def full_shard(parameter: nn.Parameter) -> ParameterShard:
     """Return a shard that covers the full parameter: ``values`` is the parameter itself (in its shape, not flat), and

@@ -1,13 +1,17 @@
 """Offloaded optimizer state gives the bits of state on the device, in every storage, rule and slicing."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, host_state
 from megatron.core.optimizer.host_state import select_offloaded
+from megatron.core.optimizer.rule_choice import declare_update_rules
 from megatron.core.sharding.buffer_layout import NUM_SLOTS
 from megatron.core.sharding.placement import declare
 from tests.test_utils.block_storage import Blocks
@@ -202,6 +206,41 @@ def test_parameters_below_a_unit_of_elements_fill_slices():
     assert all(map(torch.equal, *runs))
     assert select_offloaded({"empty": 0, "full": 3}, 0.0) == frozenset()
     assert select_offloaded({"empty": 0, "full": 3}, 1.0) == {"full"}
+
+
+def uneven(rank, world_size, fraction):
+    """Return the matrices of each slice on this rank, and the weights of an FSDP run without and with offload. Stops
+    before the first step if slices differ between ranks: their collectives would not match."""
+    groups, results = parallel_state.initialize_model_parallel(), []
+    for more in ({}, {**OFFLOAD, "optimizer_offload_fraction": fraction}):
+        torch.manual_seed(0)
+        widths = (5, 9, 4, 2, 7, 13, 1, 10, 3)  # rows of 3 or 4 ranks: equal, fewer on the last, none there
+        net = nn.Sequential(*(nn.Linear(*each, bias=False) for each in zip(widths, widths[1:])))
+        config = OptimizerConfig(optimizer="muon", lr=0.02, muon_fp32_matmul_prec="highest", **more)
+        declare_update_rules(net, config)
+        fsdp = TorchFullyShardedDataParallel(DistributedDataParallelConfig(), net, [], groups)
+        optimizer = get_megatron_optimizer(config, [fsdp], groups=groups)
+        slices = [[piece.name for piece in pieces] for pieces in optimizer.host_state._slices]
+        everywhere = [None] * world_size
+        torch.distributed.all_gather_object(everywhere, slices)
+        if any(each != slices for each in everywhere):
+            return slices, []
+        for step in range(3):
+            optimizer.zero_grad()
+            fsdp(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            fsdp.finish_grad_sync()
+            optimizer.step()
+        results.append([each.full_tensor().detach().numpy().copy() for each in net.parameters()])
+    return slices, results
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_ranks_with_uneven_rows_have_the_same_slices(gloo_pool, world_size, fraction):
+    found = gloo_pool.run(uneven, world_size, fraction)
+    assert all(slices == found[0][0] for slices, _ in found) and len(found[0][0]) > 1
+    for _, (plain, offloaded) in found:
+        assert all(map(np.array_equal, plain, offloaded))
 
 
 def test_saving_keeps_no_memory():

@@ -64,7 +64,7 @@ def test_ten_deepseek_steps_give_the_polar_factor():
 def test_precisions_differ_from_fp64_by_their_rounding(precision, tolerance):
     matrix, steps = conditioned(16, 24), COEFFICIENTS["quintic"].take(5)
     found = orthogonalize(matrix.float()[None], steps, precision)
-    assert found.dtype == torch.float32
+    assert found.dtype == (torch.bfloat16 if precision == "medium" else torch.float32)
     torch.testing.assert_close(found.double(), orthogonalize(matrix[None], steps, "highest"), rtol=0, atol=tolerance)
 
 
@@ -91,7 +91,7 @@ def test_no_singular_value_grows_in_bf16(kind, rank):
     matrices = torch.randn(4, 64, rank, generator=generator) @ torch.randn(4, rank, 96, generator=generator)
     for steps in {5, 10} if kind != "cubic5" else {5}:
         found = orthogonalize(matrices, COEFFICIENTS[kind].take(steps), "medium")
-        assert torch.linalg.matrix_norm(found, 2).max() < 1.4
+        assert torch.linalg.matrix_norm(found.float(), 2).max() < 1.4
 
 
 def test_scale_of_the_input_has_no_effect_and_zeros_stay_zeros():
@@ -310,8 +310,20 @@ def test_permuted_heads_commute_with_the_step_per_head():
 def test_scales_are_those_of_the_matrix(mode, expected):
     spec, direction = weight((10, 6)), conditioned(10, 6)
     config = settings(muon_scale_mode=mode, muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
-    (found,) = Muon(config, []).orthogonalized([direction], [spec])
-    torch.testing.assert_close(found, expected * polar_factor(direction), rtol=0, atol=0.03)
+    rule = Muon(config, [])
+    (found,) = rule.orthogonalized([direction], [spec])
+    torch.testing.assert_close(rule.scale(spec) * found, expected * polar_factor(direction), rtol=0, atol=0.03)
+
+
+def test_matrices_of_a_fused_weight_have_their_scales():
+    """Queries have more rows than keys and values: one factor of the parameter, and smaller factors of its parts."""
+    spec, full = weight((2, 24, 5), parts=((16, 4, 4), (4,) * 6), ndim=2), random(2, 24, 5, dtype=torch.float64)
+    config = settings(muon_scale_mode="unit_rms_norm", muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
+    rule = Muon(config, [])
+    found = rule.scale(spec) * rule.orthogonalized([full], [spec])[0]
+    for rows in (slice(16), slice(16, 20), slice(20, 24)):
+        expected = polar_factor(full[:, rows].reshape(-1, 5)) * math.sqrt(full[:, rows, 0].numel() / 5)
+        torch.testing.assert_close(found[:, rows].reshape(-1, 5), expected, rtol=0, atol=0.03)
 
 
 def test_an_unknown_precision_is_rejected():
