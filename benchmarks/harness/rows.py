@@ -183,6 +183,7 @@ VARIANTS: dict[str, str] = {
     "activation-offload": (
         "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm"
     ),
+    "muon": "--optimizer muon --muon-extra-scale-factor 0.2",
     "te": "--transformer-impl transformer_engine",
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-param-gather": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather --use-distributed-optimizer",
