@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "fill_mask": "fill-mask",
     "plot_metrics": "plot",
     "verify_layout": "verify-layout",
+    "plan": "plan",
     "draw_schedule": "draw-schedule",
     "unigram_baseline": "unigram-baseline",
 }

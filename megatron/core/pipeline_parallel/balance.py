@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,6 +64,12 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
     Returns:
         Number of items per stage.
     """
+    return list(_balanced_counts(tuple(costs), tuple(smallest), front, back))
+
+
+@lru_cache(maxsize=64)
+def _balanced_counts(costs: tuple[float, ...], smallest: tuple[int, ...], front: float, back: float) -> list[int]:
+    # cached: a search over layouts and a dry run ask for the same split many times
     num_stages, num = len(smallest), len(costs)
     if num < sum(smallest):
         raise LayoutError(f"{num} layers cannot fill {num_stages} pipeline stages")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from megatron.core.config.cli import ConfigError
@@ -27,6 +27,7 @@ from megatron.training.report.advice import fit_rows
 from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
+from megatron.training.report.plan.summary import prediction_rows
 from megatron.training.report.rates import cost_rows
 from megatron.training.report.variable_lengths import variable_length_rows
 from megatron.training.rules.checkpoints import load_folders_exist, save_folder_unused
@@ -87,7 +88,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
     batches, schedule, and what is missing on this machine. Omits empty sections. Prints nothing."""
     vocab_size, source = known_vocab_size(cfg.tokenizer)
     model = cfg.describe(vocab_size or 0)
-    sections = {
+    sections: dict[str, Iterable[tuple[str, object]]] = {
         "layout": _layout(cfg),
         "pipeline": pipeline_rows(cfg, vocab_size),
         "model": _model(cfg, model, vocab_size, source),
@@ -99,6 +100,11 @@ def dry_run_report(cfg: PretrainConfig) -> str:
         "schedule": _schedule(cfg),
         "missing on this machine": _missing_here(cfg),
     }
+    if vocab_size and not model.unknown and cfg.training.train_iters and cfg.family.is_default:
+        samples = cfg.training.train_samples or batch_sizes.samples_from_iters(
+            cfg.flat, cfg.training.train_iters, cfg.data_parallel_size
+        )
+        sections["batches"] = chain(sections["batches"], prediction_rows(cfg, vocab_size, samples))
     lines = []
     for title, rows in sections.items():
         section = [f"  {name:<26} {value}" for name, value in rows]

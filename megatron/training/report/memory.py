@@ -65,8 +65,11 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     ranks, model = cfg.model.pipeline_model_parallel_size, cfg.describe(vocab_size)
     stages = run_stages(cfg, vocab_size or None)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
-    kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
-    host = peak_activations(schedule, weight=lambda stage: float(offloaded_activations(cfg, model, stages[stage])))
+    # once per stage: a schedule has thousands of actions
+    kept, host = (
+        peak_activations(schedule, weight=[float(size(cfg, model, stage)) for stage in stages].__getitem__)
+        for size in (stage_activations, offloaded_activations)
+    )
     found = (_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks))
     return [replace(each, host_activations=int(size)) for each, size in zip(found, host)]
 

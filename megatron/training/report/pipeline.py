@@ -74,7 +74,7 @@ def count_microbatches(cfg: PretrainConfig) -> int:
     return cfg.training.global_batch_size // (cfg.training.micro_batch_size * cfg.data_parallel_size)
 
 
-def _steady_round(cfg: PretrainConfig) -> int:
+def steady_round(cfg: PretrainConfig) -> int:
     """Return the number of micro-batches after which the steady state of a schedule repeats."""
     return cfg.model.microbatch_group_size_per_virtual_pipeline_stage or cfg.model.pipeline_model_parallel_size
 
@@ -85,8 +85,8 @@ def enough_microbatches(cfg: PretrainConfig) -> int:
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     if ranks == 1:
         return 1
-    whole = -(-3 * max(_steady_round(cfg), ranks) // _steady_round(cfg)) * _steady_round(cfg)
-    return number if number < 2 * whole else whole + number % _steady_round(cfg)
+    whole = -(-3 * max(steady_round(cfg), ranks) // steady_round(cfg)) * steady_round(cfg)
+    return number if number < 2 * whole else whole + number % steady_round(cfg)
 
 
 def bubble_fraction(cfg: PretrainConfig, vocab_size: int | None) -> float:
@@ -96,8 +96,8 @@ def bubble_fraction(cfg: PretrainConfig, vocab_size: int | None) -> float:
     timeline = simulated_timeline(cfg, few, vocab_size)
     if few == number:
         return timeline.bubble
-    a_round = timeline.duration - simulated_timeline(cfg, few - _steady_round(cfg), vocab_size).duration
-    duration = timeline.duration + a_round * (number - few) / _steady_round(cfg)
+    a_round = timeline.duration - simulated_timeline(cfg, few - steady_round(cfg), vocab_size).duration
+    duration = timeline.duration + a_round * (number - few) / steady_round(cfg)
     ranks = timeline.schedule.num_ranks
     busy = sum(timeline.busy(rank) for rank in range(ranks)) * number / few
     return 1 - busy / (duration * ranks)

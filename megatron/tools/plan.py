@@ -1,0 +1,128 @@
+"""Find the fastest layouts of a model on a cluster: memory, tokens per second, MFU, days, GPU-hours and cost.
+
+    python tools/plan.py --gpu H100 --nodes 8 --tokens 1e12 --num-layers 32 ... --global-batch-size 512
+
+Accepts all flags of pretrain_gpt.py (of another program with --program); sizes and options of the layout that are given
+stay fixed. Layouts that contradict the rules or do not fit are left out. Times come from a model of kernels and links
+(docs/guides/planning.md); layouts whose difference is below its error are called ties. Needs no GPU and no torch; with
+``--try`` the best layouts are run on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from megatron.core.config.commands import as_typed
+from megatron.core.config.errors import UserError
+from megatron.core.models.registry import find_program
+from megatron.training.arguments import parse_args
+from megatron.training.config.flat import FlatConfig
+from megatron.training.report.dry_run import known_vocab_size
+from megatron.training.report.plan.cluster import Cluster, build_cluster
+from megatron.training.report.plan.search import Layout, Search, search
+from megatron.training.report.plan.summary import goodput_rows, layout_record, layout_table
+from megatron.training.report.plan.trials import try_layout
+
+
+def tool_flags() -> argparse.ArgumentParser:
+    """Return the parser of the flags of this tool."""
+    own = argparse.ArgumentParser(
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    own.add_argument("--gpu", default="H100", help="GPU kind (H100, H200, ...) or a .json file of measured rates")
+    own.add_argument("--nodes", type=int, default=1, help="nodes of the cluster (1)")
+    own.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per node (8)")
+    own.add_argument("--memory", type=float, help="GiB per GPU; default: of the GPU kind")
+    own.add_argument("--nic-gbits", type=float, default=400.0, help="network bandwidth per GPU in Gb/s (400)")
+    own.add_argument("--tokens", type=float, help="training tokens, such as 1e12; default: from the iterations")
+    own.add_argument("--gpu-hour-price", type=float, help="price of a GPU-hour, for the cost")
+    own.add_argument("--best", type=int, default=8, help="layouts to print (8)")
+    own.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    own.add_argument("--try", type=int, default=0, dest="trials", help="run the best N for eight iterations here")
+    own.add_argument("--save-stall", type=float, default=1.0, help="seconds that a save stops training (1)")
+    own.add_argument(
+        "--restart-seconds", type=float, default=300.0, help="seconds from a failure to the next step (300)"
+    )
+    own.add_argument("--program", default="pretrain_gpt.py", help="program of these flags, or a model family's module")
+    return own
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Raise UserError for the first number outside of its range."""
+    lowest = {"tokens": 1.0, "gpu_hour_price": 0.0, "best": 1, "trials": 0, "save_stall": 0.0, "restart_seconds": 0.0}
+    for name, low in lowest.items():
+        value, flag = getattr(options, name), "--try" if name == "trials" else f"--{name.replace('_', '-')}"
+        if value is not None and not low <= value < 1e18:
+            raise UserError(f"{flag} {value:g}: must be at least {low:g} and below 1e18")
+
+
+def read_model(program: str, flags: Sequence[str]) -> FlatConfig:
+    """Return the settings of a training run, whose learning rate, length and micro-batch size are optional."""
+    defaults = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4, "bf16": True}
+    if any(word.split("=")[0] == "--fp16" for word in flags):
+        del defaults["bf16"]
+    cfg = parse_args(flags, args_defaults=defaults, needs_data=False, model_family=find_program(program)[0].name)
+    if cfg.global_batch_size is None:
+        raise UserError("--global-batch-size: required, because layouts are compared at equal batches; add it")
+    return dataclasses.replace(cfg, explicit=cfg.explicit - {"train_iters"} if cfg.train_samples else cfg.explicit)
+
+
+def none_found(found: Search, cluster: Cluster) -> str:
+    """Return the reason for an empty result."""
+    at = f"--gpu {cluster.gpu.name} --nodes {cluster.nodes} --gpus-per-node {cluster.gpus_per_node}"
+    if found.too_large:
+        need = f"the smallest of {found.tried:,} layouts needs {found.smallest / 2**30:.1f} GiB per GPU"
+        return f"{at}: no layout fits: {need}, of {cluster.gpu.memory_gib:g}; add nodes"
+    why = found.reason or "no sizes divide the cluster, the layers, the heads and --global-batch-size"
+    return f"{at}: no layout is possible: {why}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the best layouts for the flags ``argv``, and with --tokens the length and cost of the run. Return 0. Raises
+    UserError for wrong flags, and if no layout fits."""
+    options, flags = tool_flags().parse_known_args(argv)
+    check_numbers(options)
+    cluster = build_cluster(options.gpu, options.nodes, options.gpus_per_node, options.memory, options.nic_gbits)
+    cfg = read_model(options.program, flags)
+    vocab_size = known_vocab_size(cfg)[0]
+    if vocab_size is None:
+        raise UserError("--vocab-size: required, because the output layer is part of the time; add it")
+    found = search(cfg, cluster, vocab_size)
+    if not found.layouts:
+        raise UserError(none_found(found, cluster))
+    best = found.layouts[: options.best]
+    tokens = options.tokens or (cfg.train_iters or 0) * (cfg.global_batch_size or 0) * cfg.seq_length
+    if "train_iters" not in cfg.explicit and not options.tokens:
+        tokens = 0
+    records = [layout_record(each, cluster, vocab_size, tokens, options.gpu_hour_price) for each in best]
+    if options.trials:
+        add_trials(records, best[: options.trials], cluster, options.program, flags)
+    losses = goodput_rows(cluster, options.save_stall, options.restart_seconds)
+    if options.json:
+        print(json.dumps({"layouts": records, "goodput": losses, "candidates": found.tried}, indent=1))
+        return 0
+    print(
+        f"{cluster.world_size} x {cluster.gpu.name}: {found.tried:,} candidates, {found.rejected:,} rejected by"
+        f" rules, {found.too_large:,} too large for {cluster.gpu.memory_gib:g} GiB"
+    )
+    print(layout_table(records, len(found.ties())))
+    for row in losses:
+        print(
+            f"failures {row['failures']:<7} every {row['hours_between']:,.1f} h: save every"
+            f" {row['save_every_seconds'] / 60:.1f} min, goodput {row['goodput']:.1%}"
+        )
+    return 0
+
+
+def add_trials(
+    records: list[dict[str, object]], best: Sequence[Layout], cluster: Cluster, program: str, flags: Sequence[str]
+) -> None:
+    """Run the layouts on this machine, add measured seconds to ``records``, and sort these first, fastest first."""
+    if cluster.nodes > 1:
+        raise UserError(f"--try {len(best)}: runs on one node only; remove it or use --nodes 1")
+    for record, layout in zip(records, best):
+        record["measured_seconds"] = try_layout(layout, cluster.gpus_per_node, program, flags)
+    records.sort(key=lambda each: each.get("measured_seconds") or float("inf"))  # type: ignore[arg-type, return-value]

@@ -1,0 +1,245 @@
+"""Search for layouts: enumerate, prune by divisibility, rules and memory, then rank by predicted time. Torch-free."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.core.config.errors import UserError
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import resolve
+from megatron.training.report.advice import LIBRARIES_GIB
+from megatron.training.report.memory import estimate_memory
+from megatron.training.report.plan.cluster import Cluster
+from megatron.training.report.plan.step_time import StepTime, predict_step
+from megatron.training.rules.run_all import check
+
+HEADROOM = 0.94
+"""Share of GPU memory that a plan fills; the allocator's fragments need the rest."""
+MOST_LAYOUTS = 20_000
+REFINED = 48
+"""Layouts whose pipelines are simulated; all others are ranked with a closed form."""
+TIE, TIE_OF_EXPERTS = 0.03, 0.10
+"""Relative differences that the model cannot resolve: its errors on measured rows (docs/guides/planning.md)."""
+RECOMPUTATION: tuple[dict[str, object], ...] = (
+    {"recompute_granularity": None},
+    {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},  # with fp8
+    {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+)
+"""From the fastest to the one that saves the most memory."""
+
+Values = dict[str, object]
+NOT_PREDICTED = StepTime(float("inf"), {}, 0.0)
+
+
+def _default(field: str) -> object:
+    return getattr(FlatConfig, field, None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that fits, with its prediction."""
+
+    values: Mapping[str, object]
+    """Changed settings by field."""
+    cfg: PretrainConfig
+    memory: int
+    """Bytes on the fullest rank."""
+    time: StepTime
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and GPU."""
+        return self.cfg.training.global_batch_size * self.cfg.data.seq_length / self.time.seconds / self.cfg.world_size
+
+    @property
+    def flags(self) -> str:
+        """Command-line flags of the layout."""
+        words = []
+        for name, value in self.values.items():
+            flag = f"--{name.replace('_', '-')}"
+            if name == "eval_micro_batch_size" or value == _default(name) and name != "micro_batch_size":
+                continue
+            if isinstance(value, list):
+                words.append(" ".join([flag, *map(str, value)]))
+            else:
+                words.append(flag if value is True else f"{flag} {value}")
+        return " ".join(words)
+
+
+@dataclass
+class Search:
+    """Result of a search: layouts, fastest first, and the number of candidates that each step removed."""
+
+    layouts: list[Layout]
+    tried: int = 0
+    rejected: int = 0
+    too_large: int = 0
+    smallest: float = float("inf")
+    """Bytes of the candidate that needs the least memory."""
+    reason: str = ""
+    """Last message of a rule."""
+
+    def ties(self) -> list[Layout]:
+        """Return the layouts whose difference to the fastest is below the model's error."""
+        if not self.layouts:
+            return []
+        experts = self.layouts[0].cfg.model.num_moe_experts is not None
+        limit = self.layouts[0].time.seconds * (1 + (TIE_OF_EXPERTS if experts else TIE))
+        return [each for each in self.layouts if each.time.seconds <= limit]
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Return the divisors of ``number`` up to ``most``, ascending."""
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+
+
+def _free(cfg: FlatConfig, field: str, values: list[int]) -> list[int]:
+    """Return ``values``, or the value of a flag that the command line fixes."""
+    return [getattr(cfg, field)] if field in cfg.explicit else values
+
+
+def _powers(most: int) -> list[int]:
+    return [2**each for each in range(most.bit_length()) if 2**each <= most]
+
+
+def layout_sizes(cfg: FlatConfig, resolved: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
+    """Yield sizes of parallel axes that divide the model and the cluster. Tensor parallelism stays inside a node. Flags
+    of the command line stay fixed."""
+    model, world = resolved.model, cluster.world_size
+    experts, layers = model.num_moe_experts, model.num_layers
+    tps = [each for each in divisors(model.num_attention_heads, cluster.gpus_per_node) if world % each == 0]
+    cps = _powers(min(world, resolved.data.seq_length // 4096 or 1))
+    pps = [each for each in divisors(layers, world) if world % each == 0]
+    pps += [each for each in (2, 4, 8, 16) if each not in pps and each * 2 <= layers and world % each == 0]
+    for tp, cp, pp in itertools.product(
+        _free(cfg, "tensor_model_parallel_size", tps),
+        _free(cfg, "context_parallel_size", cps),
+        _free(cfg, "pipeline_model_parallel_size", pps),
+    ):
+        if world % (tp * cp * pp) or resolved.data.seq_length % (2 * cp * tp if cp > 1 else tp):
+            continue
+        dp = world // (tp * cp * pp)
+        if resolved.training.global_batch_size % dp:
+            continue
+        eps = (
+            [1] if experts is None else [each for each in divisors(experts, tp * cp * dp) if (tp * cp * dp) % each == 0]
+        )
+        for ep in _free(cfg, "expert_model_parallel_size", eps):
+            yield {
+                "tensor_model_parallel_size": tp,
+                "context_parallel_size": cp,
+                "pipeline_model_parallel_size": pp,
+                "expert_model_parallel_size": ep,
+                **({"expert_tensor_parallel_size": 1} if experts and tp > 1 else {}),
+            }
+
+
+def layout_variants(cfg: FlatConfig, resolved: PretrainConfig, sizes: Values, dp: int) -> Iterator[Values]:
+    """Yield the other settings of a layout: micro-batch, virtual stages or zero-bubble schedule, sharding, overlap."""
+    tp, cp, pp = (int(str(sizes[f"{axis}_parallel_size"])) for axis in ("tensor_model", "context", "pipeline_model"))
+    microbatches = _free(cfg, "micro_batch_size", _powers(min(8, resolved.training.global_batch_size // dp)))
+    fixed = {"pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
+    schedules: list[Values] = [{}]
+    if pp > 1 and not fixed & cfg.explicit:
+        chunks = [each for each in divisors(-(-resolved.model.num_layers // pp), 8) if each > 1]
+        schedules += [{"num_virtual_stages_per_pipeline_rank": each} for each in chunks]
+        schedules += [{"pipeline_schedule": "zero-bubble"}, {"pipeline_schedule": "zero-bubble-h2"}]
+    shared = dp * cp > 1
+    shardings: list[Values] = [{}]
+    if shared and "use_torch_fsdp2" not in cfg.explicit:
+        zero: Values = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+        shardings = [zero] + [{"use_torch_fsdp2": True}] * (pp == 1 and tp == 1)
+    links: Values = {"sequence_parallel": True, "tp_comm_overlap": True} if tp > 1 else {}
+    comm: list[Values] = [{}, {"cp_comm_type": ["a2a"]}] if cp > 1 and "cp_comm_type" not in cfg.explicit else [{}]
+    for schedule, sharding, kind, size in itertools.product(schedules, shardings, comm, microbatches):
+        used = {**sizes, **links, **schedule, **sharding, **kind}
+        yield {**used, "micro_batch_size": size, "eval_micro_batch_size": size}
+
+
+def apply(cfg: FlatConfig, values: Mapping[str, object], world_size: int) -> PretrainConfig | str:
+    """Return a resolved copy of ``cfg`` with ``values``, or the message of a rule that rejects it."""
+    flat = copy.copy(cfg)
+    vars(flat).update({"dry_run": True, **values, "explicit": cfg.explicit | values.keys()})
+    try:
+        found = resolve(flat, world_size, gpus=True)
+        problems = check(found)
+    except UserError as error:
+        return str(error)
+    return str(problems[0]) if problems else found
+
+
+def search(
+    cfg: FlatConfig, cluster: Cluster, vocab_size: int, notify: Callable[[str], None] = lambda text: None
+) -> Search:
+    """Return the layouts of the model in ``cfg`` that fit the cluster, fastest first. Raises UserError if the model's
+    own settings are wrong."""
+    base = resolve(cfg, cluster.world_size, gpus=True)
+    found, large = Search([]), None
+    levels: Sequence[Values] = [{}] if "recompute_granularity" in cfg.explicit else RECOMPUTATION
+    for sizes in layout_sizes(cfg, base, cluster):
+        axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        dp = cluster.world_size
+        for axis in axes:
+            dp //= int(str(sizes[axis]))
+        for values in layout_variants(cfg, base, sizes, dp):
+            if found.tried >= MOST_LAYOUTS:
+                notify(f"stopped after {MOST_LAYOUTS:,} candidates: fix some sizes on the command line")
+                return _ranked(found, cluster, vocab_size)
+            found.tried += 1
+            # a micro-batch that does not fit excludes larger ones of the same layout, which follow it
+            kind = tuple((name, str(value)) for name, value in values.items() if "micro_batch_size" not in name)
+            if kind == large:
+                found.too_large += 1
+            elif not _add_fitting(found, cfg, values, levels, cluster, vocab_size):
+                large = kind
+    return _ranked(found, cluster, vocab_size)
+
+
+def _add_fitting(
+    found: Search, cfg: FlatConfig, values: Values, levels: Sequence[Values], cluster: Cluster, vocab_size: int
+) -> bool:
+    """Add the layout with the least recomputation that fits. Return False if it is too large at every level. The last
+    level, which needs the least memory, is tried second, so that most layouts that cannot fit take two estimates."""
+    room, fits = HEADROOM * (cluster.gpu.memory_gib - LIBRARIES_GIB) * 2**30, False
+    known: dict[int, Layout | None] = {}
+    for index in dict.fromkeys([0, len(levels) - 1, *range(len(levels))]):
+        changed = apply(cfg, {**values, **levels[index]}, cluster.world_size)
+        if isinstance(changed, str):
+            found.reason = changed
+            continue
+        ranks = estimate_memory(changed, vocab_size)
+        memory = max(rank.total for rank in ranks)
+        found.smallest = min(found.smallest, memory)
+        if memory <= room:
+            known[index], fits = Layout({**values, **levels[index]}, changed, memory, NOT_PREDICTED), True
+            if index != len(levels) - 1 or index == 0:
+                break
+        else:
+            known[index] = None
+            if index == len(levels) - 1:
+                break  # no level needs less
+    if not fits:
+        found.too_large += bool(known)
+        found.rejected += not known
+        return not known
+    first = next(known[index] for index in sorted(known) if known[index] is not None)
+    assert first is not None
+    found.layouts.append(replace(first, time=predict_step(first.cfg, cluster, vocab_size, rough=True)))
+    return True
+
+
+def _ranked(found: Search, cluster: Cluster, vocab_size: int) -> Search:
+    """Sort by predicted time, the first after a simulation of their pipelines; of equal times the simplest first."""
+    found.layouts.sort(key=lambda each: each.time.seconds)
+    best = [
+        Layout(each.values, each.cfg, each.memory, predict_step(each.cfg, cluster, vocab_size))
+        for each in found.layouts[:REFINED]
+    ]
+    found.layouts = sorted(best, key=lambda each: (each.time.seconds, len(each.values)))
+    return found

@@ -1,0 +1,374 @@
+"""Predicted time of a training step, folded over the model description. Torch-free.
+
+Each operation gets seconds for F (forward), I (input gradients) and W (weight gradients) by its kind: GEMMs by FLOPs
+with tile quantization, attention by FLOPs and keys per query, other operations by bytes. Communication inside a layer
+is added where it is not hidden. The pipeline simulator combines F, I and W of the stages; optimizer and data-parallel
+collectives follow. ``calibration.tsv`` holds measured over predicted time by kind of model; one factor per kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.description.model import ModelDescription, Op, Piece
+from megatron.core.description.parts import activation_bytes
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.simulate import simulate
+from megatron.core.pipeline_parallel.stages import StageContents
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.report.memory import gradient_bytes, master_bytes, moment_bytes, stored_parameters
+from megatron.training.report.pipeline import (
+    count_microbatches,
+    enough_microbatches,
+    run_schedule,
+    run_stages,
+    stage_pieces,
+    steady_round,
+)
+from megatron.training.report.plan.cluster import Cluster, Gpu, table
+from megatron.training.report.rates import model_kind
+
+Times = Counter[tuple[str, str]]
+"""(phase, part) -> seconds; phases F, I and W."""
+
+NUM_SMS, TILE = 132, (128, 256)
+HALF_K = 48
+"""Prologue and epilogue of a GEMM tile, in elements of the inner dim."""
+HALF_KEYS = (400, 450)
+"""Keys per query at which attention forward and backward reach half of their rate."""
+GROUPED = 0.92
+"""Rate of grouped GEMMs relative to single ones."""
+HOST_LAYER = 2.1e-3
+"""Host time of one layer's forward and backward pass, in seconds (GPT-345M without CUDA graphs)."""
+OTHER = 0.01
+"""Elementwise kernels, copies and gaps, relative to compute."""
+TP_EXPOSED = {False: 0.85, True: 0.33}
+"""Share of the tensor-parallel collectives that is not hidden, by --tp-comm-overlap."""
+RING_SLOWDOWN, A2A_SLOWDOWN = 2.0, 1.6
+"""Context-parallel messages overlapped with attention, relative to an idle link."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Prediction for one full global batch."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds on the slowest stage by part; they add up to ``seconds``."""
+    bubble: float
+    """Idle share of the pipeline, 0 to 1."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that is not hidden."""
+        return sum(size for name, size in self.parts.items() if name.endswith("communication"))
+
+
+@cache
+def calibration() -> dict[str, float]:
+    """Return measured over predicted time by kind of model."""
+    return {kind: float(factor) for kind, factor, *_ in table("calibration.tsv")}
+
+
+def calibration_kinds(cfg: PretrainConfig, gpu: Gpu) -> list[str]:
+    """Return the kinds of models whose measured rows calibrate this run, the most similar first."""
+    kind = model_kind(cfg) + (", ep" if cfg.model.expert_model_parallel_size > 1 else "")
+    return [f"{kind} on {gpu.name}", kind, kind.partition(", fp8")[0], "dense"]
+
+
+def predict_step(
+    cfg: PretrainConfig,
+    cluster: Cluster,
+    vocab_size: int,
+    factors: Mapping[str, float] | None = None,
+    *,
+    rough: bool = False,
+) -> StepTime:
+    """Predict one step of a resolved configuration. ``factors`` replaces the packaged calibration. ``rough`` replaces
+    the simulation of the pipeline by a closed form."""
+    model, stages = cfg.describe(vocab_size), run_stages(cfg, vocab_size or None)
+    factors = calibration() if factors is None else factors
+    factor = next((factors[key] for key in calibration_kinds(cfg, cluster.gpu) if key in factors), 1.0)
+    costs = [_scaled(stage_times(cfg, model, stage, cluster), factor) for stage in stages]
+    duration, bubble = _pipeline(cfg, costs, cluster, rough)
+    number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
+    parts: Counter[str] = Counter()
+    for rank in range(ranks):  # the average rank: its busy time and the bubble add up to the duration
+        for cost in costs[rank::ranks]:
+            for (_, part), seconds in cost.items():
+                parts[part] += seconds * number / ranks
+    parts["bubble"] = max(duration - sum(parts.values()), 0.0)
+    after = [_after_backward(cfg, model, stages[rank::ranks], cluster, costs[rank]) for rank in range(ranks)]
+    parts.update(max(after, key=lambda each: sum(each.values())))
+    return StepTime(sum(parts.values()), dict(parts), bubble)
+
+
+def _scaled(times: Times, factor: float) -> Times:
+    return Counter({key: seconds * factor for key, seconds in times.items()})
+
+
+# ---- compute
+
+
+def _tokens(cfg: PretrainConfig) -> float:
+    """Return the tokens of a micro-batch on a context-parallel rank."""
+    return cfg.data.seq_length * cfg.training.micro_batch_size / cfg.model.context_parallel_size
+
+
+def gemm_seconds(gpu: Gpu, rate: float, sizes: tuple[float, float, float], groups: float = 1.0, item: int = 2) -> float:
+    """Return the seconds of ``groups`` GEMMs of sizes (m, n, k): FLOPs at ``rate`` TFLOP/s, tiles rounded up to full
+    waves of SMs, at least the time of its bytes."""
+    m, n, k = sizes
+    tiles = min(math.ceil(m / a) * math.ceil(n / b) for a, b in (TILE, TILE[::-1])) * groups
+    full = tiles * TILE[0] * TILE[1] / (m * n * groups)  # work on padding of tiles
+    waves = tiles / NUM_SMS
+    # persistent kernels split the last wave: half of the quantization remains
+    quantized = full * (1 + 0.5 * (math.ceil(waves) / waves - 1))
+    seconds = 2 * m * n * k * groups * quantized * (1 + HALF_K / k) / (rate * 1e12)
+    return max(seconds, item * groups * (m * n + n * k + m * k) / (gpu.memory_rate * 1e12)) + 3e-6
+
+
+def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> Times:
+    """Return the times of a GEMM, whose rows per expert are balanced."""
+    assert op.gemm is not None
+    (n, k), model = op.gemm, cfg.model
+    rows = op.flops / cfg.data.seq_length * _tokens(cfg) / (2.0 * n * k * model.tensor_model_parallel_size)
+    groups, rate, wgrad = 1.0, gpu.gemm, gpu.wgrad
+    if experts and op.name != "router" and model.num_moe_experts:
+        groups = model.num_moe_experts / model.expert_model_parallel_size
+        rows, rate, wgrad = rows / groups, rate * GROUPED, wgrad * GROUPED
+    found: Times = Counter()
+    in_fp8 = model.fp8 is not None and not experts and not head
+    if in_fp8:  # cast of input and output gradient, both orientations, and their maximum
+        rate = wgrad = gpu.fp8 * (0.82 if model.fp8_recipe == "blockwise" else 1.0)
+        width = 8.0 if model.fp8_recipe == "blockwise" else 6.0
+        found["F", "memory-bound"] = rows * k * width / (gpu.memory_rate * 1e12)
+        found["I", "memory-bound"] = rows * n * width / (gpu.memory_rate * 1e12)
+    item = 1 if in_fp8 else activation_bytes(model)
+    for phase, speed, sizes in (("F", rate, (rows, n, k)), ("I", rate, (rows, k, n)), ("W", wgrad, (n, k, rows))):
+        found[phase, "GEMM"] = gemm_seconds(gpu, speed, sizes, groups, item)
+    return found
+
+
+def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
+    """Return the times of attention: two GEMMs forward, five backward."""
+    flops = op.flops * _tokens(cfg) / cfg.data.seq_length / cfg.model.tensor_model_parallel_size
+    channels = cfg.model.num_attention_heads * (cfg.model.kv_channels or 1)
+    keys = op.flops / (4.0 * cfg.data.seq_length * channels)
+    forward, backward = (1 + half / max(keys, 1.0) for half in HALF_KEYS)
+    return Counter(
+        {
+            ("F", "attention"): flops * forward / (gpu.attention_forward * 1e12),
+            ("I", "attention"): 2.5 * flops * backward / (gpu.attention_backward * 1e12),
+        }
+    )
+
+
+def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = False, layer: bool = True) -> Times:
+    """Return the compute times of a piece for one micro-batch on one rank, with its recomputed operations."""
+    found: Times = Counter()
+    model, full = cfg.model, cfg.model.recompute_granularity == "full" and layer
+    modules = set(model.recompute_modules or ("core_attn",)) if model.recompute_granularity == "selective" else set()
+    experts = any(param.is_expert for param in piece.params) or piece.name == "experts"
+    for op in piece.ops:
+        if op.kind == "gemm" and op.gemm:
+            times = _gemm(cfg, op, gpu, experts, head)
+        elif op.kind == "attention":
+            times = _attention(cfg, op, gpu)
+        else:
+            seconds = op.traffic * _tokens(cfg) / (gpu.memory_rate * 1e12)
+            times = Counter({("F", "memory-bound"): 0.4 * seconds, ("I", "memory-bound"): 0.6 * seconds})
+        again = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
+        if full or again:
+            for (phase, _), seconds in list(times.items()):
+                if phase == "F":
+                    times["I", "recomputation"] += seconds
+        found.update(times)
+    for phase in "FIW":
+        busy = sum(seconds for (each, _), seconds in found.items() if each == phase)
+        found[phase, "other"] += OTHER * busy
+    return found
+
+
+# ---- communication in layers
+
+
+def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, attention: float) -> Times:
+    """Return the exposed collectives of a residual branch; ``attention`` is its seconds of attention."""
+    model, found = cfg.model, Counter()
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    stream = _tokens(cfg) * model.hidden_size * activation_bytes(model)
+    if tp > 1:
+        if model.sequence_parallel:
+            one = cluster.collective(stream, tp, 1)
+            forward, backward = 2 * one, 3 * one
+        else:
+            forward = backward = cluster.collective(stream, tp, 1, "all_reduce")
+        share = TP_EXPOSED[bool(model.tp_comm_overlap)]
+        found["F", "tensor communication"] = share * forward
+        found["I", "tensor communication"] = share * backward
+    if cp > 1 and any(op.kind == "attention" for op in piece.ops):
+        found.update(_context_communication(cfg, cluster, attention))
+    if model.expert_model_parallel_size > 1 and any(param.is_expert for param in piece.params):
+        found.update(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
+    return found
+
+
+def _context_communication(cfg: PretrainConfig, cluster: Cluster, attention: float) -> Times:
+    """Return exposed times of a layer's keys and values (ring, all-gather) or heads (all-to-all)."""
+    model = cfg.model
+    tp, cp, width = model.tensor_model_parallel_size, model.context_parallel_size, model.kv_channels or 1
+    groups = max(model.num_query_groups or model.num_attention_heads, tp)
+    values = _tokens(cfg) * 2 * groups * width * activation_bytes(model) / tp
+    kind = model.cp_comm_type[0] if isinstance(model.cp_comm_type, (list, tuple)) else model.cp_comm_type
+    if kind == "a2a":
+        heads = _tokens(cfg) * 2 * model.num_attention_heads * width * activation_bytes(model) / tp + values
+        one = A2A_SLOWDOWN * cluster.collective(heads, cp, tp)
+        return Counter({("F", "context communication"): one, ("I", "context communication"): one})
+    one = cluster.collective(values * cp, cp, tp) if kind == "allgather" else (cp - 1) * cluster.send(values, tp)
+    # a ring overlaps its messages with the attention of the previous block; with more steps it waits for the slowest
+    share = 1.0 if kind == "allgather" else min(1.0, 0.3 * (cp - 1))
+    forward, backward = (RING_SLOWDOWN * share * one * times for times in (1, 3))
+    hidden = 0.0 if cluster.gpus_per_node >= cp * tp else attention / 2  # across nodes: bandwidth, not waiting
+    forward, backward = max(forward - hidden / 3.5, share * one * 0.2), max(backward - hidden, share * one * 0.6)
+    return Counter({("F", "context communication"): forward, ("I", "context communication"): backward})
+
+
+def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) -> Times:
+    """Return the times of dispatch and combination, each once forward and once backward."""
+    model = cfg.model
+    ep, stride = model.expert_model_parallel_size, expert_tensor_ranks(model)
+    if model.moe_token_dispatcher_type == "allgather":
+        one = cluster.collective(stream * ep, ep, stride)
+    else:
+        one = cluster.collective(stream * model.moe_router_topk, ep, stride)
+    return Counter({("F", "expert communication"): 2 * one, ("I", "expert communication"): 2 * one})
+
+
+# ---- stages
+
+
+def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster) -> Times:
+    """Return the times of one micro-batch on a stage. A stage is at least as slow as the host starts its kernels."""
+    found: Times = Counter()
+    known: dict[object, Times] = {}
+    branches = 0
+    for piece in stage_pieces(model, stage):
+        key = (piece.name, tuple((op.name, op.flops, op.gemm, op.traffic) for op in piece.ops))
+        if key not in known:
+            times = piece_times(cfg, piece, cluster.gpu, head=piece is model.head, layer=piece.is_branch)
+            attention = sum(seconds for (_, part), seconds in times.items() if part == "attention")
+            if piece.is_branch:
+                times.update(_layer_communication(cfg, piece, cluster, attention))
+            known[key] = times
+        found.update(known[key])
+        branches += piece.is_branch
+    if cfg.distributed.use_torch_fsdp2:
+        _add_fsdp(cfg, model, stage, cluster, found)
+    total, graphs = sum(found.values()), cfg.flat.cuda_graph_impl not in (None, "none")
+    if not graphs and total < branches / 2 * HOST_LAYER:
+        missing = branches / 2 * HOST_LAYER - total
+        found["F", "host"] += missing / 3
+        found["I", "host"] += missing * 2 / 3
+    return found
+
+
+def _add_fsdp(
+    cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, found: Times
+) -> None:
+    """Add the gathers of weights and the reduction of gradients beyond what a micro-batch hides."""
+    held = sum(each.elements for each in stored_parameters(cfg, stage_pieces(model, stage)))
+    ranks, stride = _data_ranks(cfg)
+    again = 2 if cfg.distributed.torch_fsdp2_reshard_after_forward else 1
+    gather = cluster.collective(held * activation_bytes(cfg.model), ranks, stride)
+    reduce = cluster.collective(held * gradient_bytes(cfg), ranks, stride)
+    busy = {phase: sum(value for (each, _), value in found.items() if each in phase) for phase in ("F", "IW")}
+    found["F", "data communication"] += max(gather - 0.9 * busy["F"], 0.05 * gather)
+    backward = (again - 1) * gather + reduce
+    found["I", "data communication"] += max(backward - 0.9 * busy["IW"], 0.05 * backward)
+
+
+def _pipeline(cfg: PretrainConfig, costs: Sequence[Times], cluster: Cluster, rough: bool) -> tuple[float, float]:
+    """Return (seconds, idle share) of all micro-batches. Long schedules are simulated in part and extrapolated by one
+    steady round. ``rough``: (p - 1) / v micro-batches of the slowest rank are idle; with
+    zero-bubble schedules a third of it."""
+    number, few, ranks = count_microbatches(cfg), enough_microbatches(cfg), cfg.model.pipeline_model_parallel_size
+    phases = [{phase: sum(v for (each, _), v in cost.items() if each == phase) for phase in "FIW"} for cost in costs]
+    if ranks == 1:
+        return number * sum(sum(each.values()) for each in phases), 0.0
+    busy = sum(sum(each.values()) for each in phases) * number / ranks
+    if rough:
+        slowest = max(sum(sum(each.values()) for each in phases[rank::ranks]) for rank in range(ranks))
+        idle = (ranks - 1) / (len(phases) // ranks) / (3 if cfg.model.pipeline_schedule else 1)
+        seconds = slowest * (number + idle)
+        return seconds, 1 - busy / seconds
+    message = _tokens(cfg) * cfg.model.hidden_size * activation_bytes(cfg.model)
+    if cfg.model.sequence_parallel:
+        message /= cfg.model.tensor_model_parallel_size
+    latency = cluster.send(message, cfg.world_size // ranks)
+
+    def duration(microbatches: int) -> float:
+        schedule = run_schedule(cfg, microbatches)
+        joint = not schedule.splits_backward
+
+        def cost(stage: int, action: Action) -> float:
+            times = phases[stage]
+            if action.kind == "B":
+                return times["I"] + times["W"] * joint
+            return times[action.kind]
+
+        return simulate(schedule, cost, latency=latency).duration
+
+    seconds = duration(few)
+    if few != number:
+        seconds += (seconds - duration(few - steady_round(cfg))) * (number - few) / steady_round(cfg)
+    return seconds, 1 - busy / seconds
+
+
+# ---- optimizer and data-parallel collectives
+
+
+def _data_ranks(cfg: PretrainConfig) -> tuple[int, int]:
+    """Return (ranks, stride) of the groups that reduce dense gradients."""
+    return cfg.data_parallel_size * cfg.model.context_parallel_size, cfg.model.tensor_model_parallel_size
+
+
+def _after_backward(
+    cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], cluster: Cluster, cost: Times
+) -> Counter[str]:
+    """Return the seconds of the optimizer and of data-parallel collectives that no backward or forward pass hides, for
+    one pipeline rank."""
+    stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(model, chunk))]
+    dense = sum(each.elements for each in stored if not each.param.is_expert)
+    experts = sum(each.elements for each in stored) - dense
+    ranks, stride = _data_ranks(cfg)
+    held = cfg.model.expert_model_parallel_size * expert_tensor_ranks(cfg.model)
+    copies = max(cfg.world_size // (held * cfg.model.pipeline_model_parallel_size), 1)
+    distributed, fsdp = cfg.distributed, cfg.distributed.use_torch_fsdp2
+    sharded = distributed.use_distributed_optimizer or fsdp
+    state = master_bytes(cfg) + moment_bytes(cfg)
+    moved = 2 * gradient_bytes(cfg) + 2 * state + activation_bytes(cfg.model)
+    elements = dense / ranks + experts / copies if sharded else dense + experts
+    found = Counter({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
+    if fsdp:
+        return found
+    first = {phase: sum(value for (each, _), value in cost.items() if each in phase) for phase in ("F", "IW")}
+    reduce = gather = 0.0
+    for size, group, apart in ((dense, ranks, stride), (experts, copies, held)):
+        if sharded:
+            reduce += cluster.collective(size * gradient_bytes(cfg), group, apart)
+            gather += cluster.collective(size * activation_bytes(cfg.model), group, apart)
+        else:
+            reduce += cluster.collective(size * gradient_bytes(cfg), group, apart, "all_reduce")
+    # one micro-batch overlaps a collective, except its last bucket
+    if distributed.overlap_grad_reduce:
+        reduce = max(reduce - 0.9 * first["IW"], 0.05 * reduce)
+    if distributed.overlap_param_gather:
+        gather = max(gather - 0.9 * first["F"], 0.05 * gather)
+    found["data communication"] = reduce + gather
+    return found

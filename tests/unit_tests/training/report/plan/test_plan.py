@@ -1,0 +1,191 @@
+"""Planner: clusters, step times, search, goodput, and the command."""
+
+import json
+
+import pytest
+
+from megatron.console import run_tool
+from megatron.core.config.errors import UserError
+from megatron.core.pipeline_parallel.choose import choose_schedule
+from megatron.core.pipeline_parallel.simulate import simulate, unit_costs
+from megatron.training.arguments import parse_args
+from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
+from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_kinds, kind_of_device
+from megatron.training.report.plan.goodput import expected_maximum, goodput, simulate_ranks
+from megatron.training.report.plan.search import HEADROOM, apply, search
+from megatron.training.report.plan.step_time import gemm_seconds, predict_step
+from megatron.training.report.plan.summary import prediction_rows
+from megatron.training.report.plan.trials import try_layout
+from megatron.training.rules.run_all import check
+
+SMALL = (
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --max-position-embeddings 4096"
+    " --vocab-size 32000 --global-batch-size 32"
+)
+MOE = f"{SMALL} --num-experts 8 --moe-router-topk 2"
+DEFAULTS = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4, "bf16": True}
+
+
+def settings(flags):
+    return parse_args(flags.split(), args_defaults=DEFAULTS, needs_data=False)
+
+
+def predicted(flags, cluster=None, world_size=8):
+    cfg = apply(settings(flags), {}, world_size)
+    assert not isinstance(cfg, str), cfg
+    return predict_step(cfg, cluster or build_cluster("H200", 1, world_size), 32000)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--gpu Q7", "--gpu missing.json", "--nodes 0", "--gpus-per-node -1", "--memory nan", "--tokens -5", "--best 0"],
+)
+def test_bad_cluster_gives_one_line(flags, capsys):
+    assert run_tool("plan", [*SMALL.split(), *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {flags.split()[0]} ") and error.count("\n") == 1
+
+
+def test_gpu_file_must_hold_all_rates(tmp_path):
+    path = tmp_path / "gpu.json"
+    values = {key: value for key, value in vars(gpu_kinds()["H200"]).items() if key != "name"}
+    path.write_text(json.dumps(values))
+    assert find_gpu(str(path)).gemm == gpu_kinds()["H200"].gemm
+    path.write_text(json.dumps({**values, "gemm": 0}))
+    with pytest.raises(UserError, match="gemm must be positive"):
+        find_gpu(str(path))
+
+
+def test_device_names_give_kinds():
+    assert kind_of_device("NVIDIA H100 80GB HBM3").name == "H100"
+    assert kind_of_device("NVIDIA H200").name == "H200"
+    assert kind_of_device("Tesla V100") is None
+
+
+def test_collectives_across_nodes_are_slower():
+    cluster = build_cluster("H100", 4, 8)
+    assert cluster.collective(1e8, 1, 1) == 0
+    inside, across = cluster.collective(1e8, 4, 1), cluster.collective(1e8, 4, 8)
+    assert 3 * inside < across
+    assert cluster.collective(1e8, 32, 1) < across  # eight network cards instead of one
+
+
+def test_gemm_reaches_its_rate_only_at_large_shapes():
+    gpu = gpu_kinds()["H200"]
+
+    def rate(m, n, k):
+        return 2 * m * n * k / gemm_seconds(gpu, gpu.gemm, (m, n, k)) / 1e12
+
+    assert 0.95 * gpu.gemm < rate(8192, 16384, 4096) < gpu.gemm
+    assert rate(256, 1024, 1024) < 0.3 * gpu.gemm
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+        "--context-parallel-size 2",
+        "--use-torch-fsdp2",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
+)
+def test_parts_add_up_to_the_step(layout):
+    time = predicted(f"{SMALL} {layout}")
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert all(seconds >= 0 for seconds in time.parts.values())
+
+
+def test_full_recomputation_adds_a_forward_pass():
+    plain = predicted(SMALL)
+    again = predicted(f"{SMALL} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    assert 1.2 < again.seconds / plain.seconds < 1.35
+
+
+def test_bubble_shrinks_with_virtual_stages_and_zero_bubble():
+    pipeline = f"{SMALL} --pipeline-model-parallel-size 4"
+    plain, virtual, zero = (
+        predicted(f"{pipeline} {extra}").bubble
+        for extra in ("", "--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule zero-bubble")
+    )
+    assert plain > virtual and plain > zero
+
+
+@pytest.mark.parametrize("flags", [SMALL, MOE], ids=["dense", "experts"])
+def test_proposed_layouts_pass_the_rules_and_fit(flags):
+    cluster = build_cluster("H100", 1, 8, memory=40.0)
+    found = search(settings(flags), cluster, 32000)
+    assert found.layouts and found.tried > 20
+    times = [each.time.seconds for each in found.layouts]
+    assert times == sorted(times)
+    for layout in found.layouts:
+        assert not check(layout.cfg)
+        assert layout.memory == peak_memory(layout.cfg, 32000) <= HEADROOM * (40 - LIBRARIES_GIB) * 2**30
+        typed = settings(f"{flags} {layout.flags}")
+        assert not isinstance(apply(typed, {}, 8), str)
+        assert predict_step(apply(typed, {}, 8), cluster, 32000).seconds == pytest.approx(layout.time.seconds)
+
+
+def test_search_keeps_sizes_of_the_command_line():
+    found = search(
+        settings(f"{SMALL} --tensor-model-parallel-size 4 --micro-batch-size 2"), build_cluster("H100", 1, 8), 32000
+    )
+    assert {each.cfg.model.tensor_model_parallel_size for each in found.layouts} == {4}
+    assert {each.cfg.training.micro_batch_size for each in found.layouts} == {2}
+
+
+def test_plan_reports_days_and_cost(capsys):
+    words = [*SMALL.split(), "--gpu", "H200", "--tokens", "1e10", "--gpu-hour-price", "3", "--json"]
+    assert run_tool("plan", words) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert best["cost"] == pytest.approx(3 * best["gpu_hours"])
+    assert best["gpu_hours"] == pytest.approx(1e10 / best["tokens_per_second_per_gpu"] / 3600)
+    assert best["gpu_hours"] == pytest.approx(24 * 8 * best["days"])
+
+
+def test_plan_names_the_smallest_need_if_nothing_fits(capsys):
+    assert run_tool("plan", [*SMALL.split(), "--gpu", "H100", "--memory", "4"]) == 2
+    assert "no layout fits: the smallest of" in capsys.readouterr().err
+
+
+def test_goodput_matches_youngs_interval():
+    found = goodput(1024, 1 / (1024 * 49.5), 10.0, 120.0)
+    assert found.failure_hours == pytest.approx(49.5)
+    assert found.interval == pytest.approx((2 * 10 * 49.5 * 3600) ** 0.5)
+    assert found.share == pytest.approx(0.989, abs=1e-3)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 0.0), (8, 1.42), (100, 2.51), (1000, 3.24), (16384, 3.97)])
+def test_expected_maximum_of_ranks(ranks, expected):
+    assert expected_maximum(ranks) == pytest.approx(expected, abs=0.02)
+
+
+def test_simulation_of_16384_ranks_matches_one_replica_without_noise():
+    schedule = choose_schedule(None, 16, 8, 64)
+    expected = simulate(schedule, unit_costs()).duration
+    assert simulate_ranks(schedule, unit_costs(), 1024, tp=8, noise=0.0) == pytest.approx(expected)
+    slow = simulate_ranks(schedule, unit_costs(), 1024, tp=8, noise=0.0, slow={5000: 1.3})
+    assert 1.2 < slow / expected < 1.31
+
+
+def test_trial_runs_a_tiny_model_on_gloo():
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
+        " --vocab-size 64 --global-batch-size 4 --micro-batch-size 1 --distributed-backend gloo"
+    )
+    found = search(
+        settings(f"{flags} --pipeline-model-parallel-size 1 --tensor-model-parallel-size 1"),
+        build_cluster("H100", 1, 2),
+        64,
+    )
+    seconds = try_layout(found.layouts[0], 2, "pretrain_gpt.py", flags.split())
+    assert seconds is not None and seconds > 0
+
+
+def test_dry_run_predicts_time_and_fit():
+    cfg = apply(settings(SMALL), {}, 8)
+    rows = dict(prediction_rows(cfg, 32000, 3200))
+    assert set(rows) == {"predicted on H100", "predicted on H200"}
+    assert rows["predicted on H100"].startswith("fits, ") and "days" in rows["predicted on H100"]
