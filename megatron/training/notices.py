@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.cli import flags_of
+from megatron.core.config.muon import MUON_OPTIMIZERS
 from megatron.core.config.tokenizer import TOKENIZER_FILES
 from megatron.core.models.registry import scripts_with
 from megatron.training.config.flat import FlatConfig
@@ -101,7 +102,10 @@ def _without_effect(given: FlatConfig, resolved: PretrainConfig) -> Iterator[str
             "--position-embedding-type rope removes them"
         )
     of_muon = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("muon_")]
-    if of_muon and resolved.optimizer.optimizer != "muon":
+    of_adaptive = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("adaptive_muon")]
+    if of_adaptive and resolved.optimizer.optimizer != "adaptive_muon":
+        yield f"{', '.join(of_adaptive)}: no effect without --optimizer adaptive_muon"
+    if of_muon and resolved.optimizer.optimizer not in MUON_OPTIMIZERS:
         yield f"{', '.join(of_muon)}: no effect without --optimizer muon"
     elif resolved.optimizer.muon_tp_mode == "distributed":
         yield "--muon-tp-mode distributed: deals full matrices to ranks, with the same results up to rounding"

@@ -1,4 +1,4 @@
-"""Full runs with Muon: the same bits on any number of data-parallel ranks that hold the state, and checkpoints."""
+"""Full runs with Muon and Lion: the same bits on any number of data-parallel ranks that hold the state; checkpoints."""
 
 import pytest
 
@@ -6,7 +6,9 @@ from tests.functional_tests.test_data_parallel_training import OVERLAPPED, SAME_
 from tests.test_utils.gpt_runs import losses, train_with_errors
 
 MUON = ["--optimizer", "muon", "--swiglu", "--muon-extra-scale-factor", "0.2"]
-LAYOUTS = {
+ADAPTIVE = ["--optimizer", "adaptive_muon"]
+LION = ["--optimizer", "lion"]
+LAYOUTS = {  # the last --optimizer counts
     "one rank": (1, []),
     "plain": (2, []),
     "sharded": (2, OVERLAPPED),
@@ -14,6 +16,13 @@ LAYOUTS = {
     "tp and sharded": (4, [*OVERLAPPED, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "pp and sharded": (4, [*OVERLAPPED, "--pipeline-model-parallel-size", "2"]),
     "experts": (2, [*OVERLAPPED, "--num-experts", "4", "--expert-model-parallel-size", "2"]),
+    "adamuon": (1, ADAPTIVE),
+    "adamuon, fsdp2": (2, [*ADAPTIVE, "--use-torch-fsdp2"]),
+    "normuon, sharded": (2, [*ADAPTIVE, "--adaptive-muon-moment2-method", "normuon", "--bf16", *OVERLAPPED]),
+    "lion": (1, LION),
+    "lion, sharded": (2, [*LION, "--bf16", *OVERLAPPED]),
+    "lion, fsdp2": (2, [*LION, "--use-torch-fsdp2"]),
+    "lion for other parameters": (2, ["--muon-scalar-optimizer", "lion", *OVERLAPPED]),
 }
 
 
@@ -46,7 +55,7 @@ def resumed(pool, dataset, folder, save, *flags):
 
 
 @pytest.mark.parametrize("first, second", [
-    ("adam", "muon"), ("muon", "adam"), ("sgd", "muon"), ("adam", "lion"),
+    ("adam", "muon"), ("muon", "adam"), ("sgd", "muon"), ("adam", "lion"), ("muon", "adaptive_muon"),
     ("muon --muon-scalar-optimizer adam", "muon --muon-scalar-optimizer lion"),
 ])  # fmt: skip
 def test_state_of_another_optimizer_is_rejected_with_the_fix(gloo_pool, dataset, tmp_path, first, second):

@@ -7,6 +7,7 @@ POLAR_EXPRESS = [
     (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.25, 0.375),
 ]  # fmt: skip
 
+KINDS = ("muon", "adaptive_muon")
 SIMPLE = [(3.4445, -4.7750, 2.0315)]
 # of p(x / 1.01): without the divisor it diverges in bf16
 CANS = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in [
@@ -58,13 +59,30 @@ def direction_of(gradient, momentum, c):
     return ((1 - mu) * gradient + mu * momentum if c.muon_nesterov else momentum), momentum
 
 
-def muon_step(weight, gradient, momentum, c, lr=None, decay=None):
-    """Return the next weight and momentum of one matrix, in fp64."""
+def adapted(factor, second, c):
+    """Return the factor of adaptive Muon and its next second moment, [rows, columns] for both kinds."""
+    squares = factor**2
+    if c.adaptive_muon_moment2_method == "adamuon":
+        second = c.adaptive_muon_beta2 * second + (1 - c.adaptive_muon_beta2) * squares
+        return factor / (second.sqrt() + c.adaptive_muon_eps), second
+    along = 1 if factor.shape[0] >= factor.shape[1] else 0
+    mean = squares.sum(along, keepdim=True) / factor.shape[along]
+    second = c.adaptive_muon_beta2 * second + (1 - c.adaptive_muon_beta2) * mean
+    update = factor / second.clamp(min=c.adaptive_muon_eps) ** 0.5
+    return update * (squares.sum() / (update**2).sum().clamp(min=c.adaptive_muon_eps**2)) ** 0.5, second
+
+
+def muon_step(weight, gradient, momentum, c, lr=None, decay=None, second=None):
+    """Return the next weight and momentum of one matrix, in fp64; with a ``second`` moment also this."""
     lr, decay = c.lr if lr is None else lr, c.weight_decay if decay is None else decay
     if not getattr(c, "decoupled_weight_decay", True):
         gradient, decay = gradient + decay * weight, 0.0
     direction, momentum = direction_of(gradient, momentum, c)
-    return weight - lr * decay * weight - lr * scale(*weight.shape, c) * newton_schulz(direction, c), momentum
+    factor = newton_schulz(direction, c)
+    if second is not None:
+        factor, second = adapted(factor, second, c)
+    moments = (momentum,) if second is None else (momentum, second)
+    return weight - lr * decay * weight - lr * scale(*weight.shape, c) * factor, *moments
 
 
 # ---- the matrices of a model's weights
@@ -94,11 +112,16 @@ def rows_of_matrices(name, rows, c):
     return [stored[:, :-2].flatten(), stored[:, -2].flatten(), stored[:, -1].flatten()]
 
 
-def update_weight(name, weight, gradient, momentum, c, lr, decay):
-    """Update one weight and its momentum in place: [rows, columns], or such a matrix per expert."""
+def update_weight(name, weight, gradient, momentum, second, c, lr, decay):
+    """Update one weight and its moments in place: [rows, columns], or such a matrix per expert. Adaptive Muon has a
+    second moment."""
     if weight.dim() == 3:
-        for parts in zip(weight, gradient, momentum):
+        for parts in zip(weight, gradient, momentum, second):
             update_weight(name, *parts, c, lr, decay)
         return
+    moments = (momentum, second) if c.optimizer == "adaptive_muon" else (momentum,)
     for rows in rows_of_matrices(name, len(weight), c):
-        weight[rows], momentum[rows] = muon_step(weight[rows], gradient[rows], momentum[rows], c, lr, decay)
+        old = dict(zip(("momentum", "second"), (each[rows] for each in moments)))
+        weight[rows], *new = muon_step(weight[rows], gradient[rows], c=c, lr=lr, decay=decay, **old)
+        for moment, value in zip(moments, new):
+            moment[rows] = value

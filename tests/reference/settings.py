@@ -69,7 +69,8 @@ OPTIMIZER = {
     "muon_scalar_optimizer": "adam", "muon_momentum": 0.9, "muon_nesterov": False,
     "muon_no_split_qkv": False, "muon_split_qkv_per_head": False, "muon_split_gate_up": False,
     "muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0, "muon_coefficient_type": "quintic",
-    "muon_num_ns_steps": 5,
+    "muon_num_ns_steps": 5, "adaptive_muon_moment2_method": "adamuon", "adaptive_muon_beta2": 0.95,
+    "adaptive_muon_eps": 1e-8,
 }  # fmt: skip
 SCHEDULE = {
     "micro_batch_size": 1, "global_batch_size": None, "rampup_batch_size": None, "step_batch_size_schedule": None,

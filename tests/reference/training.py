@@ -172,14 +172,14 @@ class Optimizer:
             is_matrix = weight.dim() > 1 and not name.endswith("bias")  # a bias of many experts is none
             is_decayed = is_matrix or c.apply_wd_to_qk_layernorm and of_heads
             decay = weight_decay(c, n) if is_decayed else 0.0
-            if c.optimizer == "muon" and muon.is_updated(name, weight):
-                muon.update_weight(name, weight, g, m, c, rate, decay)
+            if c.optimizer in muon.KINDS and muon.is_updated(name, weight):
+                muon.update_weight(name, weight, g, m, v, c, rate, decay)
                 continue
             if c.optimizer == "sgd":
                 m.mul_(c.sgd_momentum).add_(g + decay * weight)
                 weight -= rate * m
                 continue
-            if "lion" in (c.optimizer, c.muon_scalar_optimizer if c.optimizer == "muon" else ""):
+            if "lion" in (c.optimizer, c.muon_scalar_optimizer if c.optimizer in muon.KINDS else ""):
                 weight -= rate * ((c.lion_beta1 * m + (1 - c.lion_beta1) * g).sign() + decay * weight)
                 m.mul_(c.lion_beta2).add_((1 - c.lion_beta2) * g)
                 continue

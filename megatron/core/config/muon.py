@@ -9,6 +9,8 @@ from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import PositiveFloat, Probability, Range
 
+MUON_OPTIMIZERS = ("muon", "adaptive_muon")
+
 CUBIC_STEPS = 5
 """Newton-Schulz steps of ``cubic5``: its coefficients are optimal together only."""
 
@@ -55,6 +57,15 @@ class MuonConfig(FlagGroup):
 
     muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
     """Muon: optimizer of embeddings, output layer, norms and biases; reads the --adam-* or --lion-* flags."""
+
+    adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = "adamuon"
+    """Adaptive Muon: second moment of orthogonalized updates per element (adamuon), or per row or column (normuon)."""
+
+    adaptive_muon_beta2: Probability = 0.95
+    """Adaptive Muon: decay of the second moment."""
+
+    adaptive_muon_eps: PositiveFloat = 1e-8
+    """Adaptive Muon: added to the root of the second moment (adamuon), or its minimum (normuon)."""
 
 
 def is_hidden_matrix(name: str, ndim: int) -> bool:

@@ -15,8 +15,8 @@ from megatron.core.config.ranges import INT64_MAX, NonNegativeFloat, PositiveFlo
 class RegularizationConfig(FlagGroup):
     """Optimizer and regularization"""
 
-    optimizer: Literal["adam", "sgd", "lion", "muon"] = "adam"
-    """Optimizer; adam decouples weight decay (AdamW), muon updates hidden matrices and adam the other parameters."""
+    optimizer: Literal["adam", "sgd", "lion", "muon", "adaptive_muon"] = "adam"
+    """Optimizer; adam decouples weight decay (AdamW), muon and adaptive_muon update hidden matrices, adam the rest."""
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices; biases and normalization weights are exempt."""

@@ -91,26 +91,34 @@ class Muon:
             names = tuple(each.name for each in batch)
             if names not in self._deals:  # a step without some gradients has other entries
                 self._deals[names] = Deal([each.shard for each in batch], axes, batch[0].groups, self._cost)
-            dtype = factor_dtype(directions[0].dtype, self._precision)
-            factors = self._deals[names].run(directions, self.orthogonalized, dtype)
+            factors = self.factors(self._deals[names], directions, batch, conditions.skip)
             self._update.apply(batch, factors, [self.scale(each.spec) for each in batch], step)
+
+    def factors(self, deal: Deal, directions: Sequence[Tensor], batch: Sequence[Entry], skip: Tensor) -> list[Tensor]:
+        """Return the orthogonal factors for this rank's shards of ``batch``; times :meth:`scale` they are the updates.
+        Collective. Undefined if ``skip`` is 1."""
+        full = self.orthogonalized(deal.collect(directions), deal.owned_specs)
+        results = [self.scaled_down(each, spec) for each, spec in zip(full, deal.owned_specs)]
+        return deal.give_back(results, directions, factor_dtype(directions[0].dtype, self._precision))
 
     def orthogonalized(self, directions: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
         """Return the orthogonal factors of all matrices in each of ``directions``, parameters in their logical shapes;
-        new tensors of these shapes. Multiplied by :meth:`scale` they are the updates: matrices with a smaller scale
-        than others of the same parameter are scaled down to it here."""
+        new tensors of these shapes."""
 
         def update(matrices: Tensor) -> Tensor:
             return orthogonalize(matrices, self._steps, self._precision, self._product)
 
-        results = map_matrices(update, directions, specs, self.splits)
-        for result, spec in zip(results, specs):
-            heights = matrix_heights(result.shape, spec, self.splits)
-            scales = [self._scale_of(height, result.shape[-1]) for height in heights]
-            if len({*scales}) > 1:
-                for (part, _), scale in zip(row_views(result, spec, self.splits), scales):
-                    part.mul_(scale / max(scales))
-        return results
+        return map_matrices(update, directions, specs, self.splits)
+
+    def scaled_down(self, factors: Tensor, spec: ParameterSpec) -> Tensor:
+        """Return ``factors`` of one parameter, where matrices with a smaller scale than others are multiplied by the
+        ratio, in place."""
+        *_, columns = shape = factors.shape
+        scales = [self._scale_of(height, columns) for height in matrix_heights(shape, spec, self.splits)]
+        if len({*scales}) > 1:
+            for (part, _), scale in zip(row_views(factors, spec, self.splits), scales):
+                part.mul_(scale / max(scales))
+        return factors
 
     def scale(self, spec: ParameterSpec) -> float:
         """Return the factor of the updates of a parameter: the largest of those of its matrices."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from megatron.core.config.muon import is_hidden_matrix
+from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import RuleFactory, find_rule
 from megatron.core.sharding.placement import declare, global_name, spec_or_replicated
 
 
 def default_rule(config: OptimizerConfig, name: str, parameter: nn.Parameter) -> str | RuleFactory:
-    """Return the rule that the spec of ``parameter`` declares, else ``config.optimizer``; for "muon" the rule
+    """Return the rule that the spec of ``parameter`` declares, else ``config.optimizer``; for Muon's kinds the rule
     ``config.muon_scalar_optimizer`` if the parameter is no hidden matrix. Megatron-LM's attribute
     ``is_embedding_or_output_parameter`` excludes a parameter as well."""
     spec = spec_or_replicated(parameter)
     if spec.update_rule is not None:
         return spec.update_rule  # type: ignore[return-value]  # a class of this interface
-    if config.optimizer != "muon":
+    if config.optimizer not in MUON_OPTIMIZERS:
         return config.optimizer
     is_excluded = getattr(parameter, "is_embedding_or_output_parameter", False)
     is_matrix = is_hidden_matrix(global_name(name, spec), parameter.ndim) and not is_excluded

@@ -1,4 +1,5 @@
-"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, Lion, and Muon (``muon.py``).
+"""Update rules: AdamW (or Adam with L2 decay), SGD with momentum, Lion, and Muon (``muon.py``,
+``adaptive_muon.py``).
 
 A rule declares its state tensors per parameter with their dtypes, and what it owns: elements, which optimizer shards
 may cut anywhere, or matrices. It updates the storages and moments of a list of :class:`Entry` in place. Learning rate
@@ -23,6 +24,7 @@ from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.storage import OptimizerEntry, Storage, as_fp32_lists, by_rates
 from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.optimizer.adaptive_muon import AdaptiveMuon
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.sharding.full_tensor import gather_full, take_shard
@@ -177,7 +179,9 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-RULES: dict[str, RuleFactory] = {"adam": Adam, "sgd": SGD, "lion": Lion, "muon": Muon}
+RULES: dict[str, RuleFactory] = {
+    "adam": Adam, "sgd": SGD, "lion": Lion, "muon": Muon, "adaptive_muon": AdaptiveMuon,
+}  # fmt: skip
 """Update rules by name (--optimizer, or ``optimizer`` in a parameter group)."""
 
 

@@ -88,6 +88,12 @@ class Deal:
         units = [Unit(*each, (0, 0, 0)) for each in ranges]
         owners = assign([cost(self.shape(each), self.specs[each.number]) for each in units], len(axes.workers))
         self.units = [each._replace(owner=axes.workers[owner]) for each, owner in zip(units, owners)]
+        copies, rows, mesh = (group.rank for group in axes)
+        self._held = [unit for unit in self.units if unit.owner[0] == copies]  # this copy computes them
+        self._by_column = [unit for unit in self._held if unit.owner[1] == rows]
+        self._owned = [unit for unit in self._by_column if unit.owner[2] == mesh]
+        self.owned_specs = [self.specs[unit.number] for unit in self._owned]
+        """Specs of the units that this rank computes, in order."""
 
     def _lots(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (index, start, stop) of the units of a parameter: at most one per rank, of equal numbers of experts."""
@@ -108,52 +114,47 @@ class Deal:
         held = (unit.stop - unit.start) // math.prod(lengths[1:])
         return (held, *shape[1:]) if self.specs[unit.number].is_expert else tuple(shape)
 
-    def run(
-        self, tensors: Sequence[Tensor], compute: Callable[[list[Tensor], list[ParameterSpec]], list[Tensor]],
-        dtype: torch.dtype | None = None,
-    ) -> list[Tensor]:  # fmt: skip
-        """Return the elements of this rank's shards of ``compute(full tensors, specs)``, shaped as ``tensors`` (one per
-        shard). ``compute`` receives the units that this rank owns, in their logical shapes, and returns new tensors of
-        these shapes in ``dtype`` (None: that of ``tensors``). Collective over all axes; padding is zero in results."""
-        copies, rows, mesh = (group.rank for group in self.axes)
+    def collect(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the units that this rank owns, in their logical shapes, from ``tensors``, shaped as the shards (one
+        per shard). Results may be views. Collective over all axes."""
         flat = [each.reshape(-1) for each in tensors]
-        held = [unit for unit in self.units if unit.owner[0] == copies]  # this copy computes them
-        by_column = [unit for unit in held if unit.owner[1] == rows]
-        owned = [unit for unit in by_column if unit.owner[2] == mesh]
-        full = self._collect_mesh(by_column, owned, self._collect_rows(held, by_column, flat), flat[0])
-        results = compute(full, [self.specs[unit.number] for unit in owned])
-        like = flat[0].new_empty(0, dtype=dtype)
-        parts = self._return_rows(held, by_column, self._return_mesh(by_column, owned, results, like), like)
-        return self._share_copies(held, parts, tensors, like)
+        return self._collect_mesh(self._collect_rows(flat), flat[0])
 
-    def _collect_rows(self, held: list[Unit], by_column: list[Unit], flat: list[Tensor]) -> list[Tensor]:
-        """Send rows to the owners' columns; return the mesh shards of the units ``by_column``, flat."""
+    def give_back(
+        self, results: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Return the elements of this rank's shards, shaped as ``tensors``, of the ``results`` of all owners: each for
+        its units, in the order and shapes of :meth:`collect`, in ``dtype`` (None: that of ``tensors``). Collective over
+        all axes; padding is zero in the result."""
+        like = tensors[0].new_empty(0, dtype=dtype)
+        return self._share_copies(self._return_rows(self._return_mesh(results, like), like), tensors, like)
+
+    def _collect_rows(self, flat: list[Tensor]) -> list[Tensor]:
+        """Send rows to the owners' columns; return the mesh shards of the units in this column, flat."""
         group = self.axes.rows
         if group.size == 1:
-            return [flat[unit.number][unit.start : unit.stop] for unit in held]
+            return [flat[unit.number][unit.start : unit.stop] for unit in self._held]
         outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
-        for unit in held:
+        for unit in self._held:
             low, high = self._rows(unit, group.rank)
             first = self.shards[unit.number].start
             outgoing[unit.owner[1]].append(flat[unit.number][low - first : high - first])
-        sizes = [[self._size(unit, rank) for unit in by_column] for rank in range(group.size)]
+        sizes = [[self._size(unit, rank) for unit in self._by_column] for rank in range(group.size)]
         return [torch.cat(pieces) for pieces in zip(*exchange(group, outgoing, sizes, flat[0]))]
 
-    def _collect_mesh(
-        self, by_column: list[Unit], owned: list[Unit], local: list[Tensor], like: Tensor
-    ) -> list[Tensor]:
-        """Send mesh shards to the owners; return the full tensors of the units ``owned`` without padding."""
+    def _collect_mesh(self, local: list[Tensor], like: Tensor) -> list[Tensor]:
+        """Send mesh shards to the owners; return the full tensors of this rank's units without padding."""
         group = self.axes.mesh
         outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
-        for unit, shard in zip(by_column, local):
+        for unit, shard in zip(self._by_column, local):
             if self._is_split(unit):
                 outgoing[unit.owner[2]].append(shard)
-        split = [unit for unit in owned if self._is_split(unit)]
+        split = [unit for unit in self._owned if self._is_split(unit)]
         sizes = [[unit.stop - unit.start for unit in split] for _ in range(group.size)]
         received = dict(zip(split, zip(*exchange(group, outgoing, sizes, like))))
-        here = dict(zip(by_column, local))
+        here = dict(zip(self._by_column, local))
         full = []
-        for unit in owned:
+        for unit in self._owned:
             pieces = [
                 each.view(self._of_unit(unit, self._lengths[unit.number])) for each in received.get(unit, (here[unit],))
             ]
@@ -161,41 +162,37 @@ class Deal:
             full.append(joined[tuple(slice(length) for length in self.shape(unit))])
         return full
 
-    def _return_mesh(
-        self, by_column: list[Unit], owned: list[Unit], results: list[Tensor], like: Tensor
-    ) -> list[Tensor]:
-        """Send each mesh rank its shard of ``results``; return the local shards of ``by_column``, flat."""
+    def _return_mesh(self, results: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Send each mesh rank its shard of ``results``; return the local shards of this column's units, flat."""
         group = self.axes.mesh
         outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
-        for unit, result in zip(owned, results):
+        for unit, result in zip(self._owned, results):
             padded = self._padded(unit, result)
             shards = split_shards(padded, self._placement(unit), group.size) if self._is_split(unit) else None
             for rank, pieces in enumerate(outgoing):
                 pieces.append((padded if shards is None else shards[rank]).reshape(-1))
-        sent_by = [[unit for unit in by_column if unit.owner[2] == rank] for rank in range(group.size)]
+        sent_by = [[unit for unit in self._by_column if unit.owner[2] == rank] for rank in range(group.size)]
         sizes = [[unit.stop - unit.start for unit in units] for units in sent_by]
-        return _in_order(by_column, sent_by, exchange(group, outgoing, sizes, like))
+        return _in_order(self._by_column, sent_by, exchange(group, outgoing, sizes, like))
 
-    def _return_rows(self, held: list[Unit], by_column: list[Unit], shards: list[Tensor], like: Tensor) -> list[Tensor]:
-        """Send each FSDP rank its rows of the mesh ``shards``; return the local rows of ``held``, flat."""
+    def _return_rows(self, shards: list[Tensor], like: Tensor) -> list[Tensor]:
+        """Send each FSDP rank its rows of the mesh ``shards``; return the local rows of this copy's units, flat."""
         group = self.axes.rows
         if group.size == 1:
             return shards
         outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
-        for unit, shard in zip(by_column, shards):
+        for unit, shard in zip(self._by_column, shards):
             for rank, pieces in enumerate(outgoing):
                 low, high = self._rows(unit, rank)
                 pieces.append(shard[low - unit.start : high - unit.start])
-        sent_by = [[unit for unit in held if unit.owner[1] == rank] for rank in range(group.size)]
+        sent_by = [[unit for unit in self._held if unit.owner[1] == rank] for rank in range(group.size)]
         sizes = [[self._size(unit, group.rank) for unit in units] for units in sent_by]
-        return _in_order(held, sent_by, exchange(group, outgoing, sizes, like))
+        return _in_order(self._held, sent_by, exchange(group, outgoing, sizes, like))
 
-    def _share_copies(
-        self, held: list[Unit], parts: list[Tensor], tensors: Sequence[Tensor], like: Tensor
-    ) -> list[Tensor]:
-        """All-gather the ``parts`` of ``held`` over ranks with copies; return the shards of all parameters."""
+    def _share_copies(self, parts: list[Tensor], tensors: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """All-gather the ``parts`` of this copy's units over ranks with copies; return the shards of all parameters."""
         group = self.axes.copies
-        found = [*zip(held, parts)]
+        found = [*zip(self._held, parts)]
         if group.size > 1:
             computed_by = [[unit for unit in self.units if unit.owner[0] == rank] for rank in range(group.size)]
             sizes = [[self._size(unit, self.axes.rows.rank) for unit in units] for units in computed_by]

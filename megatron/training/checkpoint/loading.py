@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.config.muon import MUON_OPTIMIZERS
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_gather_json, from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
@@ -241,10 +242,10 @@ class Loading:
         states have other tensors, or tensors of the same name with another meaning."""
         stored, config = self.reader.objects["args"], self.cfg.optimizer
         theirs, ours = str(stored.get("optimizer")), str(config.optimizer)
-        if theirs == ours == "muon":
-            scalar = stored.get("muon_scalar_optimizer", "adam")
-            theirs, ours = (f"muon --muon-scalar-optimizer {each}" for each in (scalar, config.muon_scalar_optimizer))
-        if theirs == ours or not {"muon", "lion"} & {*theirs.split(), *ours.split()}:
+        if theirs == ours and ours in MUON_OPTIMIZERS:
+            scalars = stored.get("muon_scalar_optimizer", "adam"), config.muon_scalar_optimizer
+            theirs, ours = (f"{ours} --muon-scalar-optimizer {each}" for each in scalars)
+        if theirs == ours or not {*MUON_OPTIMIZERS, "lion"} & {*theirs.split(), *ours.split()}:
             return []
         return [
             f"{self.found.directory} holds optimizer state of --optimizer {theirs}, this run has --optimizer {ours}: "

@@ -76,6 +76,7 @@ NUMBERS = (
     "muon_momentum", "muon_nesterov", "muon_split_qkv", "muon_split_qkv_per_head", "muon_split_gate_up",
     "muon_scale_mode", "muon_extra_scale_factor", "muon_coefficient_type", "muon_num_ns_steps",
     "muon_fp32_matmul_prec", "muon_scalar_optimizer", "lion_beta1", "lion_beta2",
+    "adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps",
 )  # fmt: skip
 """Settings that affect computed values. Learning rate and weight decay are checked by the scheduler."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD
 from megatron.core.config.moe import expert_tensor_ranks
-from megatron.core.config.muon import is_hidden_matrix
+from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
 from megatron.core.description.model import ModelDescription, Param, Piece, kept_bytes
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
@@ -167,7 +167,7 @@ def _buffer_state(
 
 
 def _is_matrix(cfg: PretrainConfig, stored: Stored) -> bool:
-    return cfg.optimizer.optimizer == "muon" and is_hidden_matrix(stored.param.name, len(stored.shape))
+    return cfg.optimizer.optimizer in MUON_OPTIMIZERS and is_hidden_matrix(stored.param.name, len(stored.shape))
 
 
 def _one_buffer_state(
@@ -270,7 +270,11 @@ def master_bytes(cfg: PretrainConfig) -> int:
 
 def moment_bytes(cfg: PretrainConfig, is_matrix: bool = False) -> int:
     """Return the bytes of all moments per parameter element; ``is_matrix``: of matrices that Muon updates."""
-    kind = cfg.optimizer.muon_scalar_optimizer if cfg.optimizer.optimizer == "muon" else cfg.optimizer.optimizer
+    kind = cfg.optimizer.optimizer
+    if is_matrix and kind == "adaptive_muon":
+        return 2 * state_bytes(cfg)
+    if kind in MUON_OPTIMIZERS:
+        kind = cfg.optimizer.muon_scalar_optimizer
     if is_matrix or kind == "lion":
         return state_bytes(cfg)
     if kind == "sgd":

@@ -1,15 +1,15 @@
-"""Rules of --optimizer muon."""
+"""Rules of --optimizer muon and adaptive_muon."""
 
 from __future__ import annotations
 
 from megatron.core.config.moe import expert_tensor_ranks
-from megatron.core.config.muon import CUBIC_STEPS
+from megatron.core.config.muon import CUBIC_STEPS, MUON_OPTIMIZERS
 from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def muon_options_are_available(cfg: PretrainConfig) -> Problems:
-    if cfg.optimizer.optimizer != "muon":
+    if cfg.optimizer.optimizer not in MUON_OPTIMIZERS:
         return
     if cfg.optimizer.muon_fp32_matmul_prec == "low":
         reason = "has no meaning in torch: no precision is below bf16"
@@ -24,7 +24,8 @@ def muon_options_are_available(cfg: PretrainConfig) -> Problems:
 
 def cubic_coefficients_have_five_steps(cfg: PretrainConfig) -> Problems:
     muon = cfg.optimizer
-    if muon.optimizer != "muon" or muon.muon_coefficient_type != "cubic5" or muon.muon_num_ns_steps == CUBIC_STEPS:
+    is_cubic = muon.optimizer in MUON_OPTIMIZERS and muon.muon_coefficient_type == "cubic5"
+    if not is_cubic or muon.muon_num_ns_steps == CUBIC_STEPS:
         return
     reason = f"must be {CUBIC_STEPS} with --muon-coefficient-type cubic5: fewer or more steps do not converge"
     yield problem(cfg, "muon_num_ns_steps", reason, f"use {CUBIC_STEPS}")
@@ -33,7 +34,7 @@ def cubic_coefficients_have_five_steps(cfg: PretrainConfig) -> Problems:
 def fused_qkv_is_one_parameter(cfg: PretrainConfig) -> Problems:
     """Reject --muon-no-split-qkv together with --muon-split-qkv-per-head, and with fewer query groups than
     tensor-parallel ranks, which store queries apart from keys and values."""
-    if cfg.optimizer.optimizer != "muon" or cfg.optimizer.muon_split_qkv:
+    if cfg.optimizer.optimizer not in MUON_OPTIMIZERS or cfg.optimizer.muon_split_qkv:
         return
     if cfg.optimizer.muon_split_qkv_per_head:
         yield problem(cfg, "muon_split_qkv_per_head", "contradicts --muon-no-split-qkv", "remove one of the two")

@@ -112,6 +112,10 @@ def lion(lr=1e-2, decay=0.01, clip=1.0, beta1=0.95, beta2=0.98, among=("",)):
     return follows
 
 
+def adaptive(**settings):
+    return muon(**{"optimizer": "adaptive_muon", "muon_extra_scale_factor": 0.02, **settings})
+
+
 def muon(decay=0.01, lr=1e-2, clip=1.0, **settings):
     """The projections of the MLP follow from the gradients by Muon (``tests/reference``) with these settings."""
     c = SimpleNamespace(**MUON_DEFAULTS | settings)
@@ -120,11 +124,11 @@ def muon(decay=0.01, lr=1e-2, clip=1.0, **settings):
         finished(run)
         names = [name for name in run.initial if name.endswith(("linear_qkv.weight", "linear_fc1.weight"))]
         weights = {name: run.initial[name].double().flatten(0, -2) for name in names}
-        momenta = {name: torch.zeros_like(each) for name, each in weights.items()}
+        moments = {name: (torch.zeros_like(each), torch.zeros_like(each)) for name, each in weights.items()}
         for gradients in run.gradients:
             clipped = _clipped(gradients, clip)
             for name in names:
-                update_weight(name, weights[name], clipped[name].flatten(0, -2), momenta[name], c, lr, decay)
+                update_weight(name, weights[name], clipped[name].flatten(0, -2), *moments[name], c, lr, decay)
         assert_close({name: run.weights[name].flatten(0, -2) for name in names}, weights, 2e-5)
 
     return follows
@@ -219,11 +223,13 @@ HOST_MEMORY = ("megatron.core.host_memory:HostMemory.zeros",)
 LOADS = ("megatron.core.optimizer.host_state:HostState._pairs",)
 SGD = "--optimizer sgd --weight-decay 0"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest --muon-coefficient-type simple"
+ADAPTIVE = f"{MUON.replace('muon', 'adaptive_muon', 1)} --muon-extra-scale-factor 0.02"
 MUON_DEFAULTS = {
     "num_attention_heads": 4, "group_query_attention": False, "swiglu": False, "geglu": False, "quick_geglu": False,
     "muon_momentum": 0.9, "muon_nesterov": False, "muon_no_split_qkv": False, "muon_split_qkv_per_head": False,
     "muon_split_gate_up": False, "muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0,
-    "muon_coefficient_type": "simple", "muon_num_ns_steps": 5,
+    "muon_coefficient_type": "simple", "muon_num_ns_steps": 5, "optimizer": "muon",
+    "adaptive_muon_moment2_method": "adamuon", "adaptive_muon_beta2": 0.95, "adaptive_muon_eps": 1e-8,
 }  # fmt: skip
 CLIP = "--train-iters 1 --log-max-attention-logit"
 PRECISE = f"{BF16} --use-precision-aware-optimizer"
@@ -238,6 +244,9 @@ OPTIMIZER = [
     row("--optimizer sgd", sgd(), base="--weight-decay 0"),
     row("--sgd-momentum 0.5", sgd(momentum=0.5), base=SGD),
     row("--optimizer muon", muon(), base="--muon-fp32-matmul-prec highest --muon-coefficient-type simple"),
+    row("--adaptive-muon-moment2-method normuon", adaptive(adaptive_muon_moment2_method="normuon"), base=ADAPTIVE),
+    row("--adaptive-muon-beta2 0.5", adaptive(adaptive_muon_beta2=0.5), base=ADAPTIVE),
+    row("--adaptive-muon-eps 0.1", adaptive(adaptive_muon_eps=0.1), base=ADAPTIVE),
     row("--muon-momentum 0.5", muon(muon_momentum=0.5), base=MUON),
     row("--muon-nesterov", muon(muon_nesterov=True), base=MUON),
     row("--muon-no-split-qkv", muon(muon_no_split_qkv=True), base=MUON),

@@ -220,7 +220,12 @@ VARIANTS = {
     "cubic": {"muon_coefficient_type": "cubic5"},
     "l2": {"decoupled_weight_decay": False},
     "bf16": {"muon_fp32_matmul_prec": "medium"},
-}
+    "adamuon": {"optimizer": "adaptive_muon"},
+    "normuon": {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "adaptive_muon_beta2": 0.7},
+    "normuon, bf16": {
+        "optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "muon_fp32_matmul_prec": "medium",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -228,11 +233,13 @@ def test_steps_equal_the_definition(name):
     model, start, config = network(), network(), settings(**VARIANTS[name])
     _, gradients = train(model, config)
     weights = {key: each.detach().double() for key, each in start.named_parameters() if each.ndim == 2}
-    momenta = {key: torch.zeros_like(each) for key, each in weights.items()}
+    kinds = ("momentum", "second") if config.optimizer == "adaptive_muon" else ("momentum",)
+    moments = {key: [torch.zeros_like(each) for _ in kinds] for key, each in weights.items()}
     for each in gradients:
         for key in weights:
-            weights[key], momenta[key] = muon_step(weights[key], each[key].double(), momenta[key], config)
-    tolerance = 0.02 if name == "bf16" else 1e-5
+            state = dict(zip(kinds, moments[key]))
+            weights[key], *moments[key] = muon_step(weights[key], each[key].double(), c=config, **state)
+    tolerance = 0.02 if "bf16" in name else 1e-5
     for key, each in weights.items():
         torch.testing.assert_close(model.get_parameter(key).double(), each, rtol=0, atol=tolerance)
 
@@ -270,10 +277,11 @@ def test_other_parameters_are_updated_by_adam():
     assert {*state["momentum_buffer"]} == {"0.weight", "2.weight"} and {*state["exp_avg"]} == {"0.bias", "2.bias"}
 
 
-def test_zero_gradients_change_nothing_and_nan_skips_the_step():
+@pytest.mark.parametrize("kind", ["muon", "adaptive_muon"])
+def test_zero_gradients_change_nothing_and_nan_skips_the_step(kind):
     model, start = network(), network()
     ddp = wrapped(model)
-    optimizer = get_megatron_optimizer(settings(weight_decay=0.0), [ddp], groups=SINGLE_PROCESS)
+    optimizer = get_megatron_optimizer(settings(optimizer=kind, weight_decay=0.0), [ddp], groups=SINGLE_PROCESS)
     optimizer.zero_grad()
     optimizer.step()
     assert all(map(torch.equal, model.parameters(), start.parameters()))
@@ -281,7 +289,10 @@ def test_zero_gradients_change_nothing_and_nan_skips_the_step():
     model[2].weight.main_grad.fill_(1.0)
     assert optimizer.step()[0] is False
     assert all(map(torch.equal, model.parameters(), start.parameters()))
-    assert not any(each.any() for each in optimizer.state_dict()["momentum_buffer"].values())
+    state = optimizer.state_dict()
+    moments = [state[name] for name in ("momentum_buffer", "moment2_buffer") if name in state]
+    assert not any(each.any() for kind in moments for each in kind.values())
+    assert len(moments) == (2 if kind == "adaptive_muon" else 1)
 
 
 def test_permuted_heads_commute_with_the_step_per_head():
@@ -320,7 +331,7 @@ def test_matrices_of_a_fused_weight_have_their_scales():
     spec, full = weight((2, 24, 5), parts=((16, 4, 4), (4,) * 6), ndim=2), random(2, 24, 5, dtype=torch.float64)
     config = settings(muon_scale_mode="unit_rms_norm", muon_coefficient_type="deepseekv4", muon_num_ns_steps=10)
     rule = Muon(config, [])
-    found = rule.scale(spec) * rule.orthogonalized([full], [spec])[0]
+    found = rule.scale(spec) * rule.scaled_down(rule.orthogonalized([full], [spec])[0], spec)
     for rows in (slice(16), slice(16, 20), slice(20, 24)):
         expected = polar_factor(full[:, rows].reshape(-1, 5)) * math.sqrt(full[:, rows, 0].numel() / 5)
         torch.testing.assert_close(found[:, rows].reshape(-1, 5), expected, rtol=0, atol=0.03)

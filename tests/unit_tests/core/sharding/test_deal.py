@@ -78,7 +78,8 @@ def is_right(rank, world_size, kind, sharing):
         count += sum(len(each) if spec.is_expert else 1 for each, spec in zip(full, specs))
         return [with_numbers(each, spec) for each, spec in zip(full, specs)]
 
-    results = deal.run([each.values.detach() for each in shards], compute)
+    values = [each.values.detach() for each in shards]
+    results = deal.give_back(compute(deal.collect(values), deal.owned_specs), values)
     right = []
     for result, shard, alone in zip(results, shards, make(kind, SINGLE_PROCESS)):
         full = with_numbers(alone.detach(), shard.parameter.spec)

@@ -91,6 +91,7 @@ def built(rank, world_size, text):
         ("--bf16 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20 --qk-layernorm --sequence-parallel"
          f" {ZERO} --tensor-model-parallel-size 2", 4),
         ("--bf16 --optimizer muon", 1),
+        ("--bf16 --optimizer adaptive_muon", 1),
         (f"{LLAMA} {ZERO} --optimizer muon --tensor-model-parallel-size 2", 4),
         ("--bf16 --use-torch-fsdp2 --optimizer muon", 2),
         (f"{EXPERTS} --bf16 {ZERO} --optimizer muon --expert-model-parallel-size 2 --moe-layer-freq 2", 4),
