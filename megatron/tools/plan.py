@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         add_trials(records, best[: options.trials], cluster, options.program, flags)
     losses = goodput_rows(cluster, options.save_stall, options.restart_seconds)
     if options.json:
-        print(json.dumps({"layouts": records, "goodput": losses, "candidates": found.tried}, indent=1))
+        print(json.dumps({"layouts": records, "goodput": [row._asdict() for row in losses], "candidates": found.tried}, indent=1))
         return 0
     print(
         f"{cluster.world_size} x {cluster.gpu.name}: {found.tried:,} candidates, {found.rejected:,} rejected by"
@@ -111,8 +111,8 @@ def main(argv: Sequence[str]) -> int:
     print(layout_table(records, len(found.ties())))
     for row in losses:
         print(
-            f"failures {row['failures']:<7} every {row['hours_between']:,.1f} h: save every"
-            f" {row['save_every_seconds'] / 60:.1f} min, goodput {row['goodput']:.1%}"
+            f"failures {row.failures:<7} every {row.hours_between:,.1f} h: save every"
+            f" {row.save_every_seconds / 60:.1f} min, goodput {row.goodput:.1%}"
         )
     return 0
 

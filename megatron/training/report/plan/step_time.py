@@ -9,10 +9,10 @@ collectives follow. ``calibration.tsv`` holds measured over predicted time by ki
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import ModelDescription, Op, Piece
@@ -33,7 +33,22 @@ from megatron.training.report.pipeline import (
 from megatron.training.report.plan.cluster import Cluster, Gpu, table
 from megatron.training.report.rates import model_kind
 
-Times = Counter[tuple[str, str]]
+Key = TypeVar("Key")
+
+
+class Seconds(dict[Key, float]):
+    """Sums of seconds; 0 for other keys."""
+
+    def __missing__(self, key: Key) -> float:
+        return 0.0
+
+    def add(self, other: Mapping[Key, float]) -> None:
+        """Add the seconds of ``other``."""
+        for key, seconds in other.items():
+            self[key] += seconds
+
+
+Times = Seconds[tuple[str, str]]
 """(phase, part) -> seconds; phases F, I and W."""
 
 NUM_SMS, TILE = 132, (128, 256)
@@ -97,19 +112,19 @@ def predict_step(
     costs = [_scaled(stage_times(cfg, model, stage, cluster), factor) for stage in stages]
     duration, bubble = _pipeline(cfg, costs, cluster, rough)
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
-    parts: Counter[str] = Counter()
+    parts: Seconds[str] = Seconds()
     for rank in range(ranks):  # the average rank: its busy time and the bubble add up to the duration
         for cost in costs[rank::ranks]:
             for (_, part), seconds in cost.items():
                 parts[part] += seconds * number / ranks
     parts["bubble"] = max(duration - sum(parts.values()), 0.0)
     after = [_after_backward(cfg, model, stages[rank::ranks], cluster, costs[rank]) for rank in range(ranks)]
-    parts.update(max(after, key=lambda each: sum(each.values())))
+    parts.add(max(after, key=lambda each: sum(each.values())))
     return StepTime(sum(parts.values()), dict(parts), bubble)
 
 
 def _scaled(times: Times, factor: float) -> Times:
-    return Counter({key: seconds * factor for key, seconds in times.items()})
+    return Seconds({key: seconds * factor for key, seconds in times.items()})
 
 
 # ---- compute
@@ -142,7 +157,7 @@ def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> T
     if experts and op.name != "router" and model.num_moe_experts:
         groups = model.num_moe_experts / model.expert_model_parallel_size
         rows, rate, wgrad = rows / groups, rate * GROUPED, wgrad * GROUPED
-    found: Times = Counter()
+    found: Times = Seconds()
     in_fp8 = model.fp8 is not None and not experts and not head
     if in_fp8:  # cast of input and output gradient, both orientations, and their maximum
         rate = wgrad = gpu.fp8 * (0.82 if model.fp8_recipe == "blockwise" else 1.0)
@@ -161,7 +176,7 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
     channels = cfg.model.num_attention_heads * (cfg.model.kv_channels or 1)
     keys = op.flops / (4.0 * cfg.data.seq_length * channels)
     forward, backward = (1 + half / max(keys, 1.0) for half in HALF_KEYS)
-    return Counter(
+    return Seconds(
         {
             ("F", "attention"): flops * forward / (gpu.attention_forward * 1e12),
             ("I", "attention"): 2.5 * flops * backward / (gpu.attention_backward * 1e12),
@@ -171,7 +186,7 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
 
 def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = False, layer: bool = True) -> Times:
     """Return the compute times of a piece for one micro-batch on one rank, with its recomputed operations."""
-    found: Times = Counter()
+    found: Times = Seconds()
     model, full = cfg.model, cfg.model.recompute_granularity == "full" and layer
     modules = set(model.recompute_modules or ("core_attn",)) if model.recompute_granularity == "selective" else set()
     experts = any(param.is_expert for param in piece.params) or piece.name == "experts"
@@ -182,13 +197,13 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
             times = _attention(cfg, op, gpu)
         else:
             seconds = op.traffic * _tokens(cfg) / (gpu.memory_rate * 1e12)
-            times = Counter({("F", "memory-bound"): 0.4 * seconds, ("I", "memory-bound"): 0.6 * seconds})
+            times = Seconds({("F", "memory-bound"): 0.4 * seconds, ("I", "memory-bound"): 0.6 * seconds})
         again = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
         if full or again:
             for (phase, _), seconds in list(times.items()):
                 if phase == "F":
                     times["I", "recomputation"] += seconds
-        found.update(times)
+        found.add(times)
     for phase in "FIW":
         busy = sum(seconds for (each, _), seconds in found.items() if each == phase)
         found[phase, "other"] += OTHER * busy
@@ -200,7 +215,8 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
 
 def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, attention: float) -> Times:
     """Return the exposed collectives of a residual branch; ``attention`` is its seconds of attention."""
-    model, found = cfg.model, Counter()
+    model = cfg.model
+    found: Times = Seconds()
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     stream = _tokens(cfg) * model.hidden_size * activation_bytes(model)
     if tp > 1:
@@ -213,9 +229,9 @@ def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, at
         found["F", "tensor communication"] = share * forward
         found["I", "tensor communication"] = share * backward
     if cp > 1 and any(op.kind == "attention" for op in piece.ops):
-        found.update(_context_communication(cfg, cluster, attention))
+        found.add(_context_communication(cfg, cluster, attention))
     if model.expert_model_parallel_size > 1 and any(param.is_expert for param in piece.params):
-        found.update(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
+        found.add(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
     return found
 
 
@@ -229,14 +245,14 @@ def _context_communication(cfg: PretrainConfig, cluster: Cluster, attention: flo
     if kind == "a2a":
         heads = _tokens(cfg) * 2 * model.num_attention_heads * width * activation_bytes(model) / tp + values
         one = A2A_SLOWDOWN * cluster.collective(heads, cp, tp)
-        return Counter({("F", "context communication"): one, ("I", "context communication"): one})
+        return Seconds({("F", "context communication"): one, ("I", "context communication"): one})
     one = cluster.collective(values * cp, cp, tp) if kind == "allgather" else (cp - 1) * cluster.send(values, tp)
     # a ring overlaps its messages with the attention of the previous block; with more steps it waits for the slowest
     share = 1.0 if kind == "allgather" else min(1.0, 0.3 * (cp - 1))
     forward, backward = (RING_SLOWDOWN * share * one * times for times in (1, 3))
     hidden = 0.0 if cluster.gpus_per_node >= cp * tp else attention / 2  # across nodes: bandwidth, not waiting
     forward, backward = max(forward - hidden / 3.5, share * one * 0.2), max(backward - hidden, share * one * 0.6)
-    return Counter({("F", "context communication"): forward, ("I", "context communication"): backward})
+    return Seconds({("F", "context communication"): forward, ("I", "context communication"): backward})
 
 
 def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) -> Times:
@@ -247,7 +263,7 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
         one = cluster.collective(stream * ep, ep, stride)
     else:
         one = cluster.collective(stream * model.moe_router_topk, ep, stride)
-    return Counter({("F", "expert communication"): 2 * one, ("I", "expert communication"): 2 * one})
+    return Seconds({("F", "expert communication"): 2 * one, ("I", "expert communication"): 2 * one})
 
 
 # ---- stages
@@ -255,7 +271,7 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
 
 def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster) -> Times:
     """Return the times of one micro-batch on a stage. A stage is at least as slow as the host starts its kernels."""
-    found: Times = Counter()
+    found: Times = Seconds()
     known: dict[object, Times] = {}
     branches = 0
     for piece in stage_pieces(model, stage):
@@ -264,9 +280,9 @@ def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageConten
             times = piece_times(cfg, piece, cluster.gpu, head=piece is model.head, layer=piece.is_branch)
             attention = sum(seconds for (_, part), seconds in times.items() if part == "attention")
             if piece.is_branch:
-                times.update(_layer_communication(cfg, piece, cluster, attention))
+                times.add(_layer_communication(cfg, piece, cluster, attention))
             known[key] = times
-        found.update(known[key])
+        found.add(known[key])
         branches += piece.is_branch
     if cfg.distributed.use_torch_fsdp2:
         _add_fsdp(cfg, model, stage, cluster, found)
@@ -340,7 +356,7 @@ def _data_ranks(cfg: PretrainConfig) -> tuple[int, int]:
 
 def _after_backward(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], cluster: Cluster, cost: Times
-) -> Counter[str]:
+) -> Seconds[str]:
     """Return the seconds of the optimizer and of data-parallel collectives that no backward or forward pass hides, for
     one pipeline rank."""
     stored = [each for chunk in chunks for each in stored_parameters(cfg, stage_pieces(model, chunk))]
@@ -354,7 +370,7 @@ def _after_backward(
     state = master_bytes(cfg) + moment_bytes(cfg)
     moved = 2 * gradient_bytes(cfg) + 2 * state + activation_bytes(cfg.model)
     elements = dense / ranks + experts / copies if sharded else dense + experts
-    found = Counter({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
+    found = Seconds({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
     if fsdp:
         return found
     first = {phase: sum(value for (each, _), value in cost.items() if each in phase) for phase in ("F", "IW")}

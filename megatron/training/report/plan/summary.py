@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
@@ -71,19 +72,21 @@ def layout_table(records: Sequence[Record], ties: int) -> str:
     return "\n".join(lines)
 
 
-def goodput_rows(cluster: Cluster, stall: float, restart: float) -> list[dict[str, object]]:
+class GoodputRow(NamedTuple):
+    """Goodput at one of the published failure rates."""
+
+    failures: str
+    hours_between: float
+    save_every_seconds: float
+    goodput: float
+
+
+def goodput_rows(cluster: Cluster, stall: float, restart: float) -> list[GoodputRow]:
     """Return goodput at each published failure rate."""
-    rows: list[dict[str, object]] = []
+    rows = []
     for name, rate in FAILURES.items():
         found = goodput(cluster.world_size, rate, stall, restart)
-        rows.append(
-            {
-                "failures": name,
-                "hours_between": found.failure_hours,
-                "save_every_seconds": found.interval,
-                "goodput": found.share,
-            }
-        )
+        rows.append(GoodputRow(name, found.failure_hours, found.interval, found.share))
     return rows
 
 
