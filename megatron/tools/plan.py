@@ -102,7 +102,8 @@ def main(argv: Sequence[str]) -> int:
         add_trials(records, best[: options.trials], cluster, options.program, flags)
     losses = goodput_rows(cluster, options.save_stall, options.restart_seconds)
     if options.json:
-        print(json.dumps({"layouts": records, "goodput": [row._asdict() for row in losses], "candidates": found.tried}, indent=1))
+        goodput = [row._asdict() for row in losses]
+        print(json.dumps({"layouts": records, "goodput": goodput, "candidates": found.tried}, indent=1))
         return 0
     print(
         f"{cluster.world_size} x {cluster.gpu.name}: {found.tried:,} candidates, {found.rejected:,} rejected by"
