@@ -1,0 +1,67 @@
+"""Text of a stream of tokens equals the text of all of them, without half characters and stop strings."""
+
+import random
+
+import pytest
+
+from megatron.core.inference.text import TextStream
+from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
+from tests.test_utils.tiny_tokenizers import TEXTS, byte_level_bpe, flags, sentence_piece_model
+
+BYTES = ByteLevelTokenizer()
+
+
+def pieces(tokenizer, ids, prompt=(), stops=()):
+    stream = TextStream(tokenizer, prompt, stops)
+    return [*(stream.push(token) for token in ids), stream.finish()], stream
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "sentencepiece", "null"])
+def tokenizer(request, tmp_path_factory):
+    from megatron.core.tokenizers import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return {
+        "bytes": lambda: BYTES,
+        "bpe": lambda: build_tokenizer(
+            flags("HuggingFaceTokenizer", tokenizer_model=byte_level_bpe(folder / "tokenizer.json"))
+        ),
+        "sentencepiece": lambda: build_tokenizer(
+            flags("GPTSentencePieceTokenizer", tokenizer_model=sentence_piece_model(folder / "m"))
+        ),
+        "null": lambda: NullTokenizer(100),
+    }[request.param]()
+
+
+def test_pieces_add_up_to_the_text_after_any_prompt(tokenizer):
+    text = " ".join(map(str, range(40))) if isinstance(tokenizer, NullTokenizer) else "".join(TEXTS[:4])
+    ids = tokenizer.tokenize(text)
+    full = tokenizer.detokenize(ids)
+    for cut in range(0, min(len(ids), 120), 7):
+        before = tokenizer.detokenize(ids[:cut])
+        if "\ufffd" not in before[-1:]:
+            found, _ = pieces(tokenizer, ids[cut:], ids[:cut])
+            assert before + "".join(found) == full
+            assert not any("\ufffd" in piece for piece in found)
+
+
+def test_random_bytes_are_passed_on_soon_and_decoded_once():
+    rng = random.Random(3)
+    for _ in range(200):
+        ids = [rng.choice((0x41, 0x80, 0xC3, 0xA9, 0xE4, 0xB8, 0xAD, 0xF0)) for _ in range(30)]
+        found, _ = pieces(BYTES, ids)
+        assert "".join(found) == bytes(ids).decode(errors="replace")
+        assert len("".join(found[:-1])) >= len("".join(found)) - 3
+
+
+@pytest.mark.parametrize("stops", [("lo w",), ("xyz", "o"), ("lo wx", "world"), ("hello world",), ("h",), ("dé",)])
+def test_text_ends_before_the_first_stop_string_of_any_split(stops):
+    text = "hello worldé and more"
+    found, stream = pieces(BYTES, text.encode(), stops=stops)
+    ends = [text.find(stop) for stop in stops if stop in text]
+    assert "".join(found) == text[: min(ends)] and stream.stopped
+
+
+def test_a_beginning_of_a_stop_string_is_held_back_and_released():
+    found, stream = pieces(BYTES, b"ab--c--", stops=("--->",))
+    assert found == ["a", "b", "", "", "--c", "", "", "--"] and not stream.stopped
