@@ -140,11 +140,7 @@ class Engine:
         batch = self.scheduler.plan()
         assert batch, "step() without work"
         plan, owners = self._plan(batch)
-        if self._world.size > 1:
-            self._broadcast(plan.encode())
-        results = self.runner.run(plan).tolist()
-        if any(values[0] == FAILED for values in results):
-            raise UserError(NOT_FINITE)
+        results = self.run_plan(plan)
         for running, count in batch:
             self.scheduler.computed(running, count)
         outputs = []
@@ -164,6 +160,16 @@ class Engine:
                 self.scheduler.append(running, None)
                 outputs.append(Output(running.number, None, running.completion))
         return outputs
+
+    def run_plan(self, plan: StepPlan) -> list[list[float]]:
+        """Run ``plan`` on all ranks and return the rows of :meth:`Runner.run`. Call it on rank 0. Raises UserError if
+        the logits of a row that samples are not finite."""
+        if self._world.size > 1:
+            self._broadcast(plan.encode())
+        results = self.runner.run(plan).tolist()
+        if any(values[0] == FAILED for values in results):
+            raise UserError(NOT_FINITE)
+        return results
 
     def _plan(self, batch: Sequence[tuple[Running, int]]) -> tuple[StepPlan, list[tuple[Running, bool]]]:
         """Return the inputs of a step, and for each output row its sequence and whether it samples."""

@@ -1,0 +1,110 @@
+"""Log-likelihoods of continuations after their contexts, in packed forward passes on every layout of the engine.
+
+Inputs are sorted by length and packed into steps of at most ``max_tokens`` tokens; longer ones take several steps.
+Pairs with equal inputs, such as answers of one token to the same question, share one forward pass. Only the logits of
+scored tokens are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.attention.cached_layout import Chunk
+from megatron.core.config.errors import UserError
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.runner import OutputRow, StepPlan
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a context, and of its continuation."""
+
+
+@dataclass
+class Likelihood:
+    """Score of a continuation."""
+
+    logprob: float = 0.0
+    """Sum of the raw log-probabilities of its tokens."""
+    is_greedy: bool = True
+    """Whether each of its tokens is the most likely one."""
+
+
+@dataclass
+class _Input:
+    """Tokens of a forward pass, and what is scored after each of them."""
+
+    ids: tuple[int, ...]
+    targets: dict[int, list[tuple[int, Likelihood]]] = field(default_factory=dict)
+    """Index of a token -> tokens to score after it, each with the result that it belongs to."""
+    pages: list[int] = field(default_factory=list)
+
+
+def score(engine: Engine, pairs: Sequence[Pair]) -> list[Likelihood]:
+    """Return the log-likelihood of each continuation, in the order of ``pairs``. Call it on rank 0 of ``engine``, which
+    must have no requests; other ranks call ``engine.follow``.
+
+    Contexts are cut from the left to the engine's maximum length. Raises UserError for an empty context, a continuation
+    that does not fit, or pairs that need more pages than the cache has.
+    """
+    assert not engine.has_work, "the engine is generating"
+    results = [Likelihood() for _ in pairs]
+    inputs: dict[tuple[int, ...], _Input] = {}
+    for (context, continuation), result in zip(pairs, results):
+        limit = engine.scheduler.limits.max_length
+        if not context:
+            raise UserError("the context is empty: give at least one token (for example the end-of-document token)")
+        if len(continuation) > limit:
+            raise UserError(f"the continuation has {len(continuation)} tokens, the model takes {limit}")
+        ids = (*context, *continuation)[-limit - 1 : -1]
+        each = inputs.setdefault(ids, _Input(ids))
+        for index, token in enumerate(continuation, len(ids) - len(continuation)):
+            each.targets.setdefault(index, []).append((token, result))
+    needed = [each for each in inputs.values() if each.targets]
+    _run(engine, sorted(needed, key=lambda each: len(each.ids), reverse=True))
+    return results
+
+
+def _run(engine: Engine, inputs: Sequence[_Input]) -> None:
+    """Pack ``inputs`` into steps, run them and add to their results."""
+    step: list[tuple[_Input, int, int]] = []
+    budget = engine.scheduler.limits.max_tokens
+    for each in inputs:
+        count = engine.pool.pages_for(len(each.ids))
+        if count > engine.pool.num_usable:
+            raise UserError(f"a text of {len(each.ids)} tokens needs {count} pages: give the cache more pages")
+        if count > engine.pool.num_free:
+            _step(engine, step)
+            step, budget = [], engine.scheduler.limits.max_tokens
+        each.pages = [page for _ in range(count) if (page := engine.pool.allocate()) is not None]
+        start = 0
+        while start < len(each.ids):
+            stop = min(start + budget, len(each.ids))
+            step.append((each, start, stop))
+            budget -= stop - start
+            start = stop
+            if not budget:
+                _step(engine, step)
+                step, budget = [], engine.scheduler.limits.max_tokens
+    _step(engine, step)
+
+
+def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
+    """Run a step with these ranges of inputs; release the pages of inputs that end in it."""
+    if not parts:
+        return
+    tokens: list[int] = []
+    chunks, rows, owners = [], [], []
+    for each, start, stop in parts:
+        for index in range(start, stop):
+            for token, result in each.targets.get(index, ()):
+                rows.append(OutputRow(len(tokens) + index - start, target=token))
+                owners.append(result)
+        tokens += each.ids[start:stop]
+        chunks.append(Chunk(start, stop - start, tuple(each.pages)))
+    for values, result in zip(engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1)), owners, strict=True):
+        _, logprob, _, best = values
+        result.logprob += logprob
+        result.is_greedy &= logprob == best  # a token that ties with the most likely one is greedy, too
+    for each, _, stop in parts:
+        if stop == len(each.ids):
+            engine.pool.release(each.pages)
