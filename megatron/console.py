@@ -26,6 +26,8 @@ TOOLS = {
     "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
     "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),
     "generate": ("generate", "generate text with a trained GPT or T5 model"),
+    "serve": ("serve", "serve a trained GPT model over HTTP with OpenAI's interface"),
+    "evaluate": ("evaluate", "score a trained GPT model on tasks of lm-evaluation-harness"),
     "fill-mask": ("fill_mask", "predict masked words with a trained BERT model"),
     "plot": ("plot_metrics", "plot the metrics of runs"),
     "verify-layout": ("verify_layout", "compare a parallel layout with a single process"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements.lock: every package of the extras mlm and dev with its hashes, for Python 3.10 to 3.13. Needs uv.
+# Writes requirements.lock: every package of the extras with its hashes, for Python 3.10 to 3.13. Needs uv.
 # torch and what its CUDA builds pin (nvidia-*, exact versions) are not in it: their files differ between CPU and CUDA.
 # constraints.txt has torch's version; TORCH_NEEDS is what every build of it needs otherwise.
 set -euo pipefail
@@ -10,10 +10,10 @@ trap 'rm -rf "$work"' EXIT
 echo 'torch ; python_version < "3"' >"$work/without_torch"
 printf '%s\n' $TORCH_NEEDS >"$work/torch_needs.in"
 {
-    echo "# Written by scripts/lock.sh: dependencies of the extras mlm and dev with hashes, without torch."
+    echo "# Written by scripts/lock.sh: dependencies of all extras with hashes, without torch."
     echo "# pip install -c constraints.txt torch && pip install --no-deps --require-hashes -r requirements.lock"
     grep '^triton==' constraints.txt >"$work/triton"
-    uv pip compile --quiet pyproject.toml "$work/torch_needs.in" --extra mlm --extra dev --universal --python-version 3.10 \
+    uv pip compile --quiet pyproject.toml "$work/torch_needs.in" --all-extras --universal --python-version 3.10 \
         --constraint "$work/triton" --override "$work/without_torch" --generate-hashes --no-annotate --no-header
 } >"$work/lock"
 mv "$work/lock" requirements.lock

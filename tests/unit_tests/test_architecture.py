@@ -24,7 +24,7 @@ CORE = {
     "enums": "",
     "tokenizers": "config safe_files",
     "datasets": "config data safe_files tokenizers",
-    "inference": "attention config random tensor_parallel transformer",
+    "inference": "attention config random safe_files tensor_parallel tokenizers transformer",
     "extensions": "config fusions",
     "sharding": "config fusions groups random",
     "host_memory": "config",

@@ -23,9 +23,10 @@ LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
 OF_OTHERS = {"--nproc-per-node", "--standalone", "--max-restarts", "--rdzv-conf", "--help", "--no-build-isolation",
              "--inplace", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--nodes", "--ntasks-per-node",
              "--gpus-per-node", "--gpus-per-task", "--exclusive", "--mem", "--signal", "--requeue", "--open-mode",
-             "--time", "--cpu-bind", "--dependency", "--gpus", "--ipc", "--ulimit", "--device", "--network",
+             "--time", "--cpu-bind", "--dependency", "--gpus", "--ipc", "--ulimit", "--device", "--network", "--model",
+             "--model-args",
 }  # fmt: skip
-"""Flags of torchrun, pip, setup.py, Slurm and Docker."""
+"""Flags of torchrun, pip, setup.py, Slurm, Docker and lm_eval."""
 OF_THE_USER = {"task.py", "my_task.py"}
 
 

@@ -20,6 +20,8 @@ BAD_INPUT = {
     "inspect": "nothing",
     "verify": "nothing",
     "generate": "--load nothing",
+    "serve": "--load nothing",
+    "evaluate": "--load nothing --tasks a",
     "fill-mask": "--load nothing --text a",
     "plot": "nothing --text",
     "verify-layout": "--num-layers -1",

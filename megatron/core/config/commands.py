@@ -18,6 +18,8 @@ SUBCOMMANDS = {
     "checkpoint/verify": "verify",
     "inspect_batch": "inspect-batch",
     "generate": "generate",
+    "serve": "serve",
+    "evaluate": "evaluate",
     "fill_mask": "fill-mask",
     "plot_metrics": "plot",
     "verify_layout": "verify-layout",

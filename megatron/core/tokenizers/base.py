@@ -46,6 +46,9 @@ class Tokenizer(ABC):
             not: data made without them serves T5, too.
     """
 
+    chat_template: str | None = None
+    """Jinja template of :meth:`chat_prompt`; None: it has none."""
+
     def __init__(self, tokenizer_type: str, vocab_size: int, special_ids: Mapping[str, int], fingerprint: str):
         self.tokenizer_type = tokenizer_type
         self.vocab_size = vocab_size

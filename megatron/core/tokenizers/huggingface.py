@@ -60,7 +60,6 @@ class BackendTokenizer(Tokenizer):
         self._backend = backend
         self._include_special_tokens = include_special_tokens
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        self.chat_template: str | None = None
         self._fast: FastByteLevelBPE | None = None
         self._around = _ids_around_text(backend) if include_special_tokens else None
         _refuse_shared_ids(f"the {tokenizer_type}", self._vocab)

@@ -1,0 +1,144 @@
+"""Answers of the server: text, log-probabilities and usage of each choice as OpenAI's JSON. Torch-free."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron.core.inference.requests import TokenScore
+from megatron.core.inference.server.protocol import Job, Served
+from megatron.core.inference.server.service import Event
+from megatron.core.inference.text import TextStream
+
+
+class Choice:
+    """One text of a job, as it is generated."""
+
+    def __init__(self, job: Job, index: int, served: Served) -> None:
+        self.job, self.index, self._served = job, index, served
+        prompt = index // job.count
+        self.prompt = job.prompts[prompt]
+        self._stream = TextStream(served.tokenizer, self.prompt, job.stops)
+        self._echo = job.texts[prompt] if job.echo else None
+        self._scores: list[TokenScore | None] = []
+        self._offset = 0
+        self.num_tokens = 0
+        """Number of sampled tokens, stop tokens included."""
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+
+    def advance(self, event: Event) -> str:
+        """Return the new text of ``event``. A stop string sets ``finish_reason`` although the engine continues."""
+        piece = ""
+        if self._echo is not None:
+            piece, self._echo = self._echo, None
+            if self.job.logprobs:
+                self._scores += event.prompt_scores
+        if event.score is not None:
+            self.num_tokens += 1
+            self._scores.append(event.score)
+        if event.token is not None:
+            self.tokens.append(event.token)
+            piece += self._stream.push(event.token)
+        if event.finish_reason is not None:
+            piece += self._stream.finish()
+        self.finish_reason = "stop" if self._stream.stopped else event.finish_reason
+        return piece
+
+    def logprobs(self) -> dict[str, object] | None:
+        """Return the log-probabilities of the tokens since the last call; None if they are not requested."""
+        if not self.job.logprobs:
+            return None
+        scores, self._scores = self._scores, []
+        return self._chat_logprobs(scores) if self.job.is_chat else self._logprobs(scores)
+
+    def values(self) -> list[float]:
+        """Return the log-probabilities without their tokens."""
+        return [each.logprob for each in self._scores if each is not None]
+
+    def _logprobs(self, scores: Sequence[TokenScore | None]) -> dict[str, object]:
+        token_text = self._served.token_text
+        tokens = [token_text(self.prompt[0] if x is None else x.token) for x in scores]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        top = []
+        for score in scores:
+            likeliest: dict[str, float] = {}
+            for token, logprob in () if score is None else (*score.top, (score.token, score.logprob)):
+                likeliest.setdefault(token_text(token), logprob)  # tokens may have equal texts: keep the best
+            top.append(None if score is None else likeliest)
+        logprobs = [None if x is None else x.logprob for x in scores]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+    def _chat_logprobs(self, scores: Sequence[TokenScore | None]) -> dict[str, object]:
+        def entry(token: int, logprob: float) -> dict[str, object]:
+            text = self._served.token_text(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = [
+            {**entry(x.token, x.logprob), "top_logprobs": [entry(*each) for each in x.top]}
+            for x in scores
+            if x is not None
+        ]
+        return {"content": content, "refusal": None}
+
+
+class Answer:
+    """Builds the JSON of one job's answer."""
+
+    def __init__(self, job: Job, served: Served) -> None:
+        self.job, self._served = job, served
+        self.choices = [Choice(job, index, served) for index in range(len(job.prompts) * job.count)]
+        prefix, kind = ("chatcmpl", "chat.completion") if job.is_chat else ("cmpl", "text_completion")
+        self._kind = kind
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
+
+    def usage(self) -> dict[str, int]:
+        """Return the number of tokens of prompts and texts."""
+        prompt, new = self.job.num_prompt_tokens, sum(each.num_tokens for each in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def full(self, texts: Sequence[str]) -> dict[str, object]:
+        """Return the answer without streaming."""
+        choices = []
+        for choice, text in zip(self.choices, texts):
+            message = {"message": {"role": "assistant", "content": text}}
+            choices.append(self._choice(choice, message if self.job.is_chat else {"text": text}))
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage()}
+
+    def first_chunks(self) -> list[dict[str, object]]:
+        """Return the chunks before any text: in a chat, those with the role."""
+        if not self.job.is_chat:
+            return []
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": each.index, **role}]) for each in self.choices]
+
+    def chunk(self, choice: Choice, text: str) -> dict[str, object]:
+        """Return the chunk with a choice's new text."""
+        delta = {"delta": {"content": text} if text else {}}
+        return self._chunk([self._choice(choice, delta if self.job.is_chat else {"text": text})])
+
+    def usage_chunk(self) -> dict[str, object]:
+        """Return the last chunk with ``include_usage``."""
+        return {**self._chunk([]), "usage": self.usage()}
+
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
+        kind = f"{self._kind}.chunk" if self.job.is_chat else self._kind
+        usage = {"usage": None} if self.job.include_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **usage}
+
+    def _choice(self, choice: Choice, content: Mapping[str, object]) -> dict[str, object]:
+        end = {"logprobs": choice.logprobs(), "finish_reason": choice.finish_reason}
+        return {"index": choice.index, **content, **end}
+
+    def megatron(self, texts: Sequence[str]) -> dict[str, object]:
+        """Return Megatron-LM's answer: texts with prompts, their tokens, log-probabilities after the first token."""
+        segments, logprobs = [], []
+        for choice in self.choices:
+            tokens = choice.prompt + choice.tokens
+            segments.append([self._served.token_text(token) for token in tokens])
+            logprobs.append(choice.values()[: len(tokens) - 1])
+        return {"text": list(texts), "segments": segments, "logprobs": logprobs if self.job.logprobs else None}

@@ -1,0 +1,220 @@
+"""OpenAI's completions and chat completions, and Megatron-LM's ``PUT /api``: JSON to engine requests. Torch-free."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.server.fields import Fields, RequestError, checked_type, strings
+from megatron.core.tokenizers.base import Tokenizer
+
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+NEUTRAL: dict[str, Sequence[object]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_p_decay", "top_p_bound"), (0,)),
+    **dict.fromkeys(
+        ("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon", "skip_special_tokens"), (False,)
+    ),
+    **dict.fromkeys(("best_of", "repetition_penalty", "length_penalty"), (1,)),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+}
+"""Fields that change results and are not available, with the values that change nothing."""
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "no_log")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model's name and tokenizer, and the limits of requests."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_length: int
+    max_prompts: int
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Return the tokens of a prompt; an empty one starts a document."""
+        try:
+            return self.tokenizer.tokenize(text) or [self.tokenizer.eod]
+        except UserError as error:
+            raise RequestError(f"prompt: {error}", "prompt") from error
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token; U+FFFD for bytes that are not a full character."""
+        return self.tokenizer.detokenize([token])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request of a client: ``count`` choices for each prompt."""
+
+    prompts: list[list[int]]
+    texts: list[str]
+    """Text of each prompt; used with ``echo``."""
+    template: Request
+    """Request of every choice, without its prompt and seed."""
+    count: int = 1
+    stops: Sequence[str] = ()
+    echo: bool = False
+    logprobs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    is_chat: bool = False
+
+    def requests(self) -> list[Request]:
+        """Return the requests of all choices, in the order of their index. Seeds count up from the given one."""
+        seed = self.template.sampling.seed
+        first = secrets.randbits(62) if seed is None else seed
+        return [
+            replace(
+                self.template, prompt=prompt, sampling=replace(self.template.sampling, seed=(first + number) % 2**63)
+            )
+            for prompt in self.prompts
+            for number in range(self.count)
+        ]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+def read_completion(fields: Fields, served: Served) -> Job:
+    """Return the job of ``POST /v1/completions``."""
+    check_model(fields, served)
+    prompts, texts = _prompts(fields.raw("prompt"), served)
+    top = fields.optional("logprobs", int, high=MAX_TOP_LOGPROBS)
+    echo = fields.get("echo", bool, False)
+    template = _template(fields, served, fields.get("max_tokens", int, 16, 0), 1)
+    template = replace(template, top_logprobs=top or 0, prompt_logprobs=echo and top is not None)
+    if not template.max_new_tokens and not echo:
+        raise RequestError("max_tokens 0: requires echo", "max_tokens")
+    return _finish(fields, Job(prompts, texts, template, echo=echo, logprobs=top is not None), served)
+
+
+def read_chat(fields: Fields, served: Served) -> Job:
+    """Return the job of ``POST /v1/chat/completions``."""
+    check_model(fields, served)
+    if served.tokenizer.chat_template is None:
+        raise RequestError("this model's tokenizer has no chat template; use /v1/completions", "messages")
+    messages = [_message(each) for each in checked_type("messages", fields.raw("messages"), list)]
+    if not messages:
+        raise RequestError("messages: must have at least one message", "messages")
+    text = served.tokenizer.chat_prompt(messages)
+    logprobs, top = fields.get("logprobs", bool, False), fields.optional("top_logprobs", int, high=MAX_TOP_LOGPROBS)
+    if top and not logprobs:
+        raise RequestError("top_logprobs: requires logprobs", "top_logprobs")
+    limits = [fields.optional(name, int, 1) for name in ("max_completion_tokens", "max_tokens")]
+    longest = next((each for each in limits if each is not None), served.max_length)
+    template = replace(_template(fields, served, longest, 1), top_logprobs=top or 0)
+    return _finish(fields, Job([served.prompt_ids(text)], [text], template, logprobs=logprobs, is_chat=True), served)
+
+
+def read_megatron(fields: Fields, served: Served) -> Job:
+    """Return the job of Megatron-LM's ``PUT /api``."""
+    texts = [checked_type("prompts", each, str) for each in checked_type("prompts", fields.raw("prompts"), list)]
+    _check_count(len(texts), served, "prompts")
+    starts = [served.tokenizer.bos] if fields.get("add_BOS", bool, False) else []
+    prompts = [starts + (served.tokenizer.tokenize(text) if text else []) for text in texts]
+    if not all(prompts):
+        raise RequestError("prompts: an empty prompt requires add_BOS", "prompts")
+    logprobs = fields.get("logprobs", bool, False)
+    longest = fields.get("tokens_to_generate", int, 64, 0)
+    if not longest and not logprobs:
+        raise RequestError("tokens_to_generate 0: requires logprobs", "tokens_to_generate")
+    if (seed := fields.raw("random_seed")) is not None:
+        seed = checked_type("random_seed", seed, int)
+    template = replace(_template(fields, served, longest, 0, seed), prompt_logprobs=logprobs)
+    if template.sampling.top_k and template.sampling.top_p:
+        raise RequestError("top_k: must not be given with top_p", "top_k")
+    if (stop := fields.optional("stop_token", int)) is not None:
+        template = replace(template, stop_tokens=[stop])
+    fields.finish(NEUTRAL, IGNORED)
+    return Job(prompts, texts, template, echo=True, logprobs=logprobs)
+
+
+def check_model(fields: Fields, served: Served) -> None:
+    """Raise the 404 of OpenAI for another model than the served one."""
+    name = fields.get("model", str, served.name)
+    if name != served.name:
+        message = f"the model {name!r:.100} does not exist; this server has {served.name!r}"
+        raise RequestError(message, "model", status=404, code="model_not_found")
+
+
+def _template(fields: Fields, served: Served, longest: int, all_tokens: int, seed: int | None = None) -> Request:
+    """Return a request without prompt. ``all_tokens``: default of ``top_p``, where 1 and 0 both mean every token."""
+    top_p = fields.get("top_p", float, float(all_tokens), 0, 1)
+    if all_tokens and not top_p:
+        raise RequestError("top_p 0.0: must be above 0", "top_p")
+    try:
+        sampling = Sampling(
+            temperature=fields.get("temperature", float, 1.0),
+            top_k=max(fields.get("top_k", int, 0, -1), 0),
+            top_p=0.0 if top_p == 1 else top_p,
+            seed=fields.optional("seed", int) if seed is None else seed,
+        )
+    except RequestError:
+        raise
+    except UserError as error:
+        raise RequestError(str(error), str(error).partition(" ")[0]) from error
+    stops = () if fields.get("ignore_eos", bool, False) else (served.tokenizer.eod,)
+    return Request(prompt=(), max_new_tokens=min(longest, served.max_length), sampling=sampling, stop_tokens=stops)
+
+
+def _finish(fields: Fields, job: Job, served: Served) -> Job:
+    """Read the fields that both of OpenAI's requests have; reject all others."""
+    count = fields.get("n", int, 1, 1)
+    _check_count(count * len(job.prompts), served, "n")
+    stops = strings("stop", fields.raw("stop"), MAX_STOPS)
+    stream = fields.get("stream", bool, False)
+    options = fields.get("stream_options", dict, {})
+    if options and not stream:
+        raise RequestError("stream_options: requires stream", "stream_options")
+    usage = checked_type("stream_options.include_usage", options.get("include_usage", False), bool)
+    fields.finish(NEUTRAL, IGNORED)
+    return replace(job, count=count, stops=stops, stream=stream, include_usage=usage)
+
+
+def _check_count(count: int, served: Served, name: str) -> None:
+    if not 0 < count <= served.max_prompts:
+        message = f"{name}: the request has {count} texts to generate, between 1 and {served.max_prompts} are allowed"
+        raise RequestError(message, name)
+
+
+def _prompts(value: Any, served: Served) -> tuple[list[list[int]], list[str]]:
+    """Return tokens and texts of a prompt: a string, strings, tokens, or lists of tokens."""
+    if value is None:
+        raise RequestError("prompt: is required", "prompt")
+    if isinstance(value, str):
+        value = [value]
+    values = checked_type("prompt", value, list)
+    if values and all(type(each) is int for each in values):
+        values = [values]
+    _check_count(len(values), served, "prompt")
+    if all(isinstance(each, str) for each in values):
+        return [served.prompt_ids(each) for each in values], values
+    prompts = [[checked_type("prompt", token, int) for token in checked_type("prompt", each, list)] for each in values]
+    for token in {token for each in prompts for token in each}:
+        if not 0 <= token < served.tokenizer.vocab_size:
+            raise RequestError(f"prompt: token {token} is outside of the tokenizer's vocabulary", "prompt")
+    return prompts, [served.tokenizer.detokenize(each) for each in prompts]
+
+
+def _message(value: object) -> dict[str, object]:
+    """Return a chat message whose content is text; text parts are joined."""
+    message = dict(checked_type("messages", value, dict))
+    role, content = checked_type("messages.role", message.get("role"), str), message.get("content")
+    if isinstance(content, list):
+        parts = [checked_type("messages.content", each, dict) for each in content]
+        if any(each.get("type") != "text" for each in parts):
+            raise RequestError("messages.content: only parts of type text are supported", "messages")
+        content = "".join(checked_type("messages.content", each.get("text"), str) for each in parts)
+    return {**message, "role": role, "content": checked_type("messages.content", content, str)}

@@ -1,0 +1,92 @@
+"""Serve a GPT checkpoint over HTTP with OpenAI's interface.
+
+    python tools/serve.py --load RUN/checkpoints
+    curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
+
+Only programs on this machine can connect; another --host requires --token. A chat page is at http://127.0.0.1:8000/.
+Requires: pip install starlette uvicorn
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+
+from megatron.core.config.commands import as_typed
+from megatron.core.config.errors import UserError
+
+MAX_BODY_BYTES = 4 * 2**20
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the flags of this tool (only --load is required). Exits with code 2 for unknown, abbreviated or malformed
+    flags; raises UserError for values out of range."""
+    parser = argparse.ArgumentParser(
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
+    parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
+    parser.add_argument("--model-name", metavar="NAME", help="name in requests; default: the folder's name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0: any free one")
+    parser.add_argument("--token", help="secret that requests must send as Authorization: Bearer TOKEN")
+    parser.add_argument("--max-sequences", type=int, default=64, metavar="N", help="texts generated at the same time")
+    parser.add_argument("--max-requests", type=int, default=512, metavar="N", help="texts that wait or are generated")
+    parser.add_argument("--max-prompts", type=int, default=128, metavar="N", help="texts of one request")
+    args = parser.parse_args(argv)
+    for name in ("max_sequences", "max_requests", "max_prompts"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port {args.port}: must be between 0 and 65535")
+    if args.token is not None and not args.token.strip():
+        raise UserError("--token: must not be empty")
+    if not is_loopback(args.host) and args.token is None:
+        raise UserError(f"--host {args.host}: other machines can connect; add --token SECRET")
+    return args
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can be reached only from this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve the checkpoint of the command line ``argv`` until Ctrl-C; return the exit code."""
+    args = parse_command_line(argv)
+    try:
+        from megatron.core.inference.server import app
+    except ImportError as error:
+        command = "pip install starlette uvicorn"
+        raise UserError(f"the server needs packages that cannot be imported ({error}); {command}") from error
+    from megatron.core.inference.engine import Engine
+    from megatron.core.inference.scheduler import Limits
+    from megatron.core.inference.server.protocol import Served
+    from megatron.core.inference.server.service import EngineService
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training.trained_model import load_trained_model
+
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family)
+    if not isinstance(trained.model, GPTModel):
+        raise UserError(f"--load {args.load}: encoder-decoder models cannot be served; use tools/generate.py")
+    length = trained.cfg.data.seq_length
+    engine = Engine(trained.model, Limits(length, max_sequences=args.max_sequences))
+    name = args.model_name or Path(args.load).resolve().name
+    served = Served(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
+    server = app.Server(EngineService(engine, args.max_requests), served, MAX_BODY_BYTES)
+    with app.listen(args.host, args.port) as listening:
+        program = app.build_program(server, args.token)
+        address = f"[{args.host}]" if ":" in args.host else args.host
+        print(f"serving {name} on http://{address}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
+        program.run([listening])
+    if server.service.failure is not None and server.service.failure.is_fault:
+        sys.stderr.write(f"error: {server.service.failure}\n")
+        return 1
+    return 0

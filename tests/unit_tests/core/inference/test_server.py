@@ -1,0 +1,314 @@
+"""The server answers OpenAI's client, scores as a forward pass does, and survives wrong requests and lost clients."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from megatron.core.config.errors import UserError  # noqa: E402
+from megatron.core.tokenizers.simple import NullTokenizer  # noqa: E402
+from megatron.tools.serve import parse_command_line  # noqa: E402
+from tests.test_utils.model_server import LENGTH, running_server, tiny_model, tiny_tokenizer, wait  # noqa: E402
+
+GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    with running_server(tokenizer) as (url, service):
+        yield url, service
+        assert service.num_unfinished == 0
+    assert service.engine.pool.num_free == service.engine.pool.num_usable
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server[0], timeout=30) as client:
+        yield client
+
+
+def post(http, path="/v1/completions", **values):
+    return http.post(path, json=values)
+
+
+def test_models_and_health_are_listed(client, http):
+    assert [each.id for each in client.models.list()] == ["tiny"]
+    assert http.get("/health").json()["status"] == "ok"
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.completions.create(**{**GREEDY, "model": "other"}, prompt="a")
+
+
+def test_greedy_text_is_that_of_forward_passes(client, tokenizer):
+    model, ids = tiny_model(tokenizer.vocab_size), tokenizer.tokenize("The quick brown")
+    written = list(ids)
+    for _ in range(12):
+        logits = model(torch.tensor([written]), torch.arange(len(written))[None])[0, -1, : tokenizer.vocab_size]
+        written.append(int(logits.argmax()))
+    answer = client.completions.create(**GREEDY, prompt="The quick brown")
+    text = tokenizer.detokenize(written)[len("The quick brown") :]
+    assert answer.choices[0].text == text and answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 12)
+    assert client.completions.create(**GREEDY, prompt=ids, echo=True).choices[0].text == "The quick brown" + text
+
+
+def test_every_form_of_prompt_gives_a_choice_per_text(client, tokenizer):
+    ids = [tokenizer.tokenize(text) for text in ("one", "two")]
+    texts = [[each.text for each in client.completions.create(**GREEDY, prompt=prompt).choices]
+             for prompt in (["one", "two"], ids)]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    answer = client.completions.create(model="tiny", prompt=["one", "two"], n=3, seed=5, max_tokens=6)
+    assert [each.index for each in answer.choices] == list(range(6)) and len({x.text for x in answer.choices}) > 3
+    again = client.completions.create(model="tiny", prompt="two", n=3, seed=5, max_tokens=6)
+    assert [x.text for x in again.choices] == [x.text for x in answer.choices[3:]]
+
+
+def test_a_stream_adds_up_to_the_full_answer(client):
+    options = {"model": "tiny", "prompt": ["naïve café", "中文"], "seed": 3, "max_tokens": 40, "logprobs": 2}
+    full = client.completions.create(**options)
+    texts, ends, tokens, usage = ["", ""], {}, [[], []], None
+    for chunk in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.token_logprobs
+            ends |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+    assert texts == [each.text for each in full.choices] and usage == full.usage
+    assert tokens == [each.logprobs.token_logprobs for each in full.choices]
+    assert ends == {each.index: each.finish_reason for each in full.choices}
+
+
+def test_the_asynchronous_client_streams_many_requests_at_once(server):
+    import asyncio
+
+    async def stream(client, seed):
+        options = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "seed": seed, "max_tokens": 20}
+        chunks = await client.chat.completions.create(**options, stream=True)
+        text = "".join([each.choices[0].delta.content or "" async for each in chunks])
+        full = await client.chat.completions.create(**options)
+        assert full.choices[0].message.content == text
+        return text
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=server[0] + "/v1", api_key="none") as client:
+            return await asyncio.gather(*(stream(client, seed) for seed in range(12)))
+
+    assert len(set(asyncio.run(run()))) == 12
+
+
+def test_chat_renders_the_template_and_reports_log_probabilities(client, tokenizer):
+    parts = [{"type": "text", "text": "a"}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(**GREEDY, messages=messages, logprobs=True, top_logprobs=3)
+    prompt = "<system>Be brief.<user>a<assistant>"
+    assert answer.choices[0].message.content == client.completions.create(**GREEDY, prompt=prompt).choices[0].text
+    for each in answer.choices[0].logprobs.content:
+        assert each.logprob == max(x.logprob for x in each.top_logprobs) and bytes(each.bytes).decode() == each.token
+    assert answer.usage.prompt_tokens == len(tokenizer.tokenize(prompt))
+
+
+def test_text_ends_before_a_stop_string_in_every_mode(client):
+    text = client.completions.create(**GREEDY, prompt="def").choices[0].text
+    stop = text[4:7]
+    expected = text[: text.find(stop)]
+    answer = client.completions.create(**GREEDY, prompt="def", stop=["never", stop])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+    chunks = list(client.completions.create(**GREEDY, prompt="def", stop=stop, stream=True))
+    assert "".join(x.choices[0].text for x in chunks) == expected and chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_echo_scores_equal_a_forward_pass_as_the_harness_sums_them(http, tokenizer):
+    context, continuation = tokenizer.tokenize("The quick brown"), tokenizer.tokenize(" fox jumps")
+    longest = [1 + n % 300 for n in range(LENGTH)]
+    for ids, length in ((context + continuation, len(context)), (longest, 60)):
+        form = {"prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+        [choice] = post(http, **form, model="tiny").json()["choices"]
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert len(found["tokens"]) == len(ids) + 1 == len(found["text_offset"])
+        with torch.no_grad():
+            model = tiny_model(tokenizer.vocab_size)
+            logits = model(torch.tensor([ids]), torch.arange(len(ids))[None])[0, :, : tokenizer.vocab_size]
+        rows = logits.log_softmax(-1)[:-1]
+        expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[length - 1 :].sum()
+        assert abs(sum(found["token_logprobs"][length:-1]) - float(expected)) < 1e-4
+        best = [max(each.values()) for each in found["top_logprobs"][1:-1]]
+        torch.testing.assert_close(torch.tensor(best), rows.amax(-1), atol=1e-5, rtol=0)
+
+
+def test_the_tokenizer_is_served(http, tokenizer):
+    ids = post(http, "/tokenize", prompt="naïve", add_special_tokens=False).json()["tokens"]
+    assert ids == tokenizer.tokenize("naïve") and post(http, "/detokenize", tokens=ids).json() == {"prompt": "naïve"}
+    info = http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|endoftext|>" and "<assistant>" in info["chat_template"]
+    assert tokenizer.tokenize(info["eos_token"]) == [tokenizer.eod]
+
+
+def test_megatron_requests_are_answered(http, tokenizer):
+    form = {"prompts": ["def main", "a"], "tokens_to_generate": 5, "logprobs": True, "top_k": 1, "random_seed": 4}
+    answer = http.put("/api", json=form).json()
+    for text, segments, logprobs, prompt in zip(*answer.values(), form["prompts"]):
+        assert "".join(segments) == text and text.startswith(prompt) and len(logprobs) == len(segments) - 1
+    for wrong in ({"tokens_to_generate": 0}, {"top_k": 2, "top_p": 0.5}, {"prompts": [""]}, {"beam_width": 2}):
+        response = http.put("/api", json={"prompts": ["a"], **wrong})
+        assert response.status_code == 400 and response.json()["message"], wrong
+
+
+@pytest.mark.parametrize("wrong", [
+    {}, {"prompt": 3}, {"prompt": []}, {"prompt": ["a", 3]}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [10**30]},
+    {"prompt": "\ud800"}, {"prompt": [True]}, {"prompt": ["a"] * 9}, {"prompt": "a " * 200}, {"prompt": "a", "n": 9},
+    {"prompt": "a", "n": 0}, {"prompt": "a", "n": True}, {"prompt": "a", "max_tokens": -1}, {"prompt": "a", "top_p": 0},
+    {"prompt": "a", "max_tokens": 1.5}, {"prompt": "a", "max_tokens": 0}, {"prompt": "a", "temperature": -1},
+    {"prompt": "a", "temperature": "hot"}, {"prompt": "a", "temperature": 10**400}, {"prompt": "a", "top_p": 1.5},
+    {"prompt": "a", "top_k": -2}, {"prompt": "a", "seed": 2**63}, {"prompt": "a", "seed": -1},
+    {"prompt": "a", "logprobs": 21}, {"prompt": "a", "logprobs": -1}, {"prompt": "a", "logprobs": True},
+    {"prompt": "a", "stop": [1]}, {"prompt": "a", "stop": ["x"] * 17}, {"prompt": "a", "stream_options": {"x": 1}},
+    {"prompt": "a", "suffix": "b"}, {"prompt": "a", "logit_bias": {"3": 1}}, {"prompt": "a", "nonsense": 1},
+    {"prompt": "a", "best_of": 3}, {"prompt": "a", "stream": "yes"}, {"prompt": "a", "model": 3},
+])  # fmt: skip
+def test_wrong_requests_get_400_with_a_reason(http, server, wrong):
+    response = http.post("/v1/completions", content=json.dumps(wrong), headers={"Content-Type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["message"], response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    wait(lambda: server[1].num_unfinished == 0)
+
+
+@pytest.mark.parametrize("messages", [
+    None, [], "hi", [3], [{}], [{"role": "user"}], [{"role": 3, "content": "a"}], [{"role": "user", "content": 3}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+])  # fmt: skip
+def test_wrong_messages_get_400(http, messages):
+    response = post(http, "/v1/chat/completions", messages=messages)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_bodies_that_are_no_json_and_wrong_paths_are_answered_in_json(http):
+    header = {"Content-Type": "application/json"}
+    for data in (b"", b"{", b"[]", b"\xff", b'{"prompt": NaN}', b"[" * 10_000, b'{"n": 1, "n": 2}'):
+        response = http.post("/v1/completions", content=data, headers=header)
+        assert response.status_code == 400 and "JSON" in response.json()["error"]["message"], data[:20]
+    assert http.post("/v1/completions", content=b"x" * 30_000, headers=header).status_code == 413
+    assert http.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert http.get("/nope").status_code == 404 and "error" in http.get("/nope").json()
+    assert http.get("/v1/completions").status_code == 405
+    assert http.get("/health", headers={"Host": "evil.example:80"}).status_code == 403
+
+
+def test_the_page_loads_nothing_from_elsewhere(http):
+    page = http.get("/")
+    assert "<html" in page.text and "http://" not in page.text and "https://" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_pages(server, stream):
+    url, service = server
+    pool, steps = service.engine.pool, []
+    gate, step = threading.Event(), service.engine.step
+
+    def slow_step():
+        outputs = step()
+        steps.append(pool.num_free)
+        if len(steps) == 4:
+            gate.wait(20)
+        return outputs
+
+    service.engine.step = slow_step
+    try:
+        body = {"prompt": "a", "max_tokens": 90, "n": 4, "ignore_eos": True, "stream": stream}
+        with httpx.Client(timeout=0.3 if not stream else 20) as client:
+            if stream:
+                with client.stream("POST", url + "/v1/completions", json=body) as response:
+                    lines = response.iter_lines()  # closes the connection when it is deleted
+                    next(lines)
+                    wait(lambda: len(steps) == 4)
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(url + "/v1/completions", json=body)
+                wait(lambda: len(steps) == 4)
+        assert pool.num_free < pool.num_usable
+        wait(lambda: len(service._cancelled) >= 4)
+        gate.set()
+        wait(lambda: service.num_unfinished == 0 and pool.num_free == pool.num_usable)
+        assert len(steps) < 10
+    finally:
+        gate.set()
+        del service.engine.step
+
+
+def test_a_full_queue_gets_429_and_recovers(server):
+    url, service = server
+    gate, step = threading.Event(), service.engine.step
+
+    def waiting_step():
+        gate.wait(20)
+        return step()
+
+    service.engine.step = waiting_step
+    body = {"prompt": "a", "max_tokens": 2, "n": 8}
+    answers = []
+    try:
+        threads = [threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body)))
+                   for _ in range(2)]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        wait(lambda: service.num_unfinished == 16)
+        refused = httpx.post(url + "/v1/completions", json=body)
+        assert refused.status_code == 429 and "try again later" in refused.json()["error"]["message"]
+    finally:
+        gate.set()
+        del service.engine.step
+    for thread in threads:
+        thread.join()
+    assert [each.status_code for each in answers] == [200, 200]
+    assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+
+
+def test_a_failed_engine_answers_503(tokenizer, caplog):
+    with running_server(tokenizer) as (url, service):
+        def fail():
+            raise RuntimeError("no memory")
+
+        service.engine.step = fail
+        response = httpx.post(url + "/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503 and "no memory" in response.json()["error"]["message"]
+        assert httpx.get(url + "/health").status_code == 503
+        assert service.failure.is_fault and httpx.post(url + "/v1/completions", json={"prompt": "a"}).status_code == 503
+
+
+def test_a_token_protects_all_but_page_and_health():
+    with running_server(NullTokenizer(50), token="secret") as (url, _):
+        assert httpx.get(url + "/v1/models").status_code == 401
+        assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer wrong"}).status_code == 401
+        assert httpx.get(url + "/").status_code == 200 == httpx.get(url + "/health").status_code
+        messages = [{"role": "user", "content": "a"}]
+        client = openai.OpenAI(base_url=url + "/v1", api_key="secret")
+        with client, pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="tiny", messages=messages)
+
+
+@pytest.mark.parametrize(("flags", "word"), [
+    ("--host 0.0.0.0", "--token"), ("--host example.org", "--token"), ("--port 70000", "--port"),
+    ("--max-requests 0", "--max-requests"), ("--host 0.0.0.0 --token=", "--token"),
+])  # fmt: skip
+def test_wrong_flags_are_named(flags, word):
+    with pytest.raises(UserError, match=word):
+        parse_command_line(["--load", "x", *flags.split()])
+    assert parse_command_line(["--load", "x", "--host", "::1"]).host == "::1"

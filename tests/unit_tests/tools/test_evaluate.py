@@ -1,0 +1,224 @@
+"""tools/evaluate.py and the scores behind it: equal to transformers, and to one forward pass per pair."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.console import run_tool
+from megatron.core.config.errors import UserError
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.scheduler import Limits
+from megatron.core.inference.scoring import score
+from tests.test_utils.hf_folders import tiny_llama
+from tests.test_utils.tiny_tokenizers import byte_level_bpe
+from tests.unit_tests.core.inference.test_engine import build
+from tests.unit_tests.core.models.test_gpt_model import VOCAB
+
+LENGTH = 16
+
+
+def reference(logits_of, context, continuation, length):
+    """Sum of log-probabilities, and whether all tokens are the most likely, by one forward pass."""
+    ids = [*context, *continuation][-length - 1 :]
+    with torch.no_grad():
+        rows = logits_of(torch.tensor([ids[:-1]]))[0].log_softmax(-1)[len(ids) - 1 - len(continuation) :]
+    targets = torch.tensor(continuation, dtype=torch.int64)[:, None]
+    return float(rows.gather(1, targets).sum()), bool((rows.argmax(-1)[:, None] == targets).all())
+
+
+def random_pairs(rng):
+    contexts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))] for _ in range(8)]
+    return [(rng.choice(contexts), [rng.randrange(VOCAB) for _ in range(rng.choice((0, 1, 1, 2, 5, 16)))])
+            for _ in range(40)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "latent", "experts"])
+def test_scores_equal_one_forward_pass_per_pair(name):
+    model, rng = build(name), random.Random(1)
+
+    def logits_of(ids):
+        return model(ids, torch.arange(ids.shape[1])[None])[:, :, :VOCAB]
+
+    for max_tokens, pages in ((3, 7), (16, 5), (100, 60)):
+        pairs = random_pairs(rng)
+        model.train()  # the engine selects evaluation mode
+        engine = Engine(model, Limits(LENGTH, max_tokens), num_pages=pages, page_size=4)
+        found = score(engine, pairs)
+        assert engine.pool.num_free == engine.pool.num_usable
+        for (context, continuation), each in zip(pairs, found, strict=True):
+            logprob, is_greedy = reference(logits_of, context, continuation, LENGTH)
+            assert abs(each.logprob - logprob) < 1e-10 and each.is_greedy == is_greedy
+    best = int(logits_of(torch.tensor([[3, 4]]))[0, -1].argmax())
+    answers = score(engine, [([3, 4], [best]), ([3, 4], [(best + 1) % VOCAB])])
+    assert [each.is_greedy for each in answers] == [True, False]
+
+
+def test_continuations_of_one_context_share_a_forward_pass():
+    engine = Engine(build("grouped"), Limits(LENGTH, 64), num_pages=20, page_size=4)
+    steps, run = [], engine.runner.run
+    engine.runner.run = lambda plan: steps.append(plan) or run(plan)
+    score(engine, [([5, 6, 7], [token]) for token in range(10)])
+    assert [len(plan.tokens) for plan in steps] == [3] and len(steps[0].outputs) == 10
+
+
+def test_pairs_that_cannot_be_scored_are_named():
+    engine = Engine(build("grouped"), Limits(LENGTH, 64), num_pages=3, page_size=4)
+    pairs = {"context is empty": ([], [1]), "17 tokens": ([1], [1] * 17), "needs 3 pages": ([1] * 12, [1])}
+    for word, pair in pairs.items():
+        with pytest.raises(UserError, match=word):
+            score(engine, [pair])
+    assert engine.pool.num_free == engine.pool.num_usable
+
+
+# ---- the harness
+
+QUESTIONS = [{"q": "def read", "choices": [" file", "_path(x)", " naïve"], "answer": 1},
+             {"q": "The quick brown", "choices": [" fox", " dog", " café"], "answer": 0},
+             {"q": "with open(", "choices": ["path", "p", ")"], "answer": 2},
+             {"q": "Isn't it", "choices": ["?", "!", "."], "answer": 0}]  # fmt: skip
+COMMON = "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+TASKS = {
+    "choice": "output_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: choices\ndoc_to_target: answer\n"
+              "metric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    "perplexity": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{q * 9}}'\n"
+                  "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n",
+    "text": "output_type: generate_until\ndoc_to_text: q\ndoc_to_target: 'x'\nmetric_list: [{metric: exact_match}]\n"
+            "generation_kwargs: {until: ['e'], max_gen_toks: 12}\n",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face folder with a tokenizer, and in ``tasks`` the harness's tasks."""
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("transformers")
+    made = tmp_path_factory.mktemp("model")
+    tiny_llama(made, vocab_size=400)
+    byte_level_bpe(made / "tokenizer.json", 400)
+    (made / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (made / "tasks").mkdir()
+    (made / "tasks" / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+    for name, text in TASKS.items():
+        common = COMMON.format(data=made / "tasks" / "data.jsonl")
+        (made / "tasks" / f"{name}.yaml").write_text(f"task: tiny_{name}\n{common}{text}metadata: {{version: 1}}\n")
+    return made
+
+
+def transformers_adapter(folder):
+    """The harness's model over ``transformers``, one forward pass per request."""
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>")
+    length = model.config.max_position_embeddings
+
+    class Reference(TemplateLM):
+        eot_token_id = property(lambda self: tokenizer.eos_token_id)
+
+        def tok_encode(self, string, add_special_tokens=None, **_):
+            return tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **_):
+            return [reference(lambda ids: model(ids).logits, x, y, length) for _, x, y in requests]
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            found = []
+            for (text,) in (each.args for each in requests):
+                windows = utils.get_rolling_token_windows(self.tok_encode(text), self.eot_token_id, length, 1)
+                pairs = [(None, *utils.make_disjoint_window(each)) for each in windows]
+                found.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(pairs)))
+            return found
+
+        def generate_until(self, requests, disable_tqdm=False):
+            found = []
+            for context, settings in (each.args for each in requests):
+                ids = self.tok_encode(context)
+                count = len(ids)
+                while len(ids) < count + settings["max_gen_toks"] and ids[-1] != self.eot_token_id:
+                    ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+                text = tokenizer.decode([each for each in ids[count:] if each != self.eot_token_id])
+                found.append(text.split(settings["until"][0])[0])
+            return found
+
+    return Reference()
+
+
+def samples(results):
+    return {name: [(x["doc_id"], x["resps"]) for x in each] for name, each in results["samples"].items()}
+
+
+def test_task_scores_equal_those_of_transformers(folder, monkeypatch, capsys):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    names = [f"tiny_{name}" for name in TASKS]
+    manager = TaskManager(include_path=str(folder / "tasks"))
+    expected = simple_evaluate(model=transformers_adapter(folder), tasks=names, task_manager=manager)
+    arguments = ["--load", folder, "--tasks", ",".join(names), "--include-path", folder / "tasks"]
+    assert run_tool("evaluate", list(map(str, [*arguments, "--output", folder / "out"]))) == 0, capsys.readouterr().err
+    found = json.loads((folder / "out").read_text())["results"]
+    assert "tiny_choice" in capsys.readouterr().out
+    for name in names:
+        numbers = {key: value for key, value in expected["results"][name].items() if isinstance(value, float)}
+        # fp32 sums over up to 100 tokens; word_perplexity is e to the power of such a sum
+        assert numbers and {key: found[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+
+    from megatron.tools.evaluate import evaluate
+    from megatron.training.trained_model import load_trained_model
+
+    trained = load_trained_model(str(folder), None, "tools/generate.py")
+    engine = Engine(trained.model, Limits(trained.cfg.data.seq_length, 50), num_pages=40, page_size=8)
+    args = SimpleNamespace(tasks=",".join(names), include_path=folder / "tasks", num_fewshot=None, limit=None,
+                           apply_chat_template=False)  # fmt: skip
+    ours, theirs = samples(evaluate(engine, trained.tokenizer, args)), samples(expected)
+    assert ours["tiny_text"] == theirs["tiny_text"]
+    for name in ("tiny_choice", "tiny_perplexity"):
+        for (_, mine), (_, other) in zip(ours[name], theirs[name], strict=True):
+            assert numbers_in(mine) == pytest.approx(numbers_in(other), rel=1e-5)
+
+
+def numbers_in(nested):
+    """All numbers and booleans in nested lists and tuples."""
+    return [x for each in nested for x in numbers_in(each)] if isinstance(nested, list | tuple) else [float(nested)]
+
+
+def test_the_harness_scores_a_server_as_the_model(folder, tmp_path, monkeypatch):
+    """Its client ``local-completions``, with the server's tokenizer."""
+    for package in ("aiohttp", "tenacity", "requests", "starlette", "uvicorn"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from megatron.tools.evaluate import evaluate
+    from tests.test_utils.model_server import LENGTH, running_server, tiny_model, tiny_tokenizer
+
+    names, tokenizer = ["tiny_choice", "tiny_text"], tiny_tokenizer(tmp_path)
+    args = SimpleNamespace(tasks=",".join(names), include_path=folder / "tasks", num_fewshot=1, limit=3,
+                           apply_chat_template=False)  # fmt: skip
+    engine = Engine(tiny_model(tokenizer.vocab_size), Limits(LENGTH, 200), num_pages=40, page_size=8)
+    expected = samples(evaluate(engine, tokenizer, args))
+    with running_server(tokenizer) as (url, _):
+        found = samples(simple_evaluate(
+            model="local-completions", tasks=names, num_fewshot=1, limit=3,
+            model_args={"base_url": f"{url}/v1/completions", "model": "tiny", "max_length": LENGTH},
+            task_manager=TaskManager(include_path=str(folder / "tasks")),
+        ))  # fmt: skip
+    assert found["tiny_text"] == expected["tiny_text"]
+    for (_, mine), (_, other) in zip(found["tiny_choice"], expected["tiny_choice"], strict=True):
+        assert numbers_in(mine) == pytest.approx(numbers_in(other), rel=1e-5)
+
+
+def test_unknown_tasks_and_wrong_flags_are_named(folder, capsys):
+    for flags, word in ((["--tasks", "nope"], "--tasks nope"), (["--tasks", "a", "--limit", "0"], "--limit 0"),
+                        (["--tasks", "a", "--include-path", "missing"], "--include-path missing")):  # fmt: skip
+        assert run_tool("evaluate", ["--load", str(folder), *flags]) == 2
+        assert word in capsys.readouterr().err
