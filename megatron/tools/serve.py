@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -81,7 +82,13 @@ def main(argv: Sequence[str]) -> int:
     name = args.model_name or Path(args.load).resolve().name
     served = Served(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
     server = app.Server(EngineService(engine, args.max_requests), served, MAX_BODY_BYTES)
-    with app.listen(args.host, args.port) as listening:
+    try:
+        listening = app.listen(args.host, args.port)
+    except OSError as error:
+        raise UserError(
+            f"--host {args.host} --port {args.port}: cannot listen ({error.strerror}); use another"
+        ) from error
+    with listening, suppress(KeyboardInterrupt):  # uvicorn has ended when it passes the signal on
         program = app.build_program(server, args.token)
         address = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving {name} on http://{address}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)

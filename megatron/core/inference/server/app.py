@@ -32,6 +32,8 @@ PAGE = Path(__file__).with_name("chat.html")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 OPEN_PATHS = ("/", "/health")
 """Paths that need no token."""
+GRACE = 5
+"""Seconds that requests in progress have to finish after a signal."""
 Updates = AsyncGenerator[tuple[Choice, str], None]
 """New texts of choices."""
 
@@ -297,4 +299,5 @@ def listen(host: str, port: int) -> socket.socket:
 
 def build_program(server: Server, token: str | None) -> uvicorn.Server:
     """Return uvicorn's server: ``run(sockets=[...])`` serves until a signal, or until ``should_exit`` is set."""
-    return uvicorn.Server(uvicorn.Config(server.app(token), log_level="warning", lifespan="on"))
+    config = uvicorn.Config(server.app(token), log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE)
+    return uvicorn.Server(config)
