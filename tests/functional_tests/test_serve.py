@@ -27,7 +27,8 @@ def test_a_served_folder_answers_until_ctrl_c(tmp_path):
         line = program.stdout.readline()
         assert line.startswith("serving mine on http://127.0.0.1:"), program.stderr.read()
         url = line.split()[3]
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def", "max_tokens": 5, "model": "mine"}, timeout=60)
+        form = {"prompt": "def", "max_tokens": 5, "model": "mine"}
+        answer = httpx.post(f"{url}/v1/completions", json=form, timeout=60)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 5
         program.send_signal(signal.SIGINT)
         assert program.wait(60) == 0, program.stderr.read()
