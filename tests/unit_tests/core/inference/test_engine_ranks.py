@@ -9,6 +9,7 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
+from megatron.core.inference.scoring import score
 from tests.unit_tests.core.inference.test_engine import LATENT, MODELS, ROPE, prompts
 from tests.unit_tests.core.models.test_gpt_model import make_config, make_model
 
@@ -28,7 +29,8 @@ SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_par
 
 
 def completions(rank, world_size, ranks, fields):
-    """Return tokens, log-probabilities and scores of all prompts; on ranks other than 0 nothing."""
+    """Return tokens and log-probabilities of all prompts, and of prompts as continuations of one another; on ranks
+    other than 0 nothing."""
     sizes = {SIZES[name]: size for name, size in ranks.items()}
     groups = parallel_state.initialize_model_parallel(**sizes)
     options = names(fields)
@@ -41,6 +43,11 @@ def completions(rank, world_size, ranks, fields):
     ]
     done = engine.generate(requests)
     values = [x.logprob for each in done for x in (*each.prompt_scores, *each.scores) if x is not None]
+    if done:
+        values += [each.logprob for each in score(engine, [*zip(prompts(), prompts()[1:]), ([3], [4]), ([3], [5])])]
+        engine.stop()
+    else:
+        engine.follow()
     return [each.tokens for each in done], torch.tensor(values, dtype=torch.float64)
 
 
