@@ -95,6 +95,7 @@ def test_wheel_has_the_typing_marker_and_no_other_top_level_package(wheel):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"megatron", f"megatron_pretraining-{__version__}.dist-info"}
     assert {"megatron/py.typed", "megatron/core/config/absent.tsv", "megatron/data/helpers.cpp"} <= set(names)
+    assert "megatron/core/inference/server/chat.html" in names
 
 
 def test_console_command_and_module_are_the_same_program(shell):

@@ -253,6 +253,39 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
         del service.engine.step
 
 
+def test_random_requests_and_lost_clients_leak_no_page(server):
+    import asyncio
+    import random
+
+    url, service = server
+    rng, statuses = random.Random(5), []
+
+    async def one(client, number):
+        body = {"prompt": ["a " * rng.randrange(1, 20)] * rng.choice((1, 2)), "n": rng.choice((1, 2)), "seed": number,
+                "max_tokens": rng.randrange(1, 60), "stream": rng.random() < 0.5, "logprobs": rng.choice((None, 2)),
+                "echo": rng.random() < 0.3, "stop": rng.choice((None, ["e", "a "])), "top_k": 20}  # fmt: skip
+        try:
+            request = client.post("/v1/completions", json=body)
+            statuses.append((await asyncio.wait_for(request, rng.choice((0.01, 0.05, 0.2, 30)))).status_code)
+        except asyncio.TimeoutError:
+            statuses.append("left")
+
+    async def run():
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            limit = asyncio.Semaphore(12)
+
+            async def limited(number):
+                async with limit:
+                    await one(client, number)
+
+            await asyncio.gather(*map(limited, range(120)))
+
+    asyncio.run(run())
+    assert {200, "left"} <= set(statuses) <= {200, 429, "left"}
+    wait(lambda: service.num_unfinished == 0)
+    assert service.engine.pool.num_free == service.engine.pool.num_usable
+
+
 def test_a_full_queue_gets_429_and_recovers(server):
     url, service = server
     gate, step = threading.Event(), service.engine.step
