@@ -29,8 +29,8 @@ SIZES = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_par
 
 
 def completions(rank, world_size, ranks, fields):
-    """Return tokens and log-probabilities of all prompts, and of prompts as continuations of one another; on ranks
-    other than 0 nothing."""
+    """Return tokens and log-probabilities of all prompts, then scores of prompts as continuations; ranks other than 0
+    return nothing."""
     sizes = {SIZES[name]: size for name, size in ranks.items()}
     groups = parallel_state.initialize_model_parallel(**sizes)
     options = names(fields)
