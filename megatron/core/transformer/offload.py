@@ -133,6 +133,11 @@ class ForwardRecord:
             yield
         self._offload.end_group()
 
+    def load_after(self, output: Tensor) -> None:
+        """Start to load as soon as backward reaches ``output``, the result of the forward pass."""
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.load_before(len(self.groups)))
+
     def load_before(self, group: int) -> None:
         """Start to load the groups before ``group``, at the first call for it."""
         if group == self._reached:
@@ -224,13 +229,12 @@ def offload_policy(config: RecomputeConfig, name: str) -> OffloadPolicy:
     return offload_saved if wanted else keep_on_device
 
 
-def run_offloaded(offload: ActivationOffload | None, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return ``function(x)``, a forward pass of a stack of layers, with offloading. Loading starts as soon as backward
-    reaches the result. None: call ``function``."""
+@contextmanager
+def offloading(offload: ActivationOffload | None) -> Iterator[ForwardRecord | None]:
+    """Context of a forward pass of a stack of layers. Yields its record, whose :meth:`ForwardRecord.load_after` takes
+    the result; None without offloading or gradients."""
     if offload is None or not torch.is_grad_enabled():
-        return function(x)
+        yield None
+        return
     with offload.forward() as record:
-        output = function(x)
-    if output.requires_grad:
-        output.register_hook(lambda gradient: record.load_before(len(record.groups)))
-    return output
+        yield record

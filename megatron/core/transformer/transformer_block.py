@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.stages import layer_branch_costs, layer_par
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.context_parallel_support import build_token_mixer
 from megatron.core.transformer.norm import build_norm
-from megatron.core.transformer.offload import ActivationOffload, run_offloaded
+from megatron.core.transformer.offload import ActivationOffload, offloading
 from megatron.core.transformer.overlap import run_two_batch_overlap
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -120,13 +120,12 @@ class TransformerBlock(nn.Module):
         """Cast to ``stream_dtype``, run this stage's layers by their recomputation policies, and apply the final norm
         if this stage has it."""
         hidden_states = hidden_states.to(self.stream_dtype)
-        hidden_states = run_offloaded(self._offload, partial(self._through_all, ctx), hidden_states)
+        with offloading(self._offload) as record:
+            for run, positions in self._runs:
+                hidden_states = run(partial(self._through, positions, ctx), hidden_states)
+        if record is not None:
+            record.load_after(hidden_states)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
-
-    def _through_all(self, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
-        for run, positions in self._runs:
-            hidden_states = run(partial(self._through, positions, ctx), hidden_states)
-        return hidden_states
 
     def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
         """Run the layers at ``positions`` of this stage, with two-batch overlap if it is configured, every layer
