@@ -221,9 +221,9 @@ def pairs_weigh_as_on_one_rank(rank):
     weights = module("megatron.core.pipeline_parallel.loss_weights").LossWeights
     count, correct, local = where.global_counts, weights.set, []
 
-    def noting_counts(counts, groups, device):
+    def noting_counts(counts, *others):
         local[:] = [counts]
-        return count(counts, groups, device)
+        return count(counts, *others)
 
     def of_this_rank(self, values):
         correct(self, torch.cat((values[:1], 1.0 / local[0][1:])))

@@ -101,7 +101,9 @@ OPTIMIZER = {
                      " --muon-scale-mode unit_rms_norm --muon-coefficient-type cans --muon-num-ns-steps 6",
     "muon-heads": f"--optimizer muon --lr 1e-2 {LLAMA} --muon-split-qkv-per-head --muon-split-gate-up"
                   " --muon-scale-mode shape_scaling --muon-coefficient-type cubic5 --decoupled-lr 1e-3",
-    "adamuon": f"--optimizer adaptive_muon --lr 1e-3 --muon-extra-scale-factor 0.05 {LLAMA}",
+    "lion": f"--optimizer lion --lr 1e-3 --lion-beta1 0.8 --lion-beta2 0.9 --weight-decay 0.3 {LLAMA}",
+    "muon-lion": f"--optimizer muon --muon-scalar-optimizer lion --lr 1e-3 --muon-extra-scale-factor 0.2 {LLAMA}",
+    "adamuon": f"--optimizer adaptive_muon --lr 1e-3 --muon-extra-scale-factor 0.05 --adaptive-muon-eps 1e-4 {LLAMA}",
     "normuon-experts": "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon --adaptive-muon-beta2 0.8"
                        " --lr 1e-3 --num-experts 4 --moe-ffn-hidden-size 24 --swiglu --disable-bias-linear",
     "muon-latent": "--optimizer muon --lr 1e-3 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20"
