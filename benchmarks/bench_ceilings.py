@@ -81,9 +81,9 @@ def attention(length: int, heads: int, device: torch.device, repeats: int) -> tu
     gemm = 2.0 * heads * 128 * length**2 / 2
     with sdpa_kernel(backends):
         with torch.no_grad():
-            alone = seconds(forward, device, repeats)
+            forward_seconds = seconds(forward, device, repeats)
         both = seconds(lambda: forward().backward(gradient), device, repeats)
-    return round(2 * gemm / alone / 1e12, 1), round(7 * gemm / both / 1e12, 1)
+    return round(2 * gemm / forward_seconds / 1e12, 1), round(7 * gemm / both / 1e12, 1)
 
 
 def copy_bandwidth(size: int, device: torch.device, repeats: int) -> float:

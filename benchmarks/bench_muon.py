@@ -6,7 +6,7 @@
 Variants: the iteration on X and on its Gram matrix, each with full GEMMs and with symmetric products (half the FLOP of
 products whose result is symmetric). TFLOP/s counts the FLOP that a variant needs. Errors are of bf16, relative to the
 same iteration in fp64 on a smaller matrix of the same aspect ratio: of the result, and the singular values' range.
-``batch`` compares the bits of a matrix alone and in a batch. ``--smoke`` runs on a CPU; its times mean nothing.
+``batch`` compares the bits of small and large batches. ``--smoke`` runs on a CPU; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def measure(scale: int, device: torch.device, repeats: int) -> dict[str, Any]:
 
 
 def batch_bits(device: torch.device) -> dict[str, bool]:
-    """Return, by shape, whether a matrix has the same bits alone and in batches."""
+    """Return, by shape, whether a batch of one matrix gives the bits of larger batches."""
     found = {}
     for rows, columns in ((64, 64), (256, 256), (512, 1024), (256, 1024), (768, 2048)):
         x = torch.randn(8, rows, columns, device=device)
-        alone = torch.cat([orthogonalize(each, STEPS, "medium") for each in x.split(1)])
+        single = torch.cat([orthogonalize(each, STEPS, "medium") for each in x.split(1)])
         found[f"{rows} x {columns}"] = all(
-            torch.equal(orthogonalize(x[:size], STEPS, "medium"), alone[:size]) for size in (2, 3, 8)
+            torch.equal(orthogonalize(x[:size], STEPS, "medium"), single[:size]) for size in (2, 3, 8)
         )
     return found
 

@@ -88,7 +88,7 @@ def merge(path: Path, name: str, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def name_of(row: str, extra: list[str]) -> str:
+def stored_name(row: str, extra: list[str]) -> str:
     """Return the stored name of a row with extra flags; flags of a named variant become the variant's name."""
     if not extra:
         return row
@@ -155,7 +155,7 @@ def main() -> int:
     print(HEADER, flush=True)
     failed = False
     for row in names:
-        name = name_of(row, extra)
+        name = stored_name(row, extra)
         result = {**jobs.measure(row, settings), "environment": record}
         print(line(name, result), details(result), sep="\n", flush=True)
         failed |= "error" in result or bool(result.get("invalid"))

@@ -173,8 +173,8 @@ def take(folder: Path) -> list[str]:
 
 def summary(done: dict[str, Any], names: Sequence[str]) -> str:
     """One line per item."""
-    own = {name: done[name] for name in names if name in done}
-    return "\n".join(f"{name:<28}{each['seconds']:8.1f} s  {each['ended']}" for name, each in own.items())
+    known = {name: done[name] for name in names if name in done}
+    return "\n".join(f"{name:<28}{each['seconds']:8.1f} s  {each['ended']}" for name, each in known.items())
 
 
 def main() -> int:

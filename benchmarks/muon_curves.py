@@ -35,7 +35,7 @@ FLAGS = {"adamw": "", "muon": "--optimizer muon --muon-momentum 0.95 --muon-nest
 COLORS = {"adamw": "black", "muon": "tab:blue"}
 
 
-def curves_of(kind: str) -> dict[str, str]:
+def curve_flags(kind: str) -> dict[str, str]:
     """Return the flags of all curves of an optimizer by name."""
     return {
         f"{kind}, lr {rate}, seed {seed}": f"{FLAGS[kind]} --lr {rate} --min-lr {float(rate) / 10:g} --seed {seed}"
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--optimizer", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--corpus", type=Path, help="folder that keeps corpus, tokenizer and tokens")
     parser.add_argument("--prepare", action="store_true", help="only make the content of --corpus")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of AdamW; Muon trains 75 %% of them")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of AdamW; Muon runs 75 %% as many")
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -93,7 +93,7 @@ def main() -> int:
     if args.draw:
         draw(stored, args.draw)
         return 0
-    jobs = {name: flags for kind in args.optimizer for name, flags in curves_of(kind).items()}
+    jobs = {name: flags for kind in args.optimizer for name, flags in curve_flags(kind).items()}
     with tempfile.TemporaryDirectory() as temporary:
         prefix = make_tokens((args.corpus or Path(temporary)).resolve())
         if args.prepare:

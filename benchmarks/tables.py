@@ -80,7 +80,7 @@ def training(file: str) -> str:
     """A speed table: valid rows only, the others below it with the reason."""
     rows, spoiled, records = [], [], {}
     results = stored(file).get("rows", {})
-    alone = results.get("one", {}).get("tflops_per_gpu")
+    one_gpu = results.get("one", {}).get("tflops_per_gpu")
     for name, result in results.items():
         reason = result.get("error") or result.get("invalid")
         if reason or result.get("tflops_per_gpu") is None:
@@ -91,7 +91,7 @@ def training(file: str) -> str:
         found = result.get("profile") or {}
         rows.append((
             f"`{name}`", what(ROWS[base_row(name)], name), f"{result['tflops_per_gpu']:.1f}",
-            f"{result['tflops_per_gpu'] / alone:.0%}" if alone else None,
+            f"{result['tflops_per_gpu'] / one_gpu:.0%}" if one_gpu else None,
             result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
             found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
         ))  # fmt: skip

@@ -164,17 +164,17 @@ def run_job(name: str, settings: Settings, *, traced: bool) -> dict[str, Any]:
 def steady(timing: Sequence[dict[str, Any]], warmup: int, last: int) -> dict[str, Any]:
     """Medians over the records of iterations after ``warmup`` up to ``last``."""
     starts = [0, *(record["iteration"] for record in timing)]
-    own = [record for start, record in zip(starts, timing) if warmup <= start and record["iteration"] <= last]
-    if not own:
+    measured = [record for start, record in zip(starts, timing) if warmup <= start and record["iteration"] <= last]
+    if not measured:
         return {"error": f"no iteration is measured: {warmup} of warm-up, {last} before the profile"}
-    seconds = [record["seconds_per_iteration"] for record in own]
+    seconds = [record["seconds_per_iteration"] for record in measured]
     peak = max((record["memory"] or {}).get("mem-max-allocated-bytes", 0) for record in timing)
     return {
         "seconds_per_iteration": statistics.median(seconds),
         "spread": round((max(seconds) - min(seconds)) / statistics.median(seconds), 4),
-        "measured_iterations": len(own),
-        "tokens_per_second_per_gpu": statistics.median(r["tokens_per_second"] / r["world_size"] for r in own),
-        "tflops_per_gpu": statistics.median(record["tflops_per_device"] for record in own),
+        "measured_iterations": len(measured),
+        "tokens_per_second_per_gpu": statistics.median(r["tokens_per_second"] / r["world_size"] for r in measured),
+        "tflops_per_gpu": statistics.median(record["tflops_per_device"] for record in measured),
         "peak_memory_gb": peak / 1e9 or None,
     }
 

@@ -98,8 +98,8 @@ class Share:
         tp, ep = model.tensor_model_parallel_size, model.expert_model_parallel_size
         sizes = {"tp": tp, "ep": ep, "etp": expert_tensor_ranks(model)}
         held = {each.name: each for piece in self.pieces for each in piece.params}
-        own = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
-        return sum(math.prod(shape) for each in own for shape in each.local_shapes(sizes) if shape[-1] > 1)
+        matrices = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
+        return sum(math.prod(shape) for each in matrices for shape in each.local_shapes(sizes) if shape[-1] > 1)
 
 
 def weight_shapes(cfg: Config, vocab_size: int) -> set[tuple[int, int]]:

@@ -113,7 +113,7 @@ ROWS: dict[str, Row] = {
     "pp4-zero-bubble": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble", iters=8, seconds=130),
     "pp4-zero-bubble-h2": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble-h2", iters=8, seconds=130),
     "cp4-s32768": Row(4, 32, 32768, 8, f"--context-parallel-size 4 {ZERO}", iters=7, seconds=150),
-    # the activations of 32 layers of 32768 tokens per GPU do not fit: all but attention is recomputed
+    # the activations of 32 layers of 32768 tokens per GPU do not fit: everything except attention is recomputed
     "cp4-s131072": Row(
         4, 32, 131072, 1, f"--context-parallel-size 4 --cp-comm-type a2a {RECOMPUTED_MLP} {ZERO}", iters=7, seconds=180
     ),
@@ -210,7 +210,7 @@ VARIANTS: dict[str, str] = {
     "timers": "--timing-log-level 2",
 }
 
-SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that GEMMs can be told apart
+SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that their GEMMs differ
 
 
 def base_row(stored: str) -> str:

@@ -60,8 +60,8 @@ def test_rows_are_merged_in_the_order_of_the_table(tmp_path):
     for name, device in (("dp4", "X"), ("one+te", "X"), ("one", "X"), ("one", "Y"), ("one", "X")):
         bench_training.merge(path, name, {"environment": {"device": device}})
     assert list(json.loads(path.read_text())["rows"]) == ["one", "one on Y", "one+te", "dp4"]
-    assert bench_training.name_of("one", ["--attention-backend", "flash"]) == "one+flash"
-    assert bench_training.name_of("one", ["--lr", "1"]) == "one+--lr 1"
+    assert bench_training.stored_name("one", ["--attention-backend", "flash"]) == "one+flash"
+    assert bench_training.stored_name("one", ["--lr", "1"]) == "one+--lr 1"
     assert "failed: died" in bench_training.line("one", {"error": "died"})
 
 
