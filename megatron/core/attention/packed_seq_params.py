@@ -70,7 +70,7 @@ class PackedSeqParams:
     key_bounds: tuple[int, ...] | None = None
     """``cu_seqlens_kv`` on the host, in cross-attention."""
     _split: tuple[int, PackedSeqParams | None] | None = field(default=None, repr=False, compare=False)
-    """Cached result of :meth:`split_full_rows`, used by all layers."""
+    """Result of :meth:`split_full_rows`, used by all layers: cached, or known from :meth:`of_lengths`."""
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Cached result of :meth:`ranges`, used by all layers."""
     local_cp_size: int | None = field(default=None, kw_only=True)
@@ -111,18 +111,25 @@ class PackedSeqParams:
         return PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
 
     @classmethod
-    def of_lengths(cls, lengths: Tensor, length: int) -> PackedSeqParams:
+    def of_lengths(cls, lengths: Tensor, length: int, full_rows: int = 0) -> PackedSeqParams:
         """Build from padded rows [b, length]: each row becomes two documents, its first ``lengths[i]`` tokens (int [b])
-        and its padding, so that no token sees padding. No host sync."""
+        and its padding, so that no token sees padding. No host sync. ``full_rows``: number of leading rows without
+        padding that the caller knows of, so that kernels may compute them as full rows."""
         starts = torch.arange(0, len(lengths) * length, length, device=lengths.device)
         bounds = torch.stack((starts, starts + lengths), dim=1).flatten()
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=len(lengths) * length).to(torch.int32)
-        return cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
+        made = cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
+        if full_rows:
+            rest = None if full_rows == len(lengths) else cls.of_lengths(lengths[full_rows:], length)
+            made._split = full_rows, rest
+        return made
 
     @classmethod
-    def of_padding(cls, lengths: Tensor, length: int) -> PackedSeqParams | None:
+    def of_padding(cls, lengths: Tensor, length: int, full_rows: int = 0) -> PackedSeqParams | None:
         """Return :meth:`of_lengths`, or None if ``lengths`` is on the CPU and no row has padding."""
-        return None if is_on_host(lengths) and int(lengths.min()) == length else cls.of_lengths(lengths, length)
+        if is_on_host(lengths) and int(lengths.min()) == length:
+            return None
+        return cls.of_lengths(lengths, length, full_rows)
 
     @classmethod
     def of_keys(cls, lengths: Tensor, num_queries: int, num_keys: int) -> PackedSeqParams:
@@ -178,10 +185,10 @@ class PackedSeqParams:
     def split_full_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
         """Split off the leading rows that are one document each; return (their number, documents of all other rows).
         The second is None if no row remains. Returns (0, ``self``) if ``bounds`` is unset, as reading the device's may
-        wait. Cached: ``batch``, the number of rows, must not change."""
-        if self.bounds is None or self.cu_seqlens_q is None:
-            return 0, self
+        wait, and the number was not given. Cached: ``batch``, the number of rows, must not change."""
         if self._split is None:
+            if self.bounds is None or self.cu_seqlens_q is None:
+                return 0, self
             self._split = self._split_full_rows(batch)
         return self._split
 

@@ -11,6 +11,9 @@ models and micro-batches. A graph repeats the same kernels on the same addresses
   reductions start after the last replay.
 * Weights, ``main_grad``, delayed fp8 scales and the graph's memory keep their addresses. Each replay casts fp8 weights.
 
+Each set of shapes has a recording, up to ``MOST_RECORDINGS``; they share one pool of memory. A task may state a number
+by which kernels are launched as the shape of a tensor without elements (``full_rows`` of BERT).
+
 The first iterations run eagerly on the capture stream (AccumulateGrad nodes belong to the stream that created them) to
 load and tune kernels. Results are bit-identical to eager execution if the same kernels run with and without padding.
 Dynamic shapes and waits for other ranks inside a micro-batch are rejected (``rules/backends.py``).
@@ -41,21 +44,32 @@ Outputs = dict[str, Tensor]
 Recorder = Callable[[Callable[[], Outputs], torch.cuda.Stream | None], Callable[[], Outputs]]
 """Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
 
+MOST_RECORDINGS = 16
+"""Upper bound of the number of graphs. Each takes a second or more to record and some memory for its kernels."""
 
-def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-    """Call ``run`` once under CUDA graph capture on ``stream``: its kernels are recorded, not executed. Return a
-    function that replays them on the current stream and returns the captured output tensors, always the same ones,
-    overwritten by each replay. Other threads may use CUDA meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        outputs = run()
 
-    def replay() -> Outputs:
-        graph.replay()
-        return outputs
+class CudaGraphRecorder:
+    """Records CUDA graphs that use the same memory. Only one of them may run at a time, and outputs of one are
+    overwritten by replays of the others."""
 
-    return replay
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
+        """Call ``run`` once under CUDA graph capture on ``stream``: its kernels are recorded, not executed. Return a
+        function that replays them on the current stream and returns the captured output tensors, always the same ones,
+        overwritten by each replay. Other threads may use CUDA meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = run()
+        self._pool = graph.pool()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
 
 
 class _Recording(NamedTuple):
@@ -70,7 +84,7 @@ class GraphedForwardBackward:
     Args:
         plain: eager function for the first ``warmup_steps`` calls.
         stream: stream of all work; None on a CPU.
-        record: turns a function into its replay.
+        record: turns a function into its replay; None: CUDA graphs.
     """
 
     def __init__(
@@ -80,11 +94,12 @@ class GraphedForwardBackward:
         *,
         warmup_steps: int,
         stream: torch.cuda.Stream | None = None,
-        record: Recorder = record_cuda_graph,
+        record: Recorder | None = None,
     ) -> None:
-        self.plain, self.device, self.record, self.stream = plain, device, record, stream
+        self.plain, self.device, self.stream = plain, device, stream
+        self.record: Recorder = record or CudaGraphRecorder()
         self.remaining_warmup = warmup_steps
-        self._recording: _Recording | None = None
+        self._recordings: dict[str, _Recording] = {}
 
     def __call__(
         self,
@@ -97,9 +112,9 @@ class GraphedForwardBackward:
         **options: object,
     ) -> list[MicroBatchResult]:
         """Run all micro-batches of one iteration and accumulate local gradients in ``main_grad``, without reducing them
-        over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; the next one records the first
-        micro-batch, and from then on all are replayed. Copies batches to the device. ``loss_weights`` is the same
-        object in every call. Returns replayed results as clones, since replays overwrite their outputs."""
+        over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; then micro-batches are
+        replayed, after the first one of each form is recorded. Copies batches to the device. ``loss_weights`` is the
+        same object in every call. Returns replayed results as clones, since replays overwrite their outputs."""
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1
@@ -116,9 +131,14 @@ class GraphedForwardBackward:
             results = []
             for _ in range(num_microbatches):
                 batch = to_device(next(data_iterator), self.device)
-                if self._recording is None:
-                    self._recording = self._record(batch, forward_step_func, chunk, loss_weights)
-                results.append(self._replay(self._recording, batch))
+                if (form := _form(batch)) not in self._recordings:
+                    if len(self._recordings) == MOST_RECORDINGS:
+                        raise UserError(
+                            f"--cuda-graph-impl local: a micro-batch holds {form}, and {MOST_RECORDINGS} other forms "
+                            f"are recorded, the last one {list(self._recordings)[-1]}; remove the flag for such data"
+                        )
+                    self._recordings[form] = self._record(batch, forward_step_func, chunk, loss_weights)
+                results.append(self._replay(self._recordings[form], batch))
             return results
 
     def _record(
@@ -143,12 +163,7 @@ class GraphedForwardBackward:
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor]) -> MicroBatchResult:
         """Copy ``batch`` into the static tensors, replay, and return clones of the logged losses. Gradients are added
-        to ``main_grad``. Raises UserError if names, shapes or dtypes of the batch changed."""
-        if (found := _form(batch)) != (recorded := _form(recording.inputs)):
-            raise UserError(
-                f"--cuda-graph-impl local: a micro-batch holds {found}, the recorded one {recorded}; remove "
-                "the flag for such data"
-            )
+        to ``main_grad``."""
         for name, value in batch.items():
             recording.inputs[name].copy_(value)
         # clone: the next replay overwrites the outputs

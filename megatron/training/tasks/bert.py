@@ -59,10 +59,12 @@ class BertTask(LanguageModelTask):
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, object]:
         """Extend :meth:`Task.micro_batches` by the row lengths of --use-packed-sequence, which pipeline stages need for
         p2p; for that each stage reads all batches now. If the head predicts masked positions only, a row with too many
-        masked tokens raises UserError when its batch is read."""
+        masked tokens raises UserError when its batch is read. With CUDA graphs batches get ``full_rows``."""
         if predicted_per_rank(self.cfg) is not None:
             # checked here: in get_batch the batches of a CUDA graph are already on the device
             data_iterator = map(self._within_bound, data_iterator)
+        if self.cfg.training.cuda_graph_impl == "local":
+            data_iterator = map(_with_full_rows, data_iterator)
         arguments = super().micro_batches(data_iterator, number, size)
         if self.cfg.group(BertConfig).use_packed_sequence and self.cfg.model.pipeline_model_parallel_size > 1:
             batches = list(islice(data_iterator, number))
@@ -95,6 +97,7 @@ class BertTask(LanguageModelTask):
         whose order loss this rank adds. Rows are sorted by length. With context parallelism, this rank's tokens. See
         :meth:`_predicted_only` for fewer labels and :meth:`_packed` for --use-packed-sequence."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
+        full_rows = len(batch.pop("full_rows", ()))
         batch, lengths = sort_by_length(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
         if self.cfg.group(BertConfig).use_packed_sequence:
@@ -102,7 +105,7 @@ class BertTask(LanguageModelTask):
         length = batch["text"].shape[1]
         layout = TokenLayout.of(parallel_state.get_process_groups())
         batch["counts"] = (batch["sample_index"] >= 0) & layout.has_first_token
-        documents = PackedSeqParams.of_padding(lengths, length)
+        documents = PackedSeqParams.of_padding(lengths, length, full_rows)
         batch = self._predicted_only(self.local_tokens(batch))
         return on_device(batch, documents)
 
@@ -177,3 +180,11 @@ class BertTask(LanguageModelTask):
             "padding_mask": used.astype(np.int64),
             "is_random": int(generator.integers(2)),
         }
+
+
+def _with_full_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add ``full_rows`` [n, 0]: at least n rows have no padding, a fact that a CUDA graph cannot read from the batch.
+    Rounded down to an eighth of the batch, so that few graphs are needed. The batch must be on the host."""
+    mask = batch["padding_mask"]
+    found, step = int(mask.all(1).sum()), max(1, len(mask) // 8)
+    return {**batch, "full_rows": torch.empty(found - found % step, 0)}

@@ -42,6 +42,13 @@ def test_boundaries_on_a_device_alone_are_not_waited_for():
     assert documents.split_full_rows(2) == (0, documents)
 
 
+def test_the_caller_may_know_of_full_rows_on_a_device():
+    lengths = torch.tensor([128, 128, 3])
+    found, others = PackedSeqParams.of_lengths(lengths, LENGTH, full_rows=1).split_full_rows(3)
+    assert found == 1 and others.cu_seqlens_q.tolist() == others.cu_seqlens_k.tolist() == [0, 128, 128, 131, 256]
+    assert PackedSeqParams.of_lengths(lengths[:2], LENGTH, full_rows=2).split_full_rows(2) == (2, None)
+
+
 class ExactKernel(torch_sdpa.TorchAttention):
     """The definition in place of cuDNN's and the flash kernel's operators; counts the calls of each."""
 

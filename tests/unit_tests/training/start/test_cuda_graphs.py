@@ -108,18 +108,27 @@ def test_replays_equal_plain_execution():
     assert len(recorded) == 1
 
 
-def test_other_shapes_are_refused():
-    device, model = torch.device("cpu"), make_model()
+def test_each_set_of_shapes_is_recorded_once(monkeypatch):
+    device, model, recorded = torch.device("cpu"), make_model(), []
     graphed = GraphedForwardBackward(
-        run_without_pipeline, device, warmup_steps=0, record=lambda run, stream: run
+        run_without_pipeline, device, warmup_steps=0, record=lambda run, stream: recorded.append(run) or run
     )
-    train(model, graphed, device, steps=1)
-    short = [{name: value[:1] for name, value in batch.items()} for batch in batches(1)]
-    with pytest.raises(ValueError, match="tokens .1, 16. .*the recorded one .*tokens .2, 16.*remove the flag"):
-        graphed(
-            forward_step_func=partial(forward_step, device=device), data_iterator=iter(short), model=[model],
-            num_microbatches=1, loss_weights=LossWeights(("lm loss",), device),
+
+    def run(length):
+        cut = [{name: value[:, :length] if value.dim() > 1 else value for name, value in batch.items()}
+               for batch in batches(1)]  # fmt: skip
+        return graphed(
+            forward_step_func=partial(forward_step, device=device), data_iterator=iter(cut), model=[model],
+            num_microbatches=MICRO_BATCHES, loss_weights=LossWeights(("lm loss",), device),
         )  # fmt: skip
+
+    first = [result.logged["lm loss"] for result in run(LENGTH)]
+    run(8)
+    assert_equal_bits([result.logged["lm loss"] for result in run(LENGTH)], first)
+    assert len(recorded) == 2
+    monkeypatch.setattr("megatron.training.start.cuda_graphs.MOST_RECORDINGS", 2)
+    with pytest.raises(ValueError, match="tokens .2, 4. .*and 2 other forms .*tokens .2, 8.*remove the flag"):
+        run(4)
 
 
 @pytest.mark.gpu
@@ -204,7 +213,8 @@ def samples(task, step):
     data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.training.micro_batch_size
     starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
     made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
-    return BatchReader(made, task.loss_counts, reads_ahead=True).take(MICRO_BATCHES)[0]
+    found = BatchReader(made, task.loss_counts, reads_ahead=True).take(MICRO_BATCHES)[0]
+    return task.micro_batches(found, MICRO_BATCHES, size)["data_iterator"]
 
 
 def task_and_model(family, flags, precision="fp32"):
@@ -220,6 +230,7 @@ def train_task(family, flags, precision="fp32", *, graphs=None):
     task, model = task_and_model(family, flags, precision)
     device, run = next(model.parameters()).device, run_without_pipeline
     if graphs is not None:
+        task.cfg = task.cfg.with_settings(cuda_graph_impl="local")  # a CPU rejects the flag
         run = GraphedForwardBackward(run, device, warmup_steps=2, **graphs)
     return train(model, run, device, steps=5, task=task)
 
@@ -240,6 +251,7 @@ PADDED = [
     ("bert", DROPOUT),
     ("bert", NO_DROPOUT),
     ("bert", f"{MODERN} {NO_DROPOUT} --bert-no-binary-head"),
+    ("bert", f"--micro-batch-size 8 {NO_DROPOUT}"),
     ("t5", f"{T5} {DROPOUT}"),
     ("t5", f"{T5} {NO_DROPOUT}"),
     ("t5", f"{RELATIVE} {DROPOUT}"),
@@ -321,6 +333,13 @@ def test_cuda_graphs_in_fp8_equal_plain_execution_bit_for_bit(family, flags):
     stream = torch.cuda.Stream(torch.cuda.current_device())
     found = train_with_state(flags, "bf16", family=family, graphs={"stream": stream})
     assert_equal_bits(found, train_with_state(flags, "bf16", family=family))
+
+
+def test_bert_has_a_recording_per_number_of_full_rows():
+    recorded = []
+    graphs = {"record": lambda run, stream: recorded.append(run) or run}
+    train_task("bert", f"--micro-batch-size 8 {NO_DROPOUT}", graphs=graphs)
+    assert 2 <= len(recorded) <= 8
 
 
 @pytest.mark.parametrize("family, flags", PADDED)
