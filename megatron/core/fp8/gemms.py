@@ -85,6 +85,10 @@ class Fp8Gemms(Gemms):
         """Return the copies of all weights [o, i] of the layer."""
         raise NotImplementedError
 
+    def matrices(self) -> list[Tensor]:
+        """Return the matrices [o, i] of the layer."""
+        return [each.detach() for each in self.weights]
+
     def weight_copies(self, weight: Tensor, *, columns: bool) -> Quantized:
         """Return the copy of ``weight``, or with ``columns`` its transposed copy."""
         if not self.keeps_weights:
@@ -94,10 +98,9 @@ class Fp8Gemms(Gemms):
         places = (part for each in self.weights for part in (each.data_ptr(), each._version))
         now = (self.clock.step, *gathers, *places)
         if now != self._copied_at or weight.data_ptr() not in self._copies:
-            made = self._gathered_copies() or self.cast_weights(
-                [each.detach() for each in self.weights], rows=True, columns=True
-            )
-            self._copies = {each.data_ptr(): copies for each, copies in zip(self.weights, made)}
+            matrices = self.matrices()
+            made = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=True)
+            self._copies = {each.data_ptr(): copies for each, copies in zip(matrices, made)}
             self._copied_at = now
         copies = self._copies[weight.data_ptr()]
         return _present(copies.columns if columns else copies.rows)
