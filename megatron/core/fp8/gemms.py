@@ -27,6 +27,8 @@ from megatron.core.fusions.fp8_cast import (
     Quantized,
     Scale,
     amax_parts,
+    carried,
+    carry,
     cast_in_blocks,
     cast_tensor,
 )
@@ -126,9 +128,11 @@ class Fp8Gemms(Gemms):
         columns = for_weight and self.weight_gradients
         if not (for_input or columns):
             return Operands(grad, grad)
-        copies = self.cast_gradient(grad, rows=for_input, columns=columns)
+        copies = carried(grad) or self.cast_gradient(grad, rows=for_input, columns=columns)
+        if columns and copies.columns is None:
+            copies = copies._replace(columns=transposed(_flat(_present(copies.rows))))
         first: Operand = grad
-        if copies.rows is not None:
+        if for_input and copies.rows is not None:
             first = copies.rows._replace(data=copies.rows.data.view(grad.shape))
         return Operands(first, grad if copies.columns is None else copies.columns)
 
@@ -199,6 +203,14 @@ class PerTensorGemms(Fp8Gemms):
         row = None if self.history is None else self._gradient
         scale = self._scale(grad, row, observes=True)
         return cast_tensor(grad, self.gradient_format, scale, rows=rows, columns=columns)
+
+    def gather_gradient(self, grad: Tensor, group: Group) -> Tensor:
+        if not self.weight_gradients:  # these read the values
+            return super().gather_gradient(grad, group)
+        rows = _present(self.cast_gradient(grad, rows=True, columns=False).rows)
+        shard = rows._replace(data=rows.data.view(grad.shape))
+        gathered = begin_gather(shard, group, transposed=False).wait()
+        return carry(Copies(gathered, None), gathered.data.shape, grad.dtype)
 
     def _scale(self, x: Tensor, row: int | None, *, observes: bool) -> Tensor | Scale:
         """Return the scale of a cast, or the amaxes that determine it. Collective over the groups without a history or

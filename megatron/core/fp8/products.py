@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.extensions import cublaslt
-from megatron.core.fusions.fp8_cast import BLOCK, Quantized
+from megatron.core.fusions.fp8_cast import BLOCK, Quantized, transpose_fp8
 
 
 def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,8 +32,7 @@ def has_blocks(x: Quantized) -> bool:
 
 def transposed(x: Quantized) -> Quantized:
     """Return the transpose of a matrix with one scale or with 128 x 128 blocks."""
-    data = x.data.view(torch.uint8).t().contiguous().view(x.data.dtype)
-    return Quantized(data, x.scale.t().contiguous() if has_blocks(x) else x.scale)
+    return Quantized(transpose_fp8(x.data), x.scale.t().contiguous() if has_blocks(x) else x.scale)
 
 
 def multiply(

@@ -211,6 +211,15 @@ if triton is not None:
             tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < pitch)[None, :])
 
     @triton.jit
+    def _transpose(x, out, height, width, tiles_i, TILE_T: tl.constexpr, TILE_I: tl.constexpr):
+        """Write one tile of the bytes ``x`` [height, width] to ``out`` [width, height]."""
+        row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
+        column = (tl.program_id(0) % tiles_i).to(tl.int64) * TILE_I + tl.arange(0, TILE_I)
+        inside = (row < height)[:, None] & (column < width)[None, :]
+        value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0)
+        tl.store(out + column[:, None] * height + row[None, :], tl.trans(value), mask=tl.trans(inside))
+
+    @triton.jit
     def _block_factor(most, largest, SQUARE: tl.constexpr):
         """Return the factors for magnitudes with the bits ``most``; SQUARE: one for all of them."""
         if SQUARE:
@@ -279,6 +288,20 @@ def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, row
         None if data is None else Quantized(data, inverse),
         None if transposed is None else Quantized(transposed, inverse),
     )
+
+
+def transpose_triton(x: Tensor) -> Tensor:
+    """Return the transpose of fp8 ``x`` [t, i], contiguous; one launch."""
+    x = x.contiguous()
+    height, width = x.shape
+    out = torch.empty((width, height), dtype=x.dtype, device=x.device)
+    tiles_i = triton.cdiv(width, _TILE_I)
+    if x.numel():
+        _transpose[(triton.cdiv(height, _TILE_T) * tiles_i,)](
+            x.view(torch.uint8), out.view(torch.uint8), height, width, tiles_i, TILE_T=_TILE_T, TILE_I=_TILE_I,
+            num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return out
 
 
 def _launch_cast(x: Tensor, scale: Tensor | Scale, data: Tensor | None, transposed: Tensor | None) -> Tensor:
@@ -373,6 +396,28 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
     """
     cast = cast_tensor_triton if _casts_on_gpu(x) else cast_tensor_plain
     return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns)
+
+
+def transpose_fp8(x: Tensor) -> Tensor:
+    """Return the transpose of fp8 ``x`` [t, i], contiguous."""
+    if triton is not None and x.is_cuda:
+        return transpose_triton(x)
+    return x.view(torch.uint8).t().contiguous().view(x.dtype)
+
+
+def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`. All its
+    elements are NaN in the memory of one, so that a reader of values is noticed. Views do not carry the copies."""
+    some = copies.rows or copies.columns
+    assert some is not None, "at least one copy"
+    x = torch.full((), torch.nan, dtype=dtype, device=some.data.device).expand(tuple(shape))
+    x._fp8_copies = copies  # type: ignore[attr-defined]
+    return x
+
+
+def carried(x: Tensor) -> Copies | None:
+    """Return the copies that :func:`carry` attached to ``x``; None for other tensors."""
+    return getattr(x, "_fp8_copies", None)
 
 
 def cast_in_blocks(
