@@ -67,6 +67,8 @@ BUGS = [
     ("balance_of_own_positions", "cp2-tp2-sp-ep2", "loss", "seq_load_balancing_loss"),
     ("fp8_scales_of_the_local_part", "fp8-tensorwise-tp2-sp", "loss", "lm loss"),
     ("fp8_scales_of_the_local_part", "fp8-tensorwise-cp2", "loss", "lm loss"),
+    ("fp8_expert_scales_of_the_local_rows", "fp8-wide-experts-tp2-sp-ep2", "loss", "lm loss"),
+    ("fp8_expert_scales_of_the_local_rows", "fp8-wide-experts-tp2-sp-etp2", "loss", "lm loss"),
     ("fp8_history_of_the_local_rank", "fp8-delayed-dp2", "loss", "lm loss"),
     ("samples_planned_twice", "dynamic-4", "loss", "lm loss"),
     ("positions_of_the_row", "varlen-dp4-zero", "loss", "lm loss"),

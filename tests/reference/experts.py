@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.reference import fp8
 from tests.reference.settings import Settings
 
 PREFIX = {"aux_loss": "", "seq_aux_loss": "seq_", "global_aux_loss": "global_"}
@@ -57,13 +58,33 @@ def mixture(net, x: Tensor, at: str) -> Tensor:
         times = c.mtp_num_layers if c.mtp_use_repeated_layer and at.startswith("mtp.") else 1
         for name, term in aux_losses(net, logits, router, times):
             net.aux_losses.setdefault(name, []).append(term)
-    y = sum(weights[..., e, None] * net.mlp(x, f"{at}.experts", e) for e in range(c.num_experts))
+    if fp8.covers(c, f"{at}.experts.linear_fc1"):
+        y = in_fp8(net, x, at, weights, used)
+    else:
+        y = sum(weights[..., e, None] * net.mlp(x, f"{at}.experts", e) for e in range(c.num_experts))
     if c.moe_shared_expert_intermediate_size:
         shared = net.mlp(x, f"{at}.shared_experts")
         if c.moe_shared_expert_gate:
             shared = shared * torch.sigmoid(x @ net.weights[f"{at}.shared_experts.gate_weight"].T)
         y = y + shared
     return y
+
+
+def in_fp8(net, x: Tensor, at: str, weights: Tensor, used: Tensor) -> Tensor:
+    """Return the weighted sum [b, s, h]. Casts see the tokens that experts compute, and the weighted input of fc2."""
+    weights_ebs, used_ebs = (each.permute(2, 0, 1)[..., None] for each in (weights, used))
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        settings = net.histories, net.micro_batch_size, net.training
+        return fp8.expert_linear(net.c, rows, net.weights[f"{name}.weight"], name, *settings)
+
+    def bias(name: str) -> Tensor | float:
+        found = net.weights.get(f"{name}.bias")
+        return 0.0 if found is None else found[:, None, None]
+
+    fc1, fc2 = f"{at}.experts.linear_fc1", f"{at}.experts.linear_fc2"
+    y = net.activation(linear(used_ebs * x, fc1) + bias(fc1)) * weights_ebs
+    return (used_ebs * (linear(y, fc2) + weights_ebs * bias(fc2))).sum(dim=0)
 
 
 def best(scores: Tensor, k: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tests.reference.settings import Settings
 
 BLOCK = 128
+EXPERT_WIDTH = 2048
 FP32_MAX = float(torch.finfo(torch.float32).max)
 
 
@@ -131,8 +132,13 @@ Histories = dict[str, History]
 
 
 def covers(c: Settings, name: str) -> bool:
-    """Whether a layer is in fp8: all of transformer layers but routers, and the first and last layers on request."""
+    """Whether a layer is in fp8: all of transformer layers but routers, narrow experts, experts with block scales, and
+    the first and last layers on request."""
     words = name.split(".")
+    if "experts" in words:
+        width = c.moe_ffn_hidden_size or c.ffn_hidden_size or 0
+        if c.fp8_recipe == "blockwise" or width < EXPERT_WIDTH:
+            return False
     if c.fp8_format is None or words[1:2] != ["layers"] or words[0] == "mtp" or words[-1] == "router":
         return False
     first, last = c.num_layers_at_start_in_bf16, c.num_layers - c.num_layers_at_end_in_bf16
@@ -151,24 +157,44 @@ def linear(
     return torch.cat(parts)
 
 
+def expert_linear(
+    c: Settings, x: Tensor, weight: Tensor, name: str, histories: Histories, size: int, training: bool
+) -> Tensor:
+    """X_e W_e^T of experts [e, b, s, i], zero where an expert is not chosen: one scale for the rows of all experts, and
+    one per weight. Delayed scales are used once input and gradient have one; before nothing is rounded."""
+    parts = []
+    for part in x.split(size, dim=1):
+        y_eto = _Linear.apply(part.transpose(1, 2).flatten(1, 2), weight, c, name, histories, training)
+        parts.append(y_eto.unflatten(1, (-1, part.shape[1])).transpose(1, 2))
+    return torch.cat(parts, dim=1)
+
+
+def is_calibrated(c: Settings, name: str, histories: Histories) -> bool:
+    found = [histories.get(f"{name}.{matrix}") for matrix in ("input", "gradient")]
+    return c.fp8_recipe != "delayed" or all(each is not None and each.factor is not None for each in found)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, c, name, histories, training):
         ctx.save_for_backward(x, weight)
         ctx.c, ctx.name, ctx.histories, ctx.training = c, name, histories, training
+        ctx.plain = x.dim() == 3 and not is_calibrated(c, name, histories)
         rows, _ = cast(c, x, E4M3, f"{name}.input", histories, training)
-        return rows @ cast_weight(c, weight).T
+        return x @ weight.mT if ctx.plain else rows @ cast_weight(c, weight).mT
 
     @staticmethod
     def backward(ctx, grad):
         (x, weight), c, name = ctx.saved_tensors, ctx.c, ctx.name
         to = E5M2 if c.fp8_format == "hybrid" else E4M3
         rows, columns = cast(c, grad, to, f"{name}.gradient", ctx.histories, ctx.training)
+        if ctx.plain:
+            return grad @ weight, grad.mT @ x, None, None, None, None
         if c.no_fp8_wgrad:
             columns, x_ti = grad, x
         else:
             _, x_ti = cast(c, x, E4M3, f"{name}.input", ctx.histories, ctx.training)
-        return rows @ cast_weight(c, weight), columns.T @ x_ti, None, None, None, None
+        return rows @ cast_weight(c, weight), columns.mT @ x_ti, None, None, None, None
 
 
 def cast(c: Settings, x: Tensor, to: Format, name: str, histories: Histories, training: bool) -> tuple[Tensor, Tensor]:
@@ -186,5 +212,7 @@ def cast(c: Settings, x: Tensor, to: Format, name: str, histories: Histories, tr
 
 
 def cast_weight(c: Settings, weight: Tensor) -> Tensor:
-    """Values of a weight [o, i], always scaled by the weight of this step."""
+    """Values of a weight [o, i] or of experts [e, o, i], always scaled by the weight of this step."""
+    if weight.dim() == 3:
+        return torch.stack([cast_weight(c, each) for each in weight])
     return (in_blocks(weight, E4M3, BLOCK) if c.fp8_recipe == "blockwise" else per_tensor(weight, E4M3)).values

@@ -160,8 +160,12 @@ class Model:
         return torch.where(kept, x / random_numbers.kept_share(rate), 0)
 
     def mlp(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
+        y = self.activation(self.linear(x, f"{name}.linear_fc1", expert))
+        return self.linear(y, f"{name}.linear_fc2", expert)
+
+    def activation(self, y: Tensor) -> Tensor:
         """Gated forms take gate and linear half from the upper and lower rows of fc1."""
-        c, y = self.c, self.linear(x, f"{name}.linear_fc1", expert)
+        c = self.c
         if c.swiglu or c.quick_geglu or c.geglu:
             gate, half = y.chunk(2, dim=-1)
             if (limit := c.activation_func_clamp_value) is not None:
@@ -175,7 +179,7 @@ class Model:
             y = erf_gelu(y)
         else:  # with a bias Megatron-LM's fused kernel takes the approximation
             y = tanh_gelu(y)
-        return self.linear(y, f"{name}.linear_fc2", expert)
+        return y
 
 
 def tanh_gelu(y: Tensor) -> Tensor:

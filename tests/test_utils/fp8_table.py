@@ -4,6 +4,9 @@ tolerance as without fp8. Casts round to 3 bits, so that a scale of another rank
 Models name the micro-batch size: a scale is the largest magnitude of a micro-batch. Two-batch overlap casts halves of
 micro-batches separately; its rows have micro-batches of twice the model's size.
 
+With tensorwise scales, experts have one scale for the rows of all expert-parallel ranks: no row has these in several
+data-parallel groups.
+
 Key and value heads that several ranks hold have no row: their gradients are cast as partial sums.
 
 With block scales every rank holds multiples of 128 tokens and features, and of positions in each zig-zag part.
@@ -39,11 +42,14 @@ FP8_MODELS = {
     "fp8-heads": f"{ONE} {DROPOUT} {E4M3} delayed --kv-channels 16",
     "fp8-latent": f"{ONE} {LLAMA} {LATENT} --ffn-hidden-size 64 {HYBRID} tensorwise",
     "fp8-experts": f"{ONE} {DROPOUT} {EXPERTS} {DELAYED} --mtp-num-layers 1",
+    "fp8-wide-experts": f"{ONE} {DROPOUT} {EXPERTS} --moe-ffn-hidden-size 2048 {HYBRID} tensorwise",
+    "fp8-wide-experts-delayed": f"{ONE} {LLAMA} {EXPERTS} --moe-ffn-hidden-size 2048 --ffn-hidden-size 64 {DELAYED}",
     "bert-fp8": f"{ONE} {DROPOUT} {DELAYED}",
     "t5-fp8": f"{ONE} {DROPOUT} {DELAYED} --decoder-num-layers 2 --decoder-seq-length 32",
 }
 
 SP, TP2, CP2 = "--sequence-parallel", "--tensor-model-parallel-size 2", "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
 PP2, ZB = "--pipeline-model-parallel-size 2", "--pipeline-schedule zero-bubble"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -75,6 +81,17 @@ FP8_ROWS = {
         "fp8-experts", f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
     ),
     "fp8-experts-pp2-ep2": ("fp8-experts", f"{PP2} --expert-model-parallel-size 2", 4),
+    "fp8-wide-experts-tp2-sp-ep2": ("fp8-wide-experts", f"{TP2} {SP} {EP2} --expert-tensor-parallel-size 1", 2),
+    "fp8-wide-experts-tp2-sp-etp2": ("fp8-wide-experts", f"{TP2} {SP}", 2),
+    "fp8-wide-experts-tp2-sp-cp2-ep2-etp2": ("fp8-wide-experts", f"{TP2} {SP} {CP2} {EP2}", 4),
+    "fp8-wide-experts-delayed-ep2-zero": ("fp8-wide-experts-delayed", f"{EP2} {ZERO}", 2),
+    "fp8-wide-experts-delayed-tp2-sp-ep2-etp2": ("fp8-wide-experts-delayed", f"{TP2} {SP} {EP2}", 4),
+    "fp8-wide-experts-delayed-tp2-sp-ep4": (
+        "fp8-wide-experts-delayed", f"{TP2} {SP} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 4,
+    ),
+    "fp8-wide-experts-delayed-pp2-ep2-zero-bubble": ("fp8-wide-experts-delayed", f"{PP2} {EP2} {ZB}", 4),
+    "fp8-wide-experts-delayed-ep2-fsdp2": ("fp8-wide-experts-delayed", f"{EP2} --use-torch-fsdp2", 2),
+    "fp8-wide-experts-recompute-cp2-ep2": ("fp8-wide-experts", f"{CP2} {EP2} {FULL}", 2),
     "bert-fp8-tp2-sp-dp2": ("bert-fp8", f"{TP2} {SP} {ZERO}", 4),
     "t5-fp8-pp2-tp2-sp": ("t5-fp8", f"{PP2} {TP2} {SP}", 4),
 }  # fmt: skip

@@ -404,6 +404,13 @@ def fp8_scales_of_the_local_part(rank):
     return mock.patch.object(where, "current_amax", lambda x, groups: correct(x, ()))
 
 
+def fp8_expert_scales_of_the_local_rows(rank):
+    """Rows of experts are cast by each rank with the scale of its rows."""
+    where = module("megatron.core.fp8.experts")
+    correct = where.current_amax
+    return mock.patch.object(where, "current_amax", lambda x, groups: correct(x, ()))
+
+
 def fp8_history_of_the_local_rank(rank):
     """Delayed scales follow from the micro-batches of this rank only."""
     where = module("megatron.core.fp8.scales").ScaleHistory

@@ -37,5 +37,8 @@ OFFLOAD_ROWS = {
     "activations-t5-tp2-pp2": ("t5", f"{MBS2} {PP2} --tensor-model-parallel-size 2 {ACTIVATIONS} {OFFLOAD}", 4),
     "activations-bert-post-norm": ("bert-post-norm", f"{MBS2} {ACTIVATIONS}", 2),
     "activations-fp8-tp2-sp": ("fp8-delayed", f"{SP2} {ACTIVATIONS}", 2),
+    "activations-fp8-experts-ep2": (
+        "fp8-wide-experts-delayed", f"--expert-model-parallel-size 2 {ACTIVATIONS} expert_fc1 moe_act", 2,
+    ),
     "activations-mtp-pp2": ("mtp", f"{MBS2} {PP2} {ACTIVATIONS}", 2),
 }  # fmt: skip

@@ -269,6 +269,7 @@ PRECISION = {
 }
 HYBRID, E4M3 = "--fp8-format hybrid --fp8-recipe", "--fp8-format e4m3 --fp8-recipe"
 WIDE = "--hidden-size 128 --ffn-hidden-size 128"
+WIDE_EXPERTS = "--moe-ffn-hidden-size 2048"
 FP8 = {
     "fp8-delayed": f"{HYBRID} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max --fp8-margin 1"
     f" {DROPOUT} --eval-interval 5 --iterations-to-skip 4",
@@ -284,6 +285,10 @@ FP8 = {
     "fp8-blockwise-bf16-gradients": f"{E4M3} blockwise {WIDE} --no-fp8-wgrad --micro-batch-size 1",
     "fp8-experts": f"{HYBRID} tensorwise {EIGHT} --moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1]"
     " --mtp-num-layers 1",
+    "fp8-wide-experts": f"{HYBRID} tensorwise {EIGHT} {WIDE_EXPERTS} --moe-shared-expert-intermediate-size 32"
+    " --moe-layer-freq [0,1] --moe-expert-capacity-factor 1.0 --micro-batch-size 2",
+    "fp8-wide-experts-delayed": f"{HYBRID} delayed {FEW} --num-experts 4 {WIDE_EXPERTS} --fp8-amax-history-len 3"
+    " --fp8-amax-compute-algo max --micro-batch-size 1 --no-fp8-wgrad",
     "fp8-latents": f"{HYBRID} delayed --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8"
     " --qk-pos-emb-head-dim 16 --rope-type rope --q-lora-rank 16 --qk-layernorm",
     "fp8-fp32": (f"{HYBRID} delayed {DROPOUT} --optimizer sgd --lr 0.3", "fp32"),

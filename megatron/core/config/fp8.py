@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
 from megatron.core.config.ranges import PositiveInt, Range
 
+if TYPE_CHECKING:
+    from megatron.core.config.model_settings import ModelSettings
+
 BLOCK = 128
 """Side of a block of ``--fp8-recipe blockwise``; rows of every fp8 matrix are a multiple of it there."""
 ALIGNED = 16
 """Divisor of the sizes of every other fp8 matrix."""
+EXPERT_WIDTH = 2048
+"""Least ``moe_ffn_hidden_size`` of experts in fp8: GEMMs of narrower ones save less time than their casts take."""
 
 
 @dataclass(kw_only=True)
@@ -21,8 +26,8 @@ class Fp8Config(FlagGroup):
 
     fp8: Literal["e4m3", "hybrid"] | None = flag("--fp8-format", default=None)
     """Compute the linear layers of transformer layers in fp8: ``e4m3`` for all matrices, or ``hybrid`` with e5m2 for
-    gradients. Embedding, output layer, routers, experts, norms and attention keep the model's dtype. On a CPU fp8 is
-    emulated."""
+    gradients. Embedding, output layer, routers, norms, attention and narrow experts keep the model's dtype. On a CPU
+    fp8 is emulated."""
 
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise"] = "delayed"
     """Scales: one per matrix, from earlier steps (delayed) or from its values (tensorwise); or one per block, 128
@@ -57,3 +62,10 @@ class Fp8Config(FlagGroup):
 def notes_amax(config: Fp8Config) -> bool:
     """Return whether kernels note the largest magnitude of their results: for casts with one scale per matrix."""
     return config.fp8 is not None and config.fp8_recipe != "blockwise"
+
+
+def experts_in_fp8(config: ModelSettings) -> bool:
+    """Return whether experts compute in fp8: wide ones, with one scale per matrix."""
+    if config.fp8 is None or config.num_moe_experts is None:
+        return False
+    return config.fp8_recipe != "blockwise" and (config.moe_ffn_hidden_size or 0) >= EXPERT_WIDTH

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megatron.core.config.cli import FlagSpec, Problem, flags_of
 from megatron.core.config.errors import counted
-from megatron.core.config.fp8 import ALIGNED, BLOCK
+from megatron.core.config.fp8 import ALIGNED, BLOCK, experts_in_fp8
 from megatron.core.config.memory import OFFLOADED_MODULES
 from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import expert_tensor_ranks
@@ -94,13 +94,15 @@ def fp8_sizes(cfg: ModelSettings) -> Problems:
 
 def fp8_other_sizes(cfg: ModelSettings) -> Problems:
     """Require the widths per rank that derive from several settings to be multiples of 16: keys and values, latents and
-    heads of latent attention, shared experts. GEMMs take parts of 128 x 128 blocks."""
+    heads of latent attention, experts. GEMMs take parts of 128 x 128 blocks."""
     if cfg.fp8 is None or cfg.hidden_size is None or cfg.num_attention_heads is None:
         return
     tp, heads = cfg.tensor_model_parallel_size, cfg.num_attention_heads
     widths: list[tuple[str, str, int | None]] = [
         ("moe_shared_expert_intermediate_size", "is", (cfg.moe_shared_expert_intermediate_size or 0) // tp)
     ]
+    if experts_in_fp8(cfg):
+        widths.append(("moe_ffn_hidden_size", "is", (cfg.moe_ffn_hidden_size or 0) // expert_tensor_ranks(cfg)))
     if cfg.multi_latent_attention:
         plain, turned, value, latent = cfg.qk_head_dim, cfg.qk_pos_emb_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
         widths += [
@@ -137,7 +139,8 @@ def fp8_recomputed_outputs(cfg: ModelSettings) -> Problems:
     """Reject --recompute-modules whose outputs only fp8 layers read: these save an 8-bit copy of them instead."""
     if cfg.fp8 is None or not cfg.fp8_wgrad or cfg.recompute_granularity != "selective":
         return
-    if names := [name for name in cfg.recompute_modules or () if name in ("layernorm", "mlp_act")]:
+    copied = ("layernorm", "mlp_act", "moe_act") if experts_in_fp8(cfg) else ("layernorm", "mlp_act")
+    if names := [name for name in cfg.recompute_modules or () if name in copied]:
         reason = f"{', '.join(names)} would save no memory: with --fp8-format layers save an 8-bit copy of their input"
         yield problem(cfg, "recompute_modules", reason, "remove it")
 

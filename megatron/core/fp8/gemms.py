@@ -27,6 +27,8 @@ from megatron.core.fusions.fp8_cast import (
     Quantized,
     Scale,
     amax_parts,
+    carried,
+    carry,
     cast_in_blocks,
     cast_tensor,
 )
@@ -85,6 +87,10 @@ class Fp8Gemms(Gemms):
         """Return the copies of all weights [o, i] of the layer."""
         raise NotImplementedError
 
+    def matrices(self) -> list[Tensor]:
+        """Return the matrices [o, i] of the layer."""
+        return [each.detach() for each in self.weights]
+
     def weight_copies(self, weight: Tensor, *, columns: bool) -> Quantized:
         """Return the copy of ``weight``, or with ``columns`` its transposed copy."""
         if not self.keeps_weights:
@@ -94,10 +100,9 @@ class Fp8Gemms(Gemms):
         places = (part for each in self.weights for part in (each.data_ptr(), each._version))
         now = (self.clock.step, *gathers, *places)
         if now != self._copied_at or weight.data_ptr() not in self._copies:
-            made = self._gathered_copies() or self.cast_weights(
-                [each.detach() for each in self.weights], rows=True, columns=True
-            )
-            self._copies = {each.data_ptr(): copies for each, copies in zip(self.weights, made)}
+            matrices = self.matrices()
+            made = self._gathered_copies() or self.cast_weights(matrices, rows=True, columns=True)
+            self._copies = {each.data_ptr(): copies for each, copies in zip(matrices, made)}
             self._copied_at = now
         copies = self._copies[weight.data_ptr()]
         return _present(copies.columns if columns else copies.rows)
@@ -123,9 +128,11 @@ class Fp8Gemms(Gemms):
         columns = for_weight and self.weight_gradients
         if not (for_input or columns):
             return Operands(grad, grad)
-        copies = self.cast_gradient(grad, rows=for_input, columns=columns)
+        copies = carried(grad) or self.cast_gradient(grad, rows=for_input, columns=columns)
+        if columns and copies.columns is None:
+            copies = copies._replace(columns=transposed(_flat(_present(copies.rows))))
         first: Operand = grad
-        if copies.rows is not None:
+        if for_input and copies.rows is not None:
             first = copies.rows._replace(data=copies.rows.data.view(grad.shape))
         return Operands(first, grad if copies.columns is None else copies.columns)
 
@@ -196,6 +203,14 @@ class PerTensorGemms(Fp8Gemms):
         row = None if self.history is None else self._gradient
         scale = self._scale(grad, row, observes=True)
         return cast_tensor(grad, self.gradient_format, scale, rows=rows, columns=columns)
+
+    def gather_gradient(self, grad: Tensor, group: Group) -> Tensor:
+        if not self.weight_gradients:  # these read the values
+            return super().gather_gradient(grad, group)
+        rows = _present(self.cast_gradient(grad, rows=True, columns=False).rows)
+        shard = rows._replace(data=rows.data.view(grad.shape))
+        gathered = begin_gather(shard, group, transposed=False).wait()
+        return carry(Copies(gathered, None), gathered.data.shape, grad.dtype)
 
     def _scale(self, x: Tensor, row: int | None, *, observes: bool) -> Tensor | Scale:
         """Return the scale of a cast, or the amaxes that determine it. Collective over the groups without a history or

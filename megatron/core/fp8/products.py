@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.extensions import cublaslt
-from megatron.core.fusions.fp8_cast import BLOCK, Quantized
+from megatron.core.fusions.fp8_cast import BLOCK, Quantized, transpose_fp8
 
 
 def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,29 +32,33 @@ def has_blocks(x: Quantized) -> bool:
 
 def transposed(x: Quantized) -> Quantized:
     """Return the transpose of a matrix with one scale or with 128 x 128 blocks."""
-    data = x.data.view(torch.uint8).t().contiguous().view(x.data.dtype)
-    return Quantized(data, x.scale.t().contiguous() if has_blocks(x) else x.scale)
+    return Quantized(transpose_fp8(x.data), x.scale.t().contiguous() if has_blocks(x) else x.scale)
 
 
 def multiply(
-    left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None
-) -> Tensor:
+    left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: bool, bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return ``left`` [m, k] times ``right`` [n, k] transposed, plus ``bias`` [n], in ``dtype``.
 
     Args:
         fast: whether GPUs may leave sums in the tensor cores' registers, which keep about 14 bits; never with blocks.
+        out: where to write the product, [m, n] in ``dtype``; not with a bias, nor with blocks.
     """
     if not left.data.is_cuda or dtype == torch.float64:
         wide = torch.promote_types(dtype, torch.float32)
         product = (dequantize(left, wide) @ dequantize(right, wide).t()).to(dtype)
+        if out is not None:
+            return out.copy_(product)
         return product if bias is None else product + bias
     if has_blocks(left):
         product = _multiply_blocks(left, right, dtype)
         return product if bias is None else product + bias
     fused = bias if bias is not None and bias.dtype == dtype == torch.bfloat16 else None
-    product = torch._scaled_mm(
-        left.data, right.data.t(), left.scale, right.scale, bias=fused, out_dtype=dtype, use_fast_accum=fast
-    )
+    operands = left.data, right.data.t(), left.scale, right.scale
+    if out is not None:
+        return torch._scaled_mm(*operands, out_dtype=dtype, use_fast_accum=fast, out=out)
+    product = torch._scaled_mm(*operands, bias=fused, out_dtype=dtype, use_fast_accum=fast)
     return product if bias is None or fused is not None else product + bias
 
 

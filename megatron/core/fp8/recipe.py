@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.fp8 import EXPERT_WIDTH, experts_in_fp8
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fp8.experts import ExpertGemms, ExpertProducts
 from megatron.core.fp8.gemms import BlockwiseGemms, Clock, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.scales import ScaleHistory
 from megatron.core.fp8.storage import Fp8Gathered, GatheredCopy
@@ -17,7 +19,8 @@ from megatron.core.fusions.fp8_cast import E4M3, E5M2
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import declare
 from megatron.core.sharding.sharded_tensor import ShardedTensor
-from megatron.core.tensor_parallel.gemms import GemmPlace, Gemms, install_gemms, layer_index
+from megatron.core.tensor_parallel.gemms import GemmLayer, GemmPlace, Gemms, install_gemms, layer_index
+from megatron.core.tensor_parallel.grouped_linear import GroupedLinear, GroupedProducts
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class Fp8Stack:
         if config.first_last_layers_bf16:
             last = num_layers - config.num_layers_at_end_in_bf16
             self.in_bf16 = {*range(config.num_layers_at_start_in_bf16), *range(last, num_layers)}
+        self.gradient_format = E5M2 if config.fp8 == "hybrid" else E4M3
         self.clock, self.history = Clock(), None
         if config.fp8_recipe == "delayed":
             uses_maximum = config.fp8_amax_compute_algo == "max"
@@ -48,12 +52,14 @@ class Fp8Stack:
                 config.fp8_amax_history_len, uses_maximum=uses_maximum, margin=config.fp8_margin
             )
 
-    def recipe(self, place: GemmPlace) -> Gemms | None:
-        """Return the GEMMs of a layer; None for experts and for layers that keep the model's dtype."""
+    def recipe(self, place: GemmPlace) -> Gemms | GroupedProducts | None:
+        """Return the GEMMs of a layer; None for layers that keep the model's dtype."""
         config, module = self.config, place.module
         before = module.traits.gemms
-        if place.layer in self.in_bf16 or type(before) is not Gemms or ".experts." in place.name:
+        if place.layer in self.in_bf16 or type(before) is not Gemms:
             return None
+        if isinstance(module, GroupedLinear):
+            return self._expert_products(module, place.name, before) if experts_in_fp8(config) else None
         weights = [each for name in ("weight", "shared_weight") if (each := getattr(module, name, None)) is not None]
         if config.fp8_param_gather:
             for weight in weights:
@@ -61,14 +67,22 @@ class Fp8Stack:
                 copy = GatheredCopy(shape, square=square, groups=() if square else (self.groups.tp,))
                 weight.fp8_copy = copy  # type: ignore[attr-defined]
                 declare(weight, storage=Fp8Gathered)
-        gradient_format = E5M2 if config.fp8 == "hybrid" else E4M3
-        kind = weights, self.clock, gradient_format, before.accumulate
+        kind = weights, self.clock, self.gradient_format, before.accumulate
         if config.fp8_recipe == "blockwise":
             return BlockwiseGemms(*kind, weight_gradients=config.fp8_wgrad)
         return PerTensorGemms(
             *kind, weight_gradients=config.fp8_wgrad, groups=(self.groups.tp_cp,), weight_groups=(self.groups.tp,),
             history=self.history, name=place.name,
         )  # fmt: skip
+
+    def _expert_products(self, module: GroupedLinear, name: str, before: Gemms) -> ExpertProducts:
+        groups, config = self.groups, self.config
+        casts = ExpertGemms(
+            [module.weight], self.clock, self.gradient_format, before.accumulate,
+            weight_gradients=config.fp8_wgrad, groups=(groups.tp_cp, groups.etp_ep), weight_groups=(groups.etp,),
+            history=self.history, name=name, num_experts=module.num_local,
+        )  # fmt: skip
+        return ExpertProducts(module.products, casts)
 
     def begin_recording(self) -> None:
         """Prepare the recording of a micro-batch as a CUDA graph: it must contain the casts of the weights, which
@@ -94,8 +108,9 @@ def install_fp8(stack: nn.Module, config: TransformerConfig, num_layers: int, gr
     """Let the linear layers of ``stack`` compute in fp8 and return its state; None without ``config.fp8``."""
     if config.fp8 is None:
         return None
-    if config.num_moe_experts is not None:
-        notice(logger, "fp8: experts compute in the model's dtype; fp8 experts are not available")
+    if config.num_moe_experts is not None and not experts_in_fp8(config):
+        needed = f"--fp8-recipe delayed or tensorwise and --moe-ffn-hidden-size {EXPERT_WIDTH} or more"
+        notice(logger, f"fp8: experts compute in the model's dtype; fp8 experts require {needed}")
     state = Fp8Stack(config, num_layers, groups)
     install_gemms(stack, state.recipe)
     for name, module in stack.named_modules():  # layers of other packages cast by themselves
@@ -111,9 +126,14 @@ def fp8_stacks(model: nn.Module) -> dict[str, Fp8Stack]:
 
 
 def fp8_gemms(model: nn.Module) -> list[Fp8Gemms]:
-    """Return the fp8 GEMMs of all layers of ``model``, in order."""
-    traits = (getattr(module, "traits", None) for module in model.modules())
-    return [gemms for each in traits if isinstance(gemms := getattr(each, "gemms", None), Fp8Gemms)]
+    """Return the fp8 GEMMs of all layers of ``model``, in order; of experts, their casts."""
+    layers = [module for module in model.modules() if isinstance(module, GemmLayer)]
+    products = (getattr(layer, "products", None) for layer in layers)
+    gemms = (
+        each.casts if isinstance(each, ExpertProducts) else layer.traits.gemms
+        for layer, each in zip(layers, products)
+    )
+    return [each for each in gemms if isinstance(each, Fp8Gemms)]
 
 
 def scale_tensors(chunks: Iterable[nn.Module]) -> dict[str, ShardedTensor]:

@@ -18,6 +18,8 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -100,14 +102,19 @@ def amax_plain(x: Tensor) -> Tensor:
     return x.detach().float().abs().amax().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
 
 
-def cast_tensor_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool) -> Copies:
-    """See :func:`cast_tensor`."""
+def _cast_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale) -> tuple[Tensor, Tensor]:
+    """Return ``x`` in fp8 and the inverse scale [1]."""
     if isinstance(scale, Scale):
         factor, inverse = scale
     else:
         factor = factor_of(scale.amax().view(1), LARGEST[dtype])
         inverse = 1.0 / factor
-    data = to_fp8(x.float(), factor, dtype)
+    return to_fp8(x.float(), factor, dtype), inverse
+
+
+def cast_tensor_plain(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, rows: bool, columns: bool) -> Copies:
+    """See :func:`cast_tensor`."""
+    data, inverse = _cast_plain(x, dtype, scale)
     transposed = data.view(torch.uint8).t().contiguous().view(dtype) if columns else None
     return Copies(
         Quantized(data, inverse) if rows else None, None if transposed is None else Quantized(transposed, inverse)
@@ -177,12 +184,13 @@ if triton is not None:
 
     @triton.jit
     def _cast_tensor(
-        x, amax_bits, factors, data, transposed, inverse, height, width, tiles_i, count, largest,
+        x, amax_bits, factors, data, transposed, inverse, height, pitch, width, tiles_i, count, largest,
         COUNT: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_T: tl.constexpr,
         TILE_I: tl.constexpr,
     ):  # fmt: skip
-        """Cast one tile of ``x`` [height, width] to ``data`` (ROWS) and to ``transposed`` (COLUMNS). GIVEN reads the
-        factor, else it follows from the largest of ``count`` amaxes, and the first program writes its ``inverse``."""
+        """Cast one tile of ``x`` [height, width] to ``data`` (ROWS) and to ``transposed`` (COLUMNS), whose rows have
+        ``pitch`` elements, with zeros at the end. GIVEN reads the factor, else it follows from the largest of ``count``
+        amaxes, and the first program writes its ``inverse``."""
         program = tl.program_id(0)
         row = (program // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
         column = (program % tiles_i) * TILE_I + tl.arange(0, TILE_I)
@@ -199,8 +207,17 @@ if triton is not None:
         if ROWS:
             tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
         if COLUMNS:
-            at = transposed + column.to(tl.int64)[:, None] * height + row[None, :]
-            tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < height)[None, :])
+            at = transposed + column.to(tl.int64)[:, None] * pitch + row[None, :]
+            tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < pitch)[None, :])
+
+    @triton.jit
+    def _transpose(x, out, height, width, tiles_i, TILE_T: tl.constexpr, TILE_I: tl.constexpr):
+        """Write one tile of the bytes ``x`` [height, width] to ``out`` [width, height]."""
+        row = (tl.program_id(0) // tiles_i).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
+        column = (tl.program_id(0) % tiles_i).to(tl.int64) * TILE_I + tl.arange(0, TILE_I)
+        inside = (row < height)[:, None] & (column < width)[None, :]
+        value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0)
+        tl.store(out + column[:, None] * height + row[None, :], tl.trans(value), mask=tl.trans(inside))
 
     @triton.jit
     def _block_factor(most, largest, SQUARE: tl.constexpr):
@@ -262,25 +279,49 @@ def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, row
     """See :func:`cast_tensor`; one launch."""
     x = x.contiguous()
     height, width = x.shape
+    if not x.numel():
+        return cast_tensor_plain(x, dtype, scale, rows, columns)
     data = torch.empty((height, width), dtype=dtype, device=x.device) if rows else None
     transposed = torch.empty((width, height), dtype=dtype, device=x.device) if columns else None
+    inverse = _launch_cast(x, scale, data, transposed)
+    return Copies(
+        None if data is None else Quantized(data, inverse),
+        None if transposed is None else Quantized(transposed, inverse),
+    )
+
+
+def transpose_triton(x: Tensor) -> Tensor:
+    """Return the transpose of fp8 ``x`` [t, i], contiguous; one launch."""
+    x = x.contiguous()
+    height, width = x.shape
+    out = torch.empty((width, height), dtype=x.dtype, device=x.device)
+    tiles_i = triton.cdiv(width, _TILE_I)
+    if x.numel():
+        _transpose[(triton.cdiv(height, _TILE_T) * tiles_i,)](
+            x.view(torch.uint8), out.view(torch.uint8), height, width, tiles_i, TILE_T=_TILE_T, TILE_I=_TILE_I,
+            num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def _launch_cast(x: Tensor, scale: Tensor | Scale, data: Tensor | None, transposed: Tensor | None) -> Tensor:
+    """Cast ``x`` [t, i] to ``data`` [t, i] and ``transposed`` [i, t or more, at most the next multiple of 128], zeros
+    at the end of its rows; at least one of the two. Return the inverse scale [1]."""
+    height, width = x.shape
     some = data if data is not None else transposed
     assert some is not None, "at least one copy"
     given = isinstance(scale, Scale)
     inverse = scale.inverse if isinstance(scale, Scale) else torch.empty(1, dtype=torch.float32, device=x.device)
     amax = scale.factor if isinstance(scale, Scale) else scale
-    if not x.numel():
-        return cast_tensor_plain(x, dtype, scale, rows, columns)
+    pitch = height if transposed is None else transposed.shape[1]
     tiles_i = triton.cdiv(width, _TILE_I)
     _cast_tensor[(triton.cdiv(height, _TILE_T) * tiles_i,)](
         x, amax.view(torch.int32), amax, some if data is None else data, some if transposed is None else transposed,
-        inverse, height, width, tiles_i, amax.numel(), LARGEST[dtype], COUNT=triton.next_power_of_2(amax.numel()),
-        GIVEN=given, ROWS=rows, COLUMNS=columns, TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
+        inverse, height, pitch, width, tiles_i, amax.numel(), LARGEST[some.dtype],
+        COUNT=triton.next_power_of_2(amax.numel()), GIVEN=given, ROWS=data is not None, COLUMNS=transposed is not None,
+        TILE_T=_TILE_T, TILE_I=_TILE_I, num_warps=_NUM_WARPS,
     )  # fmt: skip
-    return Copies(
-        None if data is None else Quantized(data, inverse),
-        None if transposed is None else Quantized(transposed, inverse),
-    )
+    return inverse
 
 
 def cast_blocks_triton(
@@ -357,6 +398,28 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
     return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns)
 
 
+def transpose_fp8(x: Tensor) -> Tensor:
+    """Return the transpose of fp8 ``x`` [t, i], contiguous."""
+    if triton is not None and x.is_cuda:
+        return transpose_triton(x)
+    return x.view(torch.uint8).t().contiguous().view(x.dtype)
+
+
+def carry(copies: Copies, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor that carries the fp8 ``copies`` of a matrix in place of its values, for :func:`carried`. All its
+    elements are NaN in the memory of one, so that a reader of values is noticed. Views do not carry the copies."""
+    some = copies.rows or copies.columns
+    assert some is not None, "at least one copy"
+    x = torch.full((), torch.nan, dtype=dtype, device=some.data.device).expand(tuple(shape))
+    x._fp8_copies = copies  # type: ignore[attr-defined]
+    return x
+
+
+def carried(x: Tensor) -> Copies | None:
+    """Return the copies that :func:`carry` attached to ``x``; None for other tensors."""
+    return getattr(x, "_fp8_copies", None)
+
+
 def cast_in_blocks(
     x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False
 ) -> Copies:
@@ -371,3 +434,46 @@ def cast_in_blocks(
         cast(x, dtype) if rows else None,
         cast(x.t().contiguous(), dtype) if columns else None,
     )
+
+
+def padded_rows(ranges: Sequence[slice]) -> list[slice]:
+    """Return the ranges of groups of rows if each group is padded to a multiple of 128."""
+    ends = list(accumulate(-(-(rows.stop - rows.start) // BLOCK) * BLOCK for rows in ranges))
+    return [slice(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def columns_of_groups(columns: Tensor, ranges: Sequence[slice]) -> list[Tensor]:
+    """View the transposed copies of :func:`cast_groups` as one matrix [i, rows of the group, padded] per group."""
+    width = columns.shape[1]
+    return [columns[rows].view(width, rows.stop - rows.start) for rows in padded_rows(ranges)]
+
+
+def cast_groups(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, ranges: Sequence[slice], *, rows: bool, columns: bool
+) -> Copies:
+    """Cast the rows of ``x`` [t, i], which consecutive groups share, to fp8 ``dtype`` with one scale, and transpose
+    each group separately. Return the wanted copies: ``rows`` [t, i], undefined outside of the groups, and ``columns``
+    [padded rows, i], which holds the transpose of each group in the memory of its rows (:func:`columns_of_groups`).
+    Groups are padded to multiples of 128 rows by zeros, so that products over the rows of a group read aligned
+    matrices. ``scale`` is as in :func:`cast_tensor`."""
+    x, width = x.detach().contiguous(), x.shape[1]
+    data = torch.empty(x.shape, dtype=dtype, device=x.device) if rows else None
+    flat: Tensor | None = None
+    parts: Sequence[Tensor | None] = [None] * len(ranges)
+    if columns:
+        flat = torch.empty(padded_rows(ranges)[-1].stop, width, dtype=dtype, device=x.device)
+        parts = columns_of_groups(flat, ranges)
+    inverse = scale.inverse if isinstance(scale, Scale) else torch.ones(1, device=x.device)
+    for group, part in zip(ranges, parts):
+        if group.stop == group.start:
+            continue
+        copy = None if data is None else data[group]
+        if _casts_on_gpu(x):
+            inverse = _launch_cast(x[group], scale, copy, part)
+            continue
+        made, inverse = _cast_plain(x[group], dtype, scale)
+        if copy is not None:
+            copy.copy_(made)
+        if part is not None:
+            part.view(torch.uint8).copy_(F.pad(made.view(torch.uint8).t(), (0, part.shape[1] - len(made))))
+    return Copies(*(None if each is None else Quantized(each, inverse) for each in (data, flat)))

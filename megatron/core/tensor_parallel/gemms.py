@@ -88,6 +88,11 @@ class Gemms:
         ``second``."""
         return begin_all_gather(x, group)  # type: ignore[arg-type]
 
+    def gather_gradient(self, grad: Tensor, group: Group) -> Tensor:
+        """All-gather dY [s / n, ..., o] along its first dim over ``group``, for :meth:`pack_gradient`: the tensor, or
+        one that carries operands. Only the layer may read it."""
+        return begin_all_gather(grad, group).wait()
+
     def output(self, x: Operand, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return ``x`` [..., i] times ``weight`` transposed, [..., o], plus ``bias`` [o] (not with ``out``)."""
         assert isinstance(x, Tensor)

@@ -14,8 +14,8 @@ Legend: g groups (experts of this rank), r rows, o output features, i input feat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gra
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Shard, XavierUniform, Zeros, parameter
 from megatron.core.tensor_parallel import linear
-from megatron.core.tensor_parallel.gemms import GemmLayer, accumulate_product
+from megatron.core.tensor_parallel.gemms import GemmLayer, Operand, Operands, accumulate_product, operand_of, tensors_of
 from megatron.core.tensor_parallel.layers import StackedSize
 
 if TYPE_CHECKING:
@@ -38,30 +38,61 @@ _ALIGNED = 16
 """Stride alignment in bytes that torch's grouped GEMM requires."""
 
 
-class GroupedProducts(NamedTuple):
-    """Implementation of the grouped GEMMs."""
+class GroupedProducts:
+    """The grouped GEMMs of a layer: operands (``gemms.py``) and their products. By default operands are the tensors.
 
-    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(x [r, i], weight [g, o, i], ends) -> [r, o]"""
-    weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    """(grad [r, o], x [r, i], ends, total [g, o, i] or None) -> ``total``, of any float dtype, with the gradient added
-    in place; without ``total`` a new gradient in the dtype of ``grad``.
+    Args:
+        multiply: (x [r, i], weight [g, o, i], ends) -> [r, o].
+        weight_gradient: (grad [r, o], x [r, i], ends, total [g, o, i] or None) -> ``total``, of any float dtype, with
+            the gradient added in place; without ``total`` a new gradient in the dtype of ``grad``.
     """
 
+    def __init__(
+        self, multiply: Callable[[Tensor, Tensor, Tensor], Tensor],
+        weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> None:  # fmt: skip
+        self.multiply, self._weight_gradient = multiply, weight_gradient
 
-def _row_ranges(ends: Tensor) -> Iterator[slice]:
-    """Yield the row range of each group. Copies ``ends`` to the host."""
-    start = 0
-    for end in ends.tolist():
-        yield slice(start, end)
-        start = end
+    def pack_input(self, x: Tensor, ends: Tensor, *, for_backward: bool) -> Operands:
+        """Return X [r, i] as operands; ``second`` is read only if ``for_backward``."""
+        return Operands(x, x)
+
+    def pack_gradient(self, grad: Tensor, ends: Tensor, *, for_input: bool, for_weight: bool) -> Operands:
+        """Return dY [r, o] as operands. The flags say which of the two are read."""
+        return Operands(grad, grad)
+
+    def output(self, x: Operand, weight: Tensor, ends: Tensor) -> Tensor:
+        """Return Y [r, o] for ``weight`` [g, o, i]; rows after the last end are undefined."""
+        return self.multiply(_tensor(x), weight, ends)
+
+    def input_gradient(self, grad: Operand, weight: Tensor, ends: Tensor) -> Tensor:
+        """Return dX [r, i] for ``weight`` [g, o, i]; rows after the last end are undefined."""
+        return self.multiply(_tensor(grad), weight.transpose(1, 2), ends)
+
+    def weight_gradient(self, grad: Operand, x: Operand, ends: Tensor, total: Tensor | None) -> Tensor:
+        """Add dW to ``total`` [g, o, i] in place and return it; None: return a new tensor."""
+        return self._weight_gradient(_tensor(grad), _tensor(x), ends, total)
+
+
+def _tensor(x: Operand) -> Tensor:
+    assert isinstance(x, Tensor), "an operand of these products"
+    return x
+
+
+def row_ranges(ends: Tensor) -> list[slice]:
+    """Return the row range of each group. Copies ``ends`` to the host, once per tensor, and notes the result there."""
+    note = getattr(ends, "_row_ranges", None)
+    if note is None:
+        numbers = ends.tolist()
+        note = ends._row_ranges = [slice(*each) for each in zip([0, *numbers], numbers)]  # type: ignore[attr-defined]
+    return note
 
 
 def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [r, o] in the dtype of ``x`` [r, i], one GEMM per group with ``weight`` [g, o, i]; rows after the last end
     are zero. Reads ``ends`` on the host."""
     out = x.new_zeros((len(x), weight.shape[1]))
-    for rows, weight_oi in zip(_row_ranges(ends), weight):
+    for rows, weight_oi in zip(row_ranges(ends), weight):
         torch.mm(x[rows], weight_oi.t(), out=out[rows])
     return out
 
@@ -71,7 +102,7 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
     in the dtype of ``x``. Reads ``ends`` on the host."""
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
-    for rows, total_oi in zip(_row_ranges(ends), total):
+    for rows, total_oi in zip(row_ranges(ends), total):
         accumulate_product(total_oi, grad[rows].t(), x[rows])
     return total
 
@@ -144,7 +175,7 @@ class GroupedLinear(GemmLayer):
         if config.add_bias_linear:
             where = {"ep": Shard(0)} if splits_input else mesh
             self.bias = parameter(shape, init=Zeros(), mesh=where, partial=("etp",) if splits_input else (), **placed)
-        self.products = products
+        self.products, self.num_local = products, config.num_moe_experts // groups.ep.size
         self.adds_bias = self.bias is not None and (groups.etp.is_first or not splits_input)
         self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self.add_rows = choose_add_rows(config.params_dtype)
@@ -159,12 +190,13 @@ class GroupedLinear(GemmLayer):
         are partial sums over ``etp``, else dX is; the caller reduces both. Backward defers dW if
         ``weight_gradient_store`` is set."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
+        for_backward = torch.is_grad_enabled() and self.weight.requires_grad
         weight: Any = linear.FusedGradParam(self.weight)
         ready = None
         if not linear.is_deferred(x, self.weight, traits, store):
             store = None
             weight, ready = linear.autograd_proxy(self.weight, x, traits)
-        y = _GroupedLinear.apply(x, weight, ends, traits, products, store, ready)
+        y = _GroupedLinear.apply(x, weight, ends, traits, products, store, ready, for_backward)
         if not self.adds_bias:
             return y
         assert self.bias is not None
@@ -182,37 +214,43 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts,
-        store: linear.WeightGradientStore | None, ready: Tensor | None,
+        store: linear.WeightGradientStore | None, ready: Tensor | None, for_backward: bool,
     ) -> Tensor:  # fmt: skip
-        """Return ``products.multiply`` of ``x`` [r, i] and the weight, [r, o]. Saves ``x``, the weight and ``ends``."""
+        """Return the product of ``x`` [r, i] and the weight, [r, o]. Saves the operand of X for dW, the weight and
+        ``ends``."""
         ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.unwrap(weight)
-        ctx.save_for_backward(x, weight, ends)
+        packed = products.pack_input(x, ends, for_backward=for_backward)
+        ctx.save_for_backward(weight, ends, *tensors_of(packed.second))
         # keep the parameter: recomputation returns saved tensors as copies without main_grad
         ctx.weight, ctx.traits, ctx.products, ctx.store = weight, traits, products, store
-        return products.multiply(x, _by_group(weight, ends), ends)
+        return products.output(packed.first, _by_group(weight, ends), ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return dX, and dW unless it is added to ``main_grad`` or deferred to ``store`` as a closure (then None). The
         last result is a placeholder gradient for the token ``ready``. No reduction of dX."""
-        x, weight, ends = ctx.saved_tensors
+        weight, ends, *kept = ctx.saved_tensors
+        x = operand_of(kept)
         parameter, traits, products, store = ctx.weight, ctx.traits, ctx.products, ctx.store
         grad, grad_x, grad_weight = grad.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = products.multiply(grad, _by_group(weight, ends).transpose(1, 2), ends)
+        needs_input, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.adds_weight
+        packed = products.pack_gradient(grad, ends, for_input=needs_input, for_weight=needs_weight)
+        if needs_input:
+            grad_x = products.input_gradient(packed.first, _by_group(weight, ends), ends)
         if store is not None:
             # capture no ctx: the closure outlives this pass, and ctx holds the graph with every activation
-            store.put(lambda: _complete(parameter, grad, x, ends, traits, products))
-        elif ctx.needs_input_grad[1] or ctx.adds_weight:
-            grad_weight = _weight_gradient(parameter, grad, x, ends, traits, products)
+            second = packed.second
+            store.put(lambda: _complete(parameter, second, x, ends, traits, products))
+        elif needs_weight:
+            grad_weight = _weight_gradient(parameter, packed.second, x, ends, traits, products)
         # token gradient last: its hooks start the reduction of a bucket, which must contain dW by then
         ready = linear.ready_gradient(grad) if ctx.needs_input_grad[6] else None
-        return grad_x, grad_weight, None, None, None, None, ready
+        return grad_x, grad_weight, None, None, None, None, ready, None
 
 
 def _weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
+    weight: Tensor, grad: Operand, x: Operand, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
 ) -> Tensor | None:
     """Return dW in the shape of ``weight``, or add it to ``main_grad`` in place and return None."""
     main_grad = linear.fused_gradient(weight, traits)

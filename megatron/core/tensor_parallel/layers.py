@@ -253,6 +253,12 @@ class RowParallelLinear(RowParallel, GemmLayer):
             return start_reduce_scatter(output, self.group), self.bias
         return self._with_bias(self._leave(output, self.group))
 
+    def use_gemms(self, gemms: object) -> None:
+        super().use_gemms(gemms)
+        if self.scatters:
+            gather = self.traits.gemms.gather_gradient
+            self._leave = operators.conjugate(operators.reduce_scatter_along_first_dim, gather)
+
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """Wait for the reduce-scatter that :meth:`forward` with ``in_flight`` returned, add the bias unless
         ``skip_bias_add``, and return (output [s / tp, b, out], bias for the caller to add or None)."""

@@ -81,7 +81,8 @@ class _Conjugate(torch.autograd.Function):
         return ctx.backward_collective(grad, ctx.group), None, None, None
 
 
-def _operator(forward: Collective, backward: Collective) -> Collective:
+def conjugate(forward: Collective, backward: Collective) -> Collective:
+    """Return the operator that applies ``forward``, and ``backward`` to the gradient."""
     return partial(_conjugate, forward=forward, backward=backward)  # unlike a closure, can be pickled with the layers
 
 
@@ -89,14 +90,14 @@ def _conjugate(x: Tensor, group: Group, *, forward: Collective, backward: Collec
     return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
 
 
-copy_to_region = _operator(identity, all_reduce_sum)
-reduce_from_region = _operator(all_reduce_sum, identity)
-scatter_to_region = _operator(split_along_last_dim, all_gather_along_last_dim)
-gather_from_region = _operator(all_gather_along_last_dim, split_along_last_dim)
-scatter_to_sequence = _operator(split_along_first_dim, all_gather_along_first_dim)
-gather_from_sequence = _operator(all_gather_along_first_dim, reduce_scatter_along_first_dim)
-gather_replicated_from_sequence = _operator(all_gather_along_first_dim, split_along_first_dim)
+copy_to_region = conjugate(identity, all_reduce_sum)
+reduce_from_region = conjugate(all_reduce_sum, identity)
+scatter_to_region = conjugate(split_along_last_dim, all_gather_along_last_dim)
+gather_from_region = conjugate(all_gather_along_last_dim, split_along_last_dim)
+scatter_to_sequence = conjugate(split_along_first_dim, all_gather_along_first_dim)
+gather_from_sequence = conjugate(all_gather_along_first_dim, reduce_scatter_along_first_dim)
+gather_replicated_from_sequence = conjugate(all_gather_along_first_dim, split_along_first_dim)
 """All-gather the sequence for a computation that every rank repeats: gradients are equal, not partial sums."""
-reduce_scatter_to_sequence = _operator(reduce_scatter_along_first_dim, all_gather_along_first_dim)
-gather_last_dim = _operator(all_gather_along_last_dim, reduce_scatter_along_last_dim)
-reduce_scatter_last_dim = _operator(reduce_scatter_along_last_dim, all_gather_along_last_dim)
+reduce_scatter_to_sequence = conjugate(reduce_scatter_along_first_dim, all_gather_along_first_dim)
+gather_last_dim = conjugate(all_gather_along_last_dim, reduce_scatter_along_last_dim)
+reduce_scatter_last_dim = conjugate(reduce_scatter_along_last_dim, all_gather_along_last_dim)

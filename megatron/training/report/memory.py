@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
@@ -128,15 +129,21 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
     copies. Working memory, gathered weights plus unreduced gradients of one unit, is nonzero only under FSDP."""
     weights, gradients, optimizer, working = _sharded_state(cfg, model, stage)
     if cfg.model.fp8 is not None and not cfg.distributed.use_torch_fsdp2:
-        weights += _fp8_copies(model, stage)
+        weights += _fp8_copies(cfg, model, stage)
     return weights, gradients, optimizer, working
 
 
-def _fp8_copies(model: ModelDescription, stage: StageContents) -> int:
-    """Return the bytes of the two fp8 copies of every weight of a stage's layers, except branches with experts."""
+def _fp8_copies(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
+    """Return the bytes of the two fp8 copies of every weight of a stage's layers; in branches with experts, of these
+    if they compute in fp8."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
-    dense = [branch for branch in branches if not any(param.is_expert for param in branch.params)]
-    return 2 * sum(out * into for branch in dense for op in branch.ops if op.gemm for out, into in [op.gemm])
+    experts = [branch for branch in branches if any(param.is_expert for param in branch.params)]
+    dense = [branch for branch in branches if branch not in experts]
+    copies = 2 * sum(out * into for branch in dense for op in branch.ops if op.gemm for out, into in [op.gemm])
+    if experts_in_fp8(cfg.model):
+        stored = stored_parameters(cfg, experts)
+        copies += 2 * sum(each.elements for each in stored if each.param.is_expert and each.param.ndim == 2)
+    return copies
 
 
 def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.problems import Problems, problem
 from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
 from megatron.core.extensions.apex import what_is_missing
@@ -150,7 +151,7 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
     """Reject --cuda-graph-impl local, one problem per cause: TP, CP or PP > 1, --reset-attention-mask,
     --use-packed-sequence, recomputation, activation offloading, --use-torch-fsdp2, --overlap-grad-reduce or
     --overlap-param-gather with several data-parallel ranks, MTP, Transformer Engine, --apex-parts wgrad or norm,
-    --fp8-param-gather, and (not in a dry run) no GPU."""
+    --fp8-param-gather, experts in fp8, and (not in a dry run) no GPU."""
     model = cfg.model
     field = "cuda_graph_impl"
     if cfg.training.cuda_graph_impl != "local":
@@ -171,6 +172,7 @@ def cuda_graphs(cfg: PretrainConfig) -> Problems:
         f"is untested with --transformer-impl {ENGINE}": model.transformer_impl == ENGINE,
         "is untested with --apex-parts": bool({"wgrad", "norm"} & set(model.apex_parts)),
         "is untested with --fp8-param-gather": model.fp8_param_gather,
+        "reads the number of tokens per expert (--fp8-format with wide experts)": experts_in_fp8(model),
     }
     for reason, applies in reasons.items():
         if applies:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.moe import expert_tensor_ranks, has_experts
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, stream_elements
@@ -78,16 +79,17 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
         ranks = config.expert_model_parallel_size
         rows *= ranks * min(top, count // ranks) / top
     narrow = rows * width / split * item
+    kept = 1 / item if experts_in_fp8(config) and config.fp8_wgrad else 1  # inputs of GEMMs are saved in fp8
     up = 2 if gated else 1
     flops = 2.0 * place.seq_length * top * width * hidden
     passes = 3 + 5 if gated else 2 + 3
     ops = (
         Op("other", "permutation", traffic=4.0 * rows * hidden * item, gradients=rows * hidden * item,
-           saved=(Saved("rows", rows * hidden * item, ("moe",), "expert_fc1"),)),
+           saved=(Saved("rows", rows * hidden * item * kept, ("moe",), "expert_fc1"),)),
         Op("gemm", "linear_fc1", up * flops, gemm=(up * width // split, hidden), gradients=up * narrow,
            saved=(Saved("input of the activation", up * narrow, ("moe",), "moe_act"),)),
         Op("activation", "activation", traffic=passes * narrow, gradients=narrow,
-           saved=(Saved("output of the activation", narrow, ("moe", "moe_act")),)),
+           saved=(Saved("output of the activation", narrow * kept, ("moe", "moe_act")),)),
         Op("gemm", "linear_fc2", flops, gemm=(hidden, width // split)),
         Op("other", "combination", traffic=4.0 * rows * hidden * item,
            saved=(Saved("experts' outputs", rows * hidden * item, ("moe",)),)),

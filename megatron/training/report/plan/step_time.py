@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
+from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import ModelDescription, Op, Piece
 from megatron.core.description.parts import activation_bytes
@@ -158,12 +159,12 @@ def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> T
         groups = model.num_moe_experts / model.expert_model_parallel_size
         rows, rate, wgrad = rows / groups, rate * GROUPED, wgrad * GROUPED
     found: Times = Seconds()
-    in_fp8 = model.fp8 is not None and not experts and not head
+    in_fp8 = model.fp8 is not None and not head and (not experts or experts_in_fp8(model)) and op.name != "router"
     if in_fp8:  # cast of input and output gradient, both orientations, and their maximum
         rate = wgrad = gpu.fp8 * (0.82 if model.fp8_recipe == "blockwise" else 1.0)
         width = 8.0 if model.fp8_recipe == "blockwise" else 6.0
-        found["F", "memory-bound"] = rows * k * width / (gpu.memory_rate * 1e12)
-        found["I", "memory-bound"] = rows * n * width / (gpu.memory_rate * 1e12)
+        found["F", "memory-bound"] = rows * groups * k * width / (gpu.memory_rate * 1e12)
+        found["I", "memory-bound"] = rows * groups * n * width / (gpu.memory_rate * 1e12)
     item = 1 if in_fp8 else activation_bytes(model)
     for phase, speed, sizes in (("F", rate, (rows, n, k)), ("I", rate, (rows, k, n)), ("W", wgrad, (n, k, rows))):
         found[phase, "GEMM"] = gemm_seconds(gpu, speed, sizes, groups, item)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fp8.experts import ExpertGemms
 from megatron.core.fp8.gemms import BlockwiseGemms, Fp8Gemms, PerTensorGemms
 from megatron.core.fp8.recipe import fp8_gemms, fp8_stacks, scale_tensors
 from megatron.core.fusions.fp8_cast import E4M3, E5M2
@@ -64,6 +65,20 @@ def test_experts_routers_output_layer_and_further_prediction_stay():
     attention = {f"decoder.layers.{layer}.{name}" for layer in range(3) for name in LINEARS[:2]}
     shared = {f"decoder.layers.{layer}.mlp.shared_experts.linear_fc{i}" for layer in (1, 2) for i in (1, 2)}
     assert places(model) == attention | shared | {f"decoder.layers.0.{name}" for name in LINEARS[2:]}
+
+
+@pytest.mark.parametrize("recipe, width, in_fp8", [
+    ("tensorwise", 2048, True), ("delayed", 2048, True), ("tensorwise", 2032, False), ("blockwise", 2048, False),
+])  # fmt: skip
+def test_wide_experts_are_in_fp8_with_one_scale_per_matrix(recipe, width, in_fp8, caplog):
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": width, "moe_layer_freq": [0, 1, 1]}
+    with caplog.at_level("INFO"):
+        model = build(**experts, fp8_recipe=recipe)
+    kinds = [type(gemms) is ExpertGemms for gemms in fp8_gemms(model)]
+    assert sum(kinds) == (4 if in_fp8 else 0) and len(kinds) == 3 * 2 + 2 + sum(kinds)
+    assert ("experts compute in the model's dtype" in caplog.text) == (not in_fp8)
+    stored = {name for name in scale_tensors([model]) if ".experts." in name}
+    assert len(stored) == (2 * 2 * 2 * 2 if recipe == "delayed" else 0), "layers, GEMMs, matrices, histories"
 
 
 def test_latent_attention_is_in_fp8():

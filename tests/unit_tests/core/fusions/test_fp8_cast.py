@@ -197,6 +197,22 @@ def on_cpu(x):
 
 
 @triton_tests
+@pytest.mark.parametrize("height, width", [*SIZES, (0, 3)])
+def test_kernels_transpose_bytes(height, width):
+    x = torch.randint(0, 256, (height, width), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    found = fp8_cast.transpose_triton(x.view(E4M3).to(DEVICE))
+    assert found.dtype == E4M3 and found.is_contiguous() and torch.equal(found.view(torch.uint8).cpu(), x.t())
+
+
+def test_a_carrier_has_no_values_and_views_do_not_carry_copies():
+    copies = cast_tensor(filled(3, 4, dtype=torch.float32), E4M3, torch.ones(1), columns=False)
+    carrier = fp8_cast.carry(copies, (3, 1, 4), torch.bfloat16)
+    assert fp8_cast.carried(carrier) is copies and carrier.shape == (3, 1, 4) and carrier.isnan().all()
+    assert carrier.untyped_storage().nbytes() == 2
+    assert fp8_cast.carried(carrier.flatten(1)) is None and fp8_cast.carried(torch.ones(2)) is None
+
+
+@triton_tests
 @pytest.mark.parametrize("rows", [True, False])
 def test_kernels_make_one_copy(monkeypatch, rows):
     x = kernels_of(exact(70, 131, E4M3), E4M3, monkeypatch)
