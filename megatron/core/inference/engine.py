@@ -25,10 +25,11 @@ from megatron.core.attention.cached_layout import Chunk, PagedCache
 from megatron.core.config.errors import UserError
 from megatron.core.inference.pages import PagePool
 from megatron.core.inference.requests import Completion, Output, Request, TokenScore
-from megatron.core.inference.runner import FAILED, OutputRow, Runner, StepPlan
+from megatron.core.inference.runner import FAILED, Runner
 from megatron.core.inference.sampling import NOT_FINITE
 from megatron.core.inference.scheduler import Limits, Scheduler
 from megatron.core.inference.scheduler import Sequence as Running
+from megatron.core.inference.step import OutputRow, StepPlan
 
 PAGE_SIZE = 256
 MEMORY_SHARE = 0.9
@@ -44,6 +45,7 @@ class Engine:
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
         batch_invariant: compute each token's log-probabilities with the same bits in every batch, and for every split
             of its prompt into steps. Slow.
+        cuda_graphs: record decode steps as CUDA graphs where possible (``graphs.py``). Results are the same.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
         batch_invariant: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
-        self.runner = Runner(model, max_length=limits.max_length, batch_invariant=batch_invariant)
+        self.runner = Runner(
+            model, max_length=limits.max_length, batch_invariant=batch_invariant, cuda_graphs=cuda_graphs
+        )
         self._world = model.groups.world
         if num_pages is None:
             num_pages = self._fitting_pages(limits, page_size)
@@ -213,7 +218,7 @@ class Engine:
         if not self._world.is_first:
             data = torch.empty(int(length), dtype=torch.uint8, device=device)
         dist.broadcast(data, source, group=self._world.handle)
-        return json.loads(bytes(data.cpu().tolist()))
+        return json.loads(data.cpu().numpy().tobytes())
 
 
 def _score(values: Sequence[float], num_top: int) -> TokenScore:

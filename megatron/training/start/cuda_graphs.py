@@ -21,12 +21,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
 from megatron.core.pipeline_parallel.microbatches import choose_runner
@@ -38,24 +39,6 @@ logger = logging.getLogger(__name__)
 
 Outputs = dict[str, Tensor]
 """Losses of a micro-batch for the log, name -> [sum, count]."""
-Recorder = Callable[[Callable[[], Outputs], torch.cuda.Stream | None], Callable[[], Outputs]]
-"""Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
-
-
-def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-    """Call ``run`` once under CUDA graph capture on ``stream``: its kernels are recorded, not executed. Return a
-    function that replays them on the current stream and returns the captured output tensors, always the same ones,
-    overwritten by each replay. Other threads may use CUDA meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        outputs = run()
-
-    def replay() -> Outputs:
-        graph.replay()
-        return outputs
-
-    return replay
 
 
 class _Recording(NamedTuple):

@@ -1,9 +1,10 @@
 """Paged attention equals the softmax over the gathered keys, and its bits do not depend on the batch."""
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention
+from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention, split_tokens
 from tests.test_utils.kernels import DEVICE
 
 POSITIONS = 0, 4, 5, SPLIT - 1, SPLIT, 2 * SPLIT + 70
@@ -25,7 +26,8 @@ def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, s
     query = torch.randn(len(positions), heads, width, generator=generator).to(dtype)
     rows = torch.arange(len(positions)), torch.tensor(positions)
     tensors = [x.to(DEVICE) for x in (query, keys, values, tables, *rows)]
-    return *tensors[:3], PagedRows(*tensors[3:], max(positions) + 1)
+    splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(np.array(positions)))
+    return *tensors[:3], PagedRows(*tensors[3:], *splits)
 
 
 def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=None):
@@ -64,6 +66,7 @@ def test_bits_do_not_depend_on_the_batch():
     together = paged_attention(query, keys, values, rows, scale=0.3)
     for row in range(len(query)):
         at = slice(row, row + 1)
-        single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], int(rows.positions[row]) + 1)
+        splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(rows.positions[at].cpu().numpy()))
+        single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], *splits)
         alone = paged_attention(query[at], keys, values, single, scale=0.3)
         assert torch.equal(alone[0], together[row])
