@@ -101,7 +101,8 @@ def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None
     tiles = triton.cdiv(width, 8 * _BLOCKS)
     _dropout_kernel[(length * batch * tiles,)](
         x, x if residual is None else residual, out, draw.sample_b, draw.position_s,
-        signed_word(draw.key & 0xFFFFFFFF), signed_word(draw.key >> 32), draw.threshold, 65536 / (65536 - draw.threshold),
+        signed_word(draw.key & 0xFFFFFFFF), signed_word(draw.key >> 32), draw.threshold,
+        65536 / (65536 - draw.threshold),
         len(draw.sample_b), batch, width, tiles, ADDS=residual is not None, BLOCKS=_BLOCKS, num_warps=_NUM_WARPS,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
     argmax_i(logits_i - log(-log u_i))
 
 ``u_i`` is word i % 4 of Philox4x32-10 on the counter (i // 4, position, low and high word of the seed), as in
-``random/philox.py``. Logarithms are fp32, so that a draw may differ from torch's where two sums differ by rounding only.
+``random/philox.py``. Logarithms are fp32, so that a draw may differ from torch's if two sums differ by rounding only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if triton is not None:
                         tl.where(lane == 2, word_2[:, None], word_3[:, None]))  # fmt: skip
         # u = (word + 1/2) / 2^32. Near 1 it has too few bits in fp32: -log u = -log(1 - v) is about v + v^2 / 2
         upper = (word >> 31) == 1
-        complement = ((~word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+        complement = ((tl.full(word.shape, 0xFFFFFFFF, tl.uint32) - word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
         small = -tl.log((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10)
         series = complement * (1.0 + complement * (0.5 + complement * (0.33333333 + complement * 0.25)))
         exact = -tl.log(1.0 - complement)

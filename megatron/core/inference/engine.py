@@ -182,16 +182,17 @@ class Engine:
         chunks, rows, owners = [], [], []
         # single tokens first: their attention reads the pages directly
         for running, count in sorted(batch, key=lambda each: each[1] > 1):
-            start, first = running.num_cached, len(tokens)
+            start, first, ids, request = running.num_cached, len(tokens), running.ids, running.request
+            stop = start + count
             chunks.append(Chunk(start, count, tuple(running.pages)))
-            tokens += running.ids[start : start + count]
-            if running.request.prompt_logprobs:
+            tokens += ids[start:stop]
+            if request.prompt_logprobs:
                 scored = running.completion.prompt_scores  # a preempted sequence has some already
-                for place in range(max(start, len(scored) - 1), min(start + count, running.num_prompt - 1)):
-                    rows.append(OutputRow(first + place - start, target=running.ids[place + 1]))
+                for place in range(max(start, len(scored) - 1), min(stop, running.num_prompt - 1)):
+                    rows.append(OutputRow(first + place - start, ids[place + 1]))
                     owners.append((running, False))
-            if start + count == len(running.ids) and running.request.max_new_tokens:
-                rows.append(OutputRow(len(tokens) - 1, sampling=running.sampling, position=len(running.ids)))
+            if stop == len(ids) and request.max_new_tokens:
+                rows.append(OutputRow(len(tokens) - 1, None, running.sampling, stop))
                 owners.append((running, True))
         num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
         return StepPlan(tokens, chunks, rows, num_top), owners
@@ -223,6 +224,8 @@ class Engine:
 
 def _score(values: Sequence[float], num_top: int) -> TokenScore:
     """Return the score in a row of :meth:`Runner.run`'s results, with ``num_top`` of its most likely tokens."""
+    if not num_top:
+        return TokenScore(int(values[0]), values[1])
     half = (len(values) - 2) // 2
     top = tuple((int(token), logprob) for token, logprob in zip(values[2:], values[2 + half :]))[:num_top]
     return TokenScore(int(values[0]), values[1], top)

@@ -92,17 +92,15 @@ class Draws(NamedTuple):
 def draw_arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> tuple[dict[str, np.ndarray], Form]:
     """Return the fields of :class:`Draws`, int64 or fp64, of rows whose new tokens have these positions, and the
     operations that they need. Every seed must be set."""
-    count = len(samplings)
-    integers = np.array([(x.seed, position, x.top_k) for x, position in zip(samplings, positions)], np.int64)
-    numbers = np.array([(x.temperature, x.top_p) for x in samplings], np.float64)
-    columns = *integers.reshape(count, 3, 1).swapaxes(0, 1), *numbers.reshape(count, 2, 1).swapaxes(0, 1)
-    found = Draws(*columns)  # type: ignore[arg-type]
-    is_random = found.temperature > 0
-    k = max((x.top_k for x in samplings if x.temperature > 0), default=0)
-    form = Form(
-        bool(is_random.any()), 1 << (k - 1).bit_length() if k else 0, bool((is_random & (found.top_p > 0)).any())
-    )
-    return found._asdict(), form
+    count, form = len(samplings), Form()
+    integers, numbers = np.zeros((3, count, 1), np.int64), np.zeros((2, count, 1), np.float64)
+    if any(x.temperature for x in samplings):  # greedy rows need no numbers
+        columns = zip(*((x.seed, place, x.top_k, x.temperature, x.top_p) for x, place in zip(samplings, positions)))
+        for row, column in zip((*integers, *numbers), columns):
+            row[:, 0] = column
+        k = max(x.top_k for x in samplings)
+        form = Form(True, 1 << (k - 1).bit_length() if k else 0, bool(numbers[1].any()))
+    return Draws(*integers, *numbers)._asdict(), form  # type: ignore[arg-type]
 
 
 def filtered(logits: Tensor, draws: Draws, form: Form) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class StepPlan:
         chunks = [Chunk(start, num_new, tuple(pages)) for start, num_new, pages in values["chunks"]]
         return cls(values["tokens"], chunks, outputs, values["num_top"])
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether the step computes one token of each sequence and samples the next one."""
         return len(self.outputs) == len(self.chunks) == len(self.tokens) and all(

@@ -1,7 +1,7 @@
 """A recorded micro-batch gives the bits of plain execution: losses and gradients, over changing data and loss factors.
 
-On a CPU the replay calls the recorded function again, or (``tests/test_utils/tape.py``) the operations that were recorded, on the
-tensors that they had then.
+On a CPU the replay calls the recorded function again, or (``tests/test_utils/tape.py``) the operations that were
+recorded, on the tensors that they had then.
 """
 
 from functools import partial
