@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
 from megatron.core.config.transformer_config import TransformerConfig
@@ -34,6 +33,7 @@ from megatron.core.inference.scheduler import Limits
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+OUTPUT = Path(__file__).resolve().parent / "results" / "generation.json"
 GREEDY = Sampling(temperature=0)
 WARMUP = 3
 """Steps before the timed ones: the first one records a graph."""
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s (H200: 4.2, H100: 2.9)")
     parser.add_argument("--tflops", type=float, default=650.0)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step of each batch size")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "generation.json")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU too; writes nothing unless --output")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available() and not args.smoke:
