@@ -119,11 +119,15 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Return the completions of ``requests``, in their order. Collective: every rank calls it, and ranks other than
         0 return an empty list."""
-        if not self._world.is_first:
+        return list(self.stream(requests))
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield the results of :meth:`generate`, each as soon as it and all before it are complete. Collective."""
+        if not self.is_first_rank:
             self.follow()
-            return []
+            return
         try:
-            return list(self.completions(requests))
+            yield from self.completions(requests)
         finally:
             self.stop()
 
@@ -199,10 +203,20 @@ class Engine:
 
     # ---- ranks
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank schedules."""
+        return self._world.is_first
+
     def follow(self) -> None:
         """Run the steps of rank 0 until it calls :meth:`stop`."""
         while (values := self._broadcast(None)) is not None:
-            self.runner.run(StepPlan.decode(values))
+            if values:
+                self.runner.run(StepPlan.decode(values))
+
+    def keep_alive(self) -> None:
+        """Show the other ranks that rank 0 waits for requests: collectives time out."""
+        self._broadcast({})
 
     def stop(self) -> None:
         """End :meth:`follow` on the other ranks."""
