@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 
-Recorder = Callable[[Callable[[], Any], Any], Callable[[], Any]]
-"""Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
+Outputs = TypeVar("Outputs")
 
 
-def record_cuda_graph(run: Callable[[], Any], stream: Any, pool: Any = None) -> Callable[[], Any]:
+class Recorder(Protocol):
+    def __call__(self, run: Callable[[], Outputs], stream: torch.cuda.Stream | None, /) -> Callable[[], Outputs]:
+        """Return a replay function of ``run``. Recording only captures; outputs are undefined before a replay."""
+
+
+def record_cuda_graph(
+    run: Callable[[], Outputs], stream: torch.cuda.Stream | None, pool: tuple[int, int] | None = None
+) -> Callable[[], Outputs]:
     """Call ``run`` once under CUDA graph capture on ``stream`` (None: torch's): its kernels are recorded, not executed.
     Return a function that replays them on the current stream and returns the captured output tensors, always the same
     ones, overwritten by each replay. Other threads may use CUDA meanwhile. Graphs with the same ``pool`` share memory
@@ -21,7 +27,7 @@ def record_cuda_graph(run: Callable[[], Any], stream: Any, pool: Any = None) -> 
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         outputs = run()
 
-    def replay() -> Any:
+    def replay() -> Outputs:
         graph.replay()
         return outputs
 

@@ -1,6 +1,6 @@
 """Flags of the tools that generate or score with the engine, on one rank or on those that torchrun started. Torch-free.
 
-    torchrun --nproc-per-node 2 -m megatron generate --load RUN/checkpoints --prompt "def main():"
+torchrun --nproc-per-node 2 -m megatron generate --load RUN/checkpoints --prompt "def main():"
 """
 
 from __future__ import annotations

@@ -92,10 +92,7 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
 
     check_ranges(args)
     prompts = load_prompts(args)
-    layout = layout_flags(args)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout)
-    if layout and trained.cfg.family.name != "gpt":
-        raise UserError(f"--load {args.load}: encoder-decoder models generate on one rank; start it without torchrun")
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout_flags(args))
     trained = replace(trained, cuda_graphs=args.cuda_graph_impl == "local")
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"

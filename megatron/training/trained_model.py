@@ -21,8 +21,8 @@ from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
-from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.launcher import launched_world_size
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import initialize_megatron, training_device
 from megatron.training.stored_settings import stored_family
 from megatron.training.tasks.language_model import task_class
@@ -94,7 +94,9 @@ def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> Trained
     config.json. Sequence lengths are the model's maximum positions. Raises UserError for a family of another tool, or
     without a tokenizer."""
     family = _checked_family(load_hf_settings(folder), folder, tool)
-    cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED, *layout], needs_data=False, model_family=family.name))
+    cfg = apply_hf_settings(
+        parse_args(["--load-hf", folder, *ASKED, *layout], needs_data=False, model_family=family.name)
+    )
     if cfg.tokenizer_type is None:
         raise UserError(f"--load {folder}: contains no tokenizer; add its tokenizer.json or vocab.txt")
     longest = cfg.max_position_embeddings or cfg.seq_length

@@ -53,10 +53,11 @@ class _Step(NamedTuple):
 
 
 class StepGraphs:
-    """Recorded steps by shape. ``record`` turns a function into its replay."""
+    """Recorded steps by shape. ``record`` turns a function into its replay; None: a CUDA graph."""
 
     def __init__(self, device: torch.device, record: Recorder | None = None) -> None:
-        self._device, self._record = device, record
+        self._device = device
+        self._record = record or partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
         self._steps: dict[Hashable, _Step] = {}
 
     def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Tensor]) -> Tensor:
@@ -67,8 +68,6 @@ class StepGraphs:
             host = torch.empty(len(values), dtype=torch.int64, pin_memory=self._device.type == "cuda")
             inputs = torch.from_numpy(values).to(self._device)
             found = compute(inputs)
-            if self._record is None:  # one pool for all graphs
-                self._record = partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
             self._steps[shape] = _Step(host, inputs, self._record(partial(compute, inputs), None))
             return found
         step.host.numpy()[:] = values

@@ -2,15 +2,29 @@
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.console import run_tool
-from tests.unit_tests.tools.test_generate import train
+from megatron.core import parallel_state
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import Limits
+from megatron.core.inference.server import service
+from megatron.tools.engine_flags import on_first_rank
+from tests.test_utils.gpt_runs import train
+from tests.unit_tests.core.models.test_gpt_model import LLAMA, make_config, make_model
+from tests.unit_tests.tools.test_evaluate import folder
+
+__all__ = ["folder"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = {
@@ -54,3 +68,55 @@ def test_torchrun_generates_on_two_ranks(gloo_pool, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *argv], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, alone), done.stderr
+
+
+def score(rank, world_size, argv, home):
+    os.environ.update(HF_DATASETS_OFFLINE="1", HF_HOME=home)
+    return run(rank, world_size, argv)
+
+
+@pytest.mark.slow
+def test_ranks_score_tasks_as_one_rank(gloo_pool, folder, tmp_path):
+    argv = ["evaluate", "--load", folder, "--tasks", "tiny_choice,tiny_text", "--include-path", folder / "tasks"]
+    results = []
+    for ranks in (1, 2):
+        output, home = tmp_path / f"{ranks}.json", str(folder / "cache")
+        (code, _, errors), *others = gloo_pool.run(score, ranks, [*map(str, argv), "--output", str(output)], home)
+        assert code == 0, errors
+        assert all(each[:2] == (0, "") for each in others)
+        results.append(json.loads(output.read_text())["results"])
+    assert set(results[0]) == {"tiny_choice", "tiny_text"}
+    for name, numbers in results[0].items():
+        numbers = {key: value for key, value in numbers.items() if isinstance(value, float)}
+        assert numbers and {key: results[1][name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+def serve(rank, world_size):
+    """Return the tokens of two requests with an idle time between them."""
+    service.IDLE_SECONDS = 0.05
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    config = make_config(**LLAMA, tensor_model_parallel_size=world_size)
+    engine = Engine(make_model(config), Limits(max_length=16), num_pages=9, page_size=4)
+    return on_first_rank(engine, lambda: answers(service.EngineService(engine, 4)))
+
+
+def answers(served):
+    found, ended = [], threading.Semaphore(0)
+
+    def listen(event):
+        found.append(event.token)
+        if event.finish_reason is not None:
+            ended.release()
+
+    served.start()
+    for prompt in ([1, 2, 3], [4]):
+        served.submit([Request(prompt=prompt, max_new_tokens=3, sampling=Sampling(temperature=0))], [listen])
+        assert ended.acquire(timeout=60)
+        time.sleep(0.3)
+    served.stop()
+    return found
+
+
+def test_ranks_serve_what_one_rank_does(gloo_pool):
+    (alone,) = gloo_pool.run(serve, 1)
+    assert len(alone) == 6 and gloo_pool.run(serve, 2) == [alone, None]

@@ -66,4 +66,5 @@ class GroupedExperts(SequentialExperts):
 
     products = GROUPED
 
+
 serve_other_names(__name__)

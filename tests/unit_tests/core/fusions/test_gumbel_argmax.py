@@ -1,4 +1,4 @@
-"""Draws of the kernel equal those of the formula in fp64, at odd sizes and for strided rows."""
+"""The kernel draws the tokens of the formula in fp64, at odd sizes and for strided rows."""
 
 import pytest
 import torch

@@ -31,7 +31,7 @@ def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, s
 
 
 def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=None):
-    """The same in fp64, token by token."""
+    """Attention in fp64, token by token."""
     found = []
     for row, (sequence, position) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist())):
         first = 0 if left is None else max(position - left, 0)

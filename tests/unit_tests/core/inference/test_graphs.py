@@ -110,7 +110,7 @@ def test_cuda_graphs_equal_eager_steps_bit_for_bit(name, dtype):
     if graph_problem(model) is not None:
         assert name == "experts"
         return
-    for seed in range(3):
+    for seed in range(2):
         expected, _, _ = run(model, seed, None)
         found, shapes, _ = run(model, seed, lambda device: StepGraphs(device))
         assert found == expected and shapes
