@@ -167,7 +167,9 @@ if triton is not None:
             )  # fmt: skip
         return out
 
-    def _gradient_triton(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
+    def _gradient_triton(
+        logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor
+    ) -> None:
         """Write the gradient of the logits [t, v] to ``out_tv``, which may be ``logits_tv``, in its dtype, zero for
         padding; last dims are contiguous. See :class:`Gradient`. Nothing for no tokens."""
         tokens, width = logits_tv.shape

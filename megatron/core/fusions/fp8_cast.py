@@ -283,7 +283,9 @@ def cast_tensor_triton(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, row
     )
 
 
-def cast_blocks_triton(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool) -> Copies:
+def cast_blocks_triton(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *, square: bool
+) -> Copies:
     """See :func:`cast_in_blocks`; one launch."""
     x = x.contiguous()
     height, width = x.shape
@@ -355,7 +357,9 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor | Scale, *, rows: b
     return cast(x.detach().reshape(-1, x.shape[-1]), dtype, scale, rows, columns)
 
 
-def cast_in_blocks(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False) -> Copies:
+def cast_in_blocks(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool, square: bool = False
+) -> Copies:
     """Cast ``x`` [..., i], as a matrix [t, i], to fp8 ``dtype`` with a scale per 1 x 128 elements of each row in one
     copy, and per 128 elements of each column in the transposed copy; both read ``x``. ``square``: one scale per 128 x
     128 elements in both. Factors are powers of two."""

@@ -18,7 +18,6 @@ from megatron.core.fusions.installed_triton import tl, triton
 
 _ROWS, _NUM_WARPS = 16, 4
 
-
 def merge_attention_reference_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge in torch operations; ``out`` [..., d] and ``lse`` [...] may be views; lse is -inf before the first key."""
     share = torch.sigmoid(block_lse - lse).unsqueeze(-1)

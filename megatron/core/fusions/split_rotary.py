@@ -36,7 +36,9 @@ class SplitHeads(Protocol):
 
 
 class SplitRotary(Protocol):
-    def __call__(self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (query, key, value); query and key rotated by tables [s, 1, 1, r] up to channel 2 r."""
 
 

@@ -39,7 +39,9 @@ def sum_parts_triton(total: Tensor, part: Tensor, out: Tensor) -> None:
     """Write ``total + part``, summed in fp32, to ``out`` in its dtype; ``total`` is fp32, all three are contiguous (not
     checked)."""
     numel = total.numel()
-    _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS)
+    _sum_kernel[(triton.cdiv(numel, _ELEMENTS),)](
+        total, part, out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS
+    )
 
 
 def sum_parts(total: Tensor, part: Tensor, out: Tensor) -> None:

@@ -66,5 +66,4 @@ class GroupedExperts(SequentialExperts):
 
     products = GROUPED
 
-
 serve_other_names(__name__)

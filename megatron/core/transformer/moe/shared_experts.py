@@ -43,5 +43,4 @@ class SharedExperts(MLP):
             return output
         return output * torch.sigmoid(hidden_states @ self.gate_weight.t())
 
-
 serve_other_names(__name__)
