@@ -107,23 +107,23 @@ def index_arrays(
     page_size: int,
     *,
     num_pages: int = 0,
-    batch_invariant: bool = False,
+    num_sequences: int = 0,
+    direct: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Return the fields of :class:`StepIndices` for a step with ``chunks``. Tables have ``num_pages`` columns, or more
-    if a sequence has more pages."""
+    """Return the fields of :class:`StepIndices` for a step with ``chunks``. Tables have at least ``num_sequences`` rows
+    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only single tokens at the front."""
     count = len(chunks)
     starts, num_new, held = (
         np.fromiter(each, np.int64, count)
         for each in ((x.start for x in chunks), (x.num_new for x in chunks), (len(x.pages) for x in chunks))
     )
-    tables = np.zeros((count, max(num_pages, int(held.max()))), np.int64)
+    tables = np.zeros((max(num_sequences, count), max(num_pages, int(held.max()))), np.int64)
     pages = np.fromiter(chain.from_iterable(chunk.pages for chunk in chunks), np.int64, int(held.sum()))
-    tables[np.arange(tables.shape[1]) < held[:, None]] = pages
+    tables[:count][np.arange(tables.shape[1]) < held[:, None]] = pages
     sequences = np.repeat(np.arange(count), num_new)
     positions = np.arange(len(sequences)) + np.repeat(starts + num_new - np.cumsum(num_new), num_new)
     slots = tables[sequences, positions // page_size] * page_size + positions % page_size
-    direct = len(positions) if batch_invariant else num_single(chunks)
-    splits, first_splits = split_tokens(positions[:direct])
+    splits, first_splits = split_tokens(positions if direct else positions[: num_single(chunks)])
     rows = np.fromiter(output_rows, np.int64, len(output_rows))
     found = StepIndices(positions, slots, sequences, tables, splits, first_splits, rows)  # type: ignore[arg-type]
     return found._asdict()
@@ -154,8 +154,8 @@ class CachedLayout(TokenLayout):
         max_length: int,
         batch_invariant: bool = False,
     ) -> CachedLayout:
-        """Build the layout of a step on the ranks of ``base``, from the tensors of :func:`index_arrays`. If all chunks
-        have one token and the kernel serves, layers read only ``indices``, which may then change between replays."""
+        """Build the layout of a step on the ranks of ``base``, from the tensors of :func:`index_arrays`. If all rows
+        read pages directly, layers read only ``indices``, which may then change between replays."""
         inherited = {each.name: getattr(base, each.name) for each in fields(TokenLayout) if each.init}
         return cls(
             **inherited,
@@ -231,8 +231,8 @@ class CachedLayout(TokenLayout):
         """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens [n, 1, g, .], or all tokens
         [t, 1, g, .] if ``core`` does not cache them (:attr:`Core.caches_keys`).
 
-        On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); if
-        batch-invariant, all rows do. Other chunks attend to gathered copies of their keys."""
+        On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); in
+        short or batch-invariant steps all rows do. Other chunks attend to gathered copies of their keys."""
         paged = self._num_paged(query) if core.caches_keys else 0
         outputs = []
         if core.caches_keys:

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: a step launches with one call, so that the GPU does not wait for the host.
+"""CUDA graphs of decode steps and short prompts: a step launches with one call, and the GPU never waits for the host.
 
 A step's inputs are one row of integers. The first step of a shape runs without a graph, which loads kernels and
 allocates the cache, and is then recorded on a static copy of its inputs; later steps of that shape copy their inputs
@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 def graph_problem(model: Any) -> str | None:
-    """Return why decode steps of ``model`` cannot be recorded; None if they can."""
+    """Return why steps of ``model`` cannot be recorded; None if they can."""
     config, groups = model.config, model.groups
     device = next(model.parameters()).device
     modules = list(model.modules())

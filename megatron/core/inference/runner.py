@@ -25,7 +25,7 @@ from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCach
 from megatron.core.config.errors import UserError
 from megatron.core.inference.graphs import StepGraphs, graph_problem
 from megatron.core.inference.sampling import draw
-from megatron.core.inference.step import OutputRow, StepForm, StepPlan, StepTensors, pack, step_arrays, unpack
+from megatron.core.inference.step import OutputRow, StepForm, StepPlan, StepTensors, pack, power_of_two, step_arrays, unpack
 from megatron.core.tensor_parallel.operators import gather_from_region
 from megatron.core.tensor_parallel.row_blocks import ROWS, RowBlocks
 from megatron.core.transformer.context_parallel_support import cache_problem
@@ -59,10 +59,12 @@ class Runner:
         self.cache = PagedCache(1, 1)
         config = model.config
         self._stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
+        self.pads_prompts = self.device.type == "cuda"
+        """Whether steps with short prompts are padded to one of few sizes."""
         self.graphs: StepGraphs | None = None
-        """Recorded decode steps; None: all steps run eagerly."""
+        """Recorded steps; None: all steps run eagerly."""
         if cuda_graphs and (reason := graph_problem(model)):
-            logger.info("decode steps run without CUDA graphs: %s", reason)
+            logger.info("generation runs without CUDA graphs: %s", reason)
         elif cuda_graphs:
             self.graphs = StepGraphs(self.device)
 
@@ -88,20 +90,24 @@ class Runner:
     @torch.no_grad()
     def run(self, plan: StepPlan) -> Tensor:
         """Run a step; return fp64 [r, 2 + 2 * num_top] on the CPU, equal on all ranks: token (or :data:`FAILED`), its
-        log-probability, the most likely tokens, and their log-probabilities. Decode steps are padded to one of few
-        sizes, with and without CUDA graphs, and replayed."""
+        log-probability, the most likely tokens, and their log-probabilities. Decode steps and, on GPUs, short prompts
+        are padded to one of few sizes, and replayed if there are CUDA graphs."""
         num_outputs, is_decode = len(plan.outputs), plan.is_decode
-        plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size))
-        size, replays = self.cache.page_size, is_decode and self.graphs is not None
-        pages = -(-self.max_length // size) if replays else 0
-        arrays, form = step_arrays(plan, size, num_pages=pages, batch_invariant=self.batch_invariant)
+        short = is_decode or (self.pads_prompts and plan.is_short)
+        plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size), short=short)
+        size, rows, settings = self.cache.page_size, len(plan.tokens), {"direct": short or self.batch_invariant}
+        replays = self.graphs is not None and short and plan.only_samples
+        if replays:
+            settings |= {"num_pages": -(-self.max_length // size), "num_sequences": rows}
+        arrays, form = step_arrays(plan, size, **settings)
         if replays:
             splits = arrays["splits"]
-            capacity = max(1 << (len(splits) - 1).bit_length(), 16 * len(plan.chunks))
+            capacity = max(power_of_two(len(splits)), (16 if is_decode else 4) * rows)
             arrays["splits"] = np.pad(splits, (0, capacity - len(splits)))
         compute = partial(self._compute, plan.chunks, arrays, form)
         if self.graphs is not None and replays:
-            results = self.graphs.run((len(plan.chunks), capacity, form), pack(arrays), compute)
+            shape = rows, len(plan.outputs), capacity, form
+            results = self.graphs.run(shape, pack(arrays), compute)
         else:
             results = compute(torch.from_numpy(pack(arrays)).to(self.device, non_blocking=True))
         return results[:num_outputs].cpu()

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.cached_layout import PADDING, Chunk, StepIndices, index_arrays
+from megatron.core.fusions.paged_attention import SPLIT
 from megatron.core.inference.sampling import Draws, Form, Sampling, draw_arrays
 
 GREEDY = Sampling(temperature=0, seed=0)
+MAX_SHORT_ROWS, MAX_SHORT_SPLITS = 512, 2048
+"""A row that reads pages directly reads them again for each row of its prompt."""
 
 
 class OutputRow(NamedTuple):
@@ -67,24 +70,48 @@ class StepPlan:
             each.row == row and each.target is None for row, each in enumerate(self.outputs)
         )
 
-    def padded(self, multiple: int) -> StepPlan:
-        """Return a plan with a multiple of ``multiple`` rows; a decode step gets one of few sizes and samples in all
-        rows."""
-        count = decode_size(len(self.chunks)) if self.is_decode else len(self.tokens)
-        missing = -(-count // multiple) * multiple - len(self.tokens)
-        rows = range(len(self.tokens), len(self.tokens) + missing) if self.is_decode else ()
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether a step with prompts is so short that all its rows read pages directly."""
+        splits = sum(x.num_new * (x.stop // SPLIT + 1) for x in self.chunks if x.num_new > 1)
+        return len(self.tokens) <= MAX_SHORT_ROWS and splits <= MAX_SHORT_SPLITS
+
+    @cached_property
+    def only_samples(self) -> bool:
+        """Whether no row scores a known token."""
+        return all(each.target is None for each in self.outputs)
+
+    def padded(self, multiple: int, *, short: bool) -> StepPlan:
+        """Return a plan with a multiple of ``multiple`` rows; ``short`` steps get one of few numbers of rows, and of
+        output rows."""
+        rows, outputs = len(self.tokens), len(self.outputs)
+        if self.is_decode:
+            rows = decode_size(rows)
+        elif short:
+            rows = max(64, power_of_two(rows))
+        missing = -(-rows // multiple) * multiple - len(self.tokens)
+        rows = len(self.tokens) + missing
+        if self.is_decode:
+            outputs = rows
+        elif short and self.only_samples:
+            outputs = next(size for size in (8, 64, rows) if size >= outputs)
         return StepPlan(
             self.tokens + [0] * missing,
             self.chunks + [PADDING] * missing,
-            self.outputs + [OutputRow(row, sampling=GREEDY) for row in rows],
+            self.outputs + [OutputRow(row, sampling=GREEDY) for row in range(len(self.outputs), outputs)],
             self.num_top,
         )
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
 
 
 def decode_size(num_sequences: int) -> int:
     """Return the number of rows of a decode step: a power of two up to 8, then a multiple of 8, 16 above 128, 32 above
     256 and so on."""
-    power = 1 << (num_sequences - 1).bit_length()
+    power = power_of_two(num_sequences)
     multiple = power if power <= 8 else max(8, power // 16)
     return -(-num_sequences // multiple) * multiple
 

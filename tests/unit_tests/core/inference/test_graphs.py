@@ -1,4 +1,4 @@
-"""Recorded decode steps give the bits of eager ones, for every batch, order of arrival and kind of draw.
+"""Recorded steps give the bits of eager ones, for every batch, order of arrival and kind of draw.
 
 On a CPU the recorded operations are replayed on the tensors that they had (``tests/test_utils/tape.py``), with
 attention in torch operations.
@@ -62,7 +62,7 @@ def run(model, seed, graphs, **options):
     rng = random.Random(seed)
     limits = Limits(max_length=16, max_tokens=rng.choice((9, 40)), max_sequences=rng.choice((2, 5, 9)))
     engine = Engine(model, limits, num_pages=rng.choice((8, 40)), page_size=4, cuda_graphs=False, **options)
-    engine.runner.graphs = graphs and graphs(engine.runner.device)
+    engine.runner.graphs, engine.runner.pads_prompts = graphs and graphs(engine.runner.device), True
     pending, numbers, done = list(enumerate(prompts() * 2)), {}, {}
     rng.shuffle(pending)
     kinds = SETTINGS if seed % 2 else SETTINGS[:1]
@@ -83,15 +83,15 @@ def recorded(device):
     return StepGraphs(device, record_tape if DEVICE == "cpu" else None)
 
 
-@pytest.mark.parametrize("name", ["learned", "grouped", "window", "sink", "soft cap", "tied"])
+@pytest.mark.parametrize("name", ["learned", "grouped", "window", "sink"])
 def test_recorded_steps_equal_eager_ones_bit_for_bit(name, as_on_a_device):
     model, found = build(name, torch.float32).to(DEVICE), []
-    for seed in range(4):
+    for seed in range(3):
         expected, _, _ = run(model, seed, None)
         found.append(run(model, seed, recorded))
         assert found[-1][0] == expected
     shapes = {shape for _, each, _ in found for shape in each}
-    assert {rows for rows, _, _ in shapes} >= {1, 2, 4}
+    assert {(rows, outputs) for rows, outputs, *_ in shapes} >= {(1, 1), (2, 2), (4, 4), (64, 8)}
     assert {form.draws.is_random for *_, form in shapes} == {False, True}
     assert sum(preemptions for *_, preemptions in found)
 
@@ -121,7 +121,7 @@ def test_models_on_a_cpu_run_eagerly(name, caplog):
     with caplog.at_level("INFO"):
         engine = Engine(build(name), Limits(max_length=16), num_pages=8, page_size=4)
     if DEVICE == "cpu":
-        assert engine.runner.graphs is None and "without CUDA graphs: the model is on cpu" in caplog.text
+        assert engine.runner.graphs is None and "runs without CUDA graphs: the model is on cpu" in caplog.text
 
 
 def test_decode_sizes_are_few_and_close():
