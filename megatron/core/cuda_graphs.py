@@ -24,7 +24,7 @@ def record_cuda_graph(
     for temporary tensors: they must not be replayed at the same time."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
         outputs = run()
 
     def replay() -> Outputs:

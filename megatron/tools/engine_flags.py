@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron.core.config.errors import UserError
 from megatron.training.config.launcher import launched_world_size
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.inference.engine import Engine
     from megatron.training.trained_model import TrainedModel
 
+Result = TypeVar("Result")
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -65,7 +66,7 @@ def load_gpt(args: argparse.Namespace) -> TrainedModel:
     return trained
 
 
-def on_first_rank(engine: Engine, run: Callable[[], Any]) -> Any:
+def on_first_rank(engine: Engine, run: Callable[[], Result]) -> Result | None:
     """Return the result of ``run`` on rank 0, whose steps all ranks run; other ranks return None. Collective."""
     from megatron.training.initialize import shut_down
 

@@ -21,6 +21,7 @@ from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
+from megatron.training.config.flat import FlatConfig
 from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import initialize_megatron, training_device
@@ -79,7 +80,7 @@ def load_trained_model(
     return built
 
 
-def _start(cfg: Any, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
+def _start(cfg: FlatConfig, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
     """Return the resolved settings and the groups of this process."""
     if not layout:
         return validate_args(cfg, 1, announce=False), SINGLE_PROCESS

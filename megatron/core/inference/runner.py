@@ -25,7 +25,16 @@ from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCach
 from megatron.core.config.errors import UserError
 from megatron.core.inference.graphs import StepGraphs, graph_problem
 from megatron.core.inference.sampling import draw
-from megatron.core.inference.step import OutputRow, StepForm, StepPlan, StepTensors, pack, power_of_two, step_arrays, unpack
+from megatron.core.inference.step import (
+    OutputRow,
+    StepForm,
+    StepPlan,
+    StepTensors,
+    pack,
+    power_of_two,
+    step_arrays,
+    unpack,
+)
 from megatron.core.tensor_parallel.operators import gather_from_region
 from megatron.core.tensor_parallel.row_blocks import ROWS, RowBlocks
 from megatron.core.transformer.context_parallel_support import cache_problem
