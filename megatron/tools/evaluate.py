@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
+from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
 
 if TYPE_CHECKING:
     from megatron.core.inference.engine import Engine
@@ -31,6 +32,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
+    add_engine_flags(parser)
     parser.add_argument("--tasks", required=True, metavar="NAME,...", help="tasks of the harness")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder with the YAML files of more tasks")
     parser.add_argument(
@@ -190,11 +192,13 @@ def main(argv: Sequence[str]) -> int:
     args = parse_command_line(argv)
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.scheduler import Limits
-    from megatron.training.trained_model import load_trained_model
 
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family)
-    engine = Engine(trained.model, Limits(trained.cfg.data.seq_length, max_tokens=args.max_tokens))
-    results = evaluate(engine, trained.tokenizer, args)
+    trained = load_gpt(args)
+    limits = Limits(trained.cfg.data.seq_length, max_tokens=args.max_tokens)
+    engine = Engine(trained.model, limits, cuda_graphs=args.cuda_graph_impl == "local")
+    results = on_first_rank(engine, lambda: evaluate(engine, trained.tokenizer, args))
+    if results is None:
+        return 0
     from lm_eval.utils import make_table
 
     print(make_table(results))

@@ -1,6 +1,7 @@
 """Generate text with a GPT or T5 checkpoint.
 
     python tools/generate.py --load RUN/checkpoints --prompt "def main():" --prompt "import" --max-new-tokens 80
+    torchrun --nproc-per-node 2 -m megatron generate --load RUN/checkpoints --prompt "def main():"
     python tools/generate.py --load T5/checkpoints --prompt "The <extra_id_0> sat on <extra_id_1> mat" --temperature 0
 
 GPT continues each prompt, all in one batch; T5 generates the spans of the prompt's sentinels. A line of dashes
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
 from megatron.core.safe_files import read_text
+from megatron.tools.engine_flags import add_engine_flags, layout_flags
 
 
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
@@ -45,6 +48,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         help="sample from the most likely tokens of this total probability; 0: all tokens",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
+    add_engine_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -88,7 +92,8 @@ def texts(args: argparse.Namespace) -> Iterator[str]:
 
     check_ranges(args)
     prompts = load_prompts(args)
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family)
+    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family, layout_flags(args))
+    trained = replace(trained, cuda_graphs=args.cuda_graph_impl == "local")
     generate = trained.cfg.family.generate
     assert generate is not None, "only families with generate name this tool"
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -102,4 +107,8 @@ def main(argv: Sequence[str]) -> int:
     args = parse_command_line(argv)
     for number, text in enumerate(texts(args)):
         print("-" * 40 + "\n" if number else "", text, sep="", flush=True)
+    if layout_flags(args):
+        from megatron.training.initialize import shut_down
+
+        shut_down()
     return 0

@@ -3,6 +3,7 @@
     python tools/serve.py --load RUN/checkpoints
     curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{"prompt": "def main():"}'
 
+On several GPUs: torchrun --nproc-per-node 2 -m megatron serve --load RUN/checkpoints
 Only programs on this machine can connect; another --host requires --token. A chat page is at http://127.0.0.1:8000/.
 Requires: pip install starlette uvicorn
 """
@@ -13,11 +14,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
+from megatron.tools.engine_flags import add_engine_flags, load_gpt, on_first_rank
+
+if TYPE_CHECKING:
+    from megatron.core.inference.engine import Engine
+    from megatron.training.trained_model import TrainedModel
 
 MAX_BODY_BYTES = 4 * 2**20
 
@@ -31,6 +39,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="--save folder of a run, or a Hugging Face folder")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default: the latest")
     parser.add_argument("--family", metavar="MODULE", help="module of a model family outside of megatron")
+    add_engine_flags(parser)
     parser.add_argument("--model-name", metavar="NAME", help="name in requests; default: the folder's name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="port; 0: any free one")
@@ -63,22 +72,26 @@ def main(argv: Sequence[str]) -> int:
     """Serve the checkpoint of the command line ``argv`` until Ctrl-C; return the exit code."""
     args = parse_command_line(argv)
     try:
-        from megatron.core.inference.server import app
+        import_module("megatron.core.inference.server.app")
     except ImportError as error:
         command = "pip install starlette uvicorn"
         raise UserError(f"the server needs packages that cannot be imported ({error}); {command}") from error
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.scheduler import Limits
+
+    trained = load_gpt(args)
+    limits = Limits(trained.cfg.data.seq_length, max_sequences=args.max_sequences)
+    engine = Engine(trained.model, limits, cuda_graphs=args.cuda_graph_impl == "local")
+    return on_first_rank(engine, lambda: serve(engine, trained, args)) or 0
+
+
+def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; return the exit code. Runs on rank 0."""
+    from megatron.core.inference.server import app
     from megatron.core.inference.server.protocol import Served
     from megatron.core.inference.server.service import EngineService
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.training.trained_model import load_trained_model
 
-    trained = load_trained_model(args.load, args.ckpt_step, "tools/generate.py", args.family)
-    if not isinstance(trained.model, GPTModel):
-        raise UserError(f"--load {args.load}: encoder-decoder models cannot be served; use tools/generate.py")
-    length = trained.cfg.data.seq_length
-    engine = Engine(trained.model, Limits(length, max_sequences=args.max_sequences))
+    length = engine.scheduler.limits.max_length
     name = args.model_name or Path(args.load).resolve().name
     served = Served(name, trained.tokenizer, length, min(args.max_prompts, args.max_requests))
     server = app.Server(EngineService(engine, args.max_requests), served, MAX_BODY_BYTES)

@@ -1,8 +1,8 @@
-"""Load a checkpoint's full model on one process, for inference."""
+"""Load a checkpoint's model for inference, on one process or on the ranks of torchrun."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.models.family import ModelFamily
 from megatron.core.models.registry import get_family
 from megatron.core.tokenizers import build_tokenizer
@@ -21,8 +21,10 @@ from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
+from megatron.training.config.flat import FlatConfig
+from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.initialize import training_device
+from megatron.training.initialize import initialize_megatron, training_device
 from megatron.training.stored_settings import stored_family
 from megatron.training.tasks.language_model import task_class
 
@@ -42,17 +44,22 @@ class TrainedModel:
     cfg: PretrainConfig
     tokenizer: Tokenizer
     model: nn.Module
+    cuda_graphs: bool = True
+    """Whether generation may record its steps."""
 
 
-def load_trained_model(folder: str, step: int | None, tool: str, module: str | None = None) -> TrainedModel:
-    """Return model (evaluation mode, single process), settings and tokenizer of a --save directory, or of a Hugging
-    Face folder if there is no checkpoint and ``step`` is None. Loads weights only.
+def load_trained_model(
+    folder: str, step: int | None, tool: str, module: str | None = None, layout: Sequence[str] = ()
+) -> TrainedModel:
+    """Return model (evaluation mode), settings and tokenizer of a --save directory, or of a Hugging Face folder if
+    there is no checkpoint and ``step`` is None. Loads weights only. With ``layout``, starts torch.distributed.
 
     Args:
         folder: value for --load.
         step: iteration to load; None: the latest.
         tool: path of the calling program, ``ModelFamily.tool`` of the families that it serves.
         module: module of a family outside of ``megatron``, which checkpoints name but must not import.
+        layout: flags of the parallel layout on the ranks of torchrun; empty: the full model on this process.
 
     Raises:
         UserError: the model family belongs to another tool, or checkpoint or tokenizer are missing or damaged.
@@ -60,32 +67,45 @@ def load_trained_model(folder: str, step: int | None, tool: str, module: str | N
     if module is not None:
         get_family(module)
     if step is None and (Path(folder) / "config.json").is_file() and find_checkpoint(folder) is None:
-        return _load_hugging_face(folder, tool)
+        return _load_hugging_face(folder, tool, layout)
     stored = load_checkpoint_args(folder, step)
     family = _checked_family(stored, folder, tool)
-    argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune", *ASKED]
+    argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune", *ASKED, *layout]
     argv += [] if step is None else ["--ckpt-step", str(step)]
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family.name))
     balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
-    cfg = validate_args(replace(parsed, **balancing), 1, announce=False)
-    built = _build(cfg)
-    Checkpointer(cfg, [built.model], None, None, groups=SINGLE_PROCESS, tokenizer=built.tokenizer).load()
+    cfg, groups = _start(replace(parsed, **balancing), layout)
+    built = _build(cfg, groups)
+    Checkpointer(cfg, [built.model], None, None, groups=groups, tokenizer=built.tokenizer).load()
     return built
 
 
-def _load_hugging_face(folder: str, tool: str) -> TrainedModel:
+def _start(cfg: FlatConfig, layout: Sequence[str]) -> tuple[PretrainConfig, ProcessGroups]:
+    """Return the resolved settings and the groups of this process."""
+    if not layout:
+        return validate_args(cfg, 1, announce=False), SINGLE_PROCESS
+    if cfg.num_moe_experts and (cfg.tensor_model_parallel_size or 1) > 1:
+        cfg = replace(cfg, sequence_parallel=True)
+    resolved = validate_args(cfg, launched_world_size() or 1, announce=False)
+    return resolved, initialize_megatron(resolved)
+
+
+def _load_hugging_face(folder: str, tool: str, layout: Sequence[str]) -> TrainedModel:
     """Return the model of a Hugging Face folder on this process's device, in evaluation mode, with settings from its
     config.json. Sequence lengths are the model's maximum positions. Raises UserError for a family of another tool, or
     without a tokenizer."""
     family = _checked_family(load_hf_settings(folder), folder, tool)
-    cfg = apply_hf_settings(parse_args(["--load-hf", folder, *ASKED], needs_data=False, model_family=family.name))
+    cfg = apply_hf_settings(
+        parse_args(["--load-hf", folder, *ASKED, *layout], needs_data=False, model_family=family.name)
+    )
     if cfg.tokenizer_type is None:
         raise UserError(f"--load {folder}: contains no tokenizer; add its tokenizer.json or vocab.txt")
     longest = cfg.max_position_embeddings or cfg.seq_length
     lengths: dict[str, Any] = {"seq_length": longest, "max_position_embeddings": longest}
     lengths |= {field: getattr(cfg, field) or longest for field in family.lengths[1:]}
-    built = _build(validate_args(replace(cfg, **lengths), 1, announce=False))
-    load_hf_weights(folder, [built.model], None, SINGLE_PROCESS)
+    resolved, groups = _start(replace(cfg, **lengths), layout)
+    built = _build(resolved, groups)
+    load_hf_weights(folder, [built.model], None, groups)
     return built
 
 
@@ -97,8 +117,8 @@ def _checked_family(settings: Mapping[str, object], folder: str, tool: str) -> M
     return family
 
 
-def _build(cfg: PretrainConfig) -> TrainedModel:
-    """Build the model of resolved settings, with initial weights, on this process's device."""
+def _build(cfg: PretrainConfig, groups: ProcessGroups) -> TrainedModel:
+    """Build this rank's part of the model of resolved settings, with initial weights, on this process's device."""
     tokenizer = build_tokenizer(cfg.tokenizer)
-    model = task_class(cfg.model_family)(cfg, tokenizer).model_provider().to(training_device()).eval()
-    return TrainedModel(cfg, tokenizer, model)
+    provider = task_class(cfg.model_family)(cfg, tokenizer).model_provider
+    return TrainedModel(cfg, tokenizer, provider(groups.pp.is_first, groups.pp.is_last).to(training_device()).eval())

@@ -4,17 +4,17 @@ A step has one chunk of consecutive tokens per sequence, concatenated to [n, 1, 
 values (or latents) of the new tokens to the sequence's pages and attends to the cached and the new ones. Layers see
 this as any other layout: ``positions``, ``all_keys`` and ``attend``.
 
-Legend: n rows (new tokens of all sequences, then padding), t keys of all sequences, g key/value groups, d head dim.
+Legend: n rows (new tokens of all sequences), t keys of all sequences, g key/value groups, d head dim.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from megatron.core.attention.sink import with_sink
 from megatron.core.attention.tiles import full_tile
 from megatron.core.attention.token_layout import Core, TokenLayout
 from megatron.core.fusions.dispatch import kernels_serve
-from megatron.core.fusions.paged_attention import PagedRows, paged_attention
+from megatron.core.fusions.paged_attention import PagedRows, paged_attention, split_tokens, write_pages
 from megatron.core.groups import collective_names
 
 CACHED = frozenset({"cached"})
@@ -46,13 +46,17 @@ class Chunk(NamedTuple):
         return self.start + self.num_new
 
 
+PADDING = Chunk(0, 1, (0,))
+"""A row that fills a step; it uses the reserved page 0."""
+
+
 def _kernel_serves(query: Tensor) -> bool:
     return query.is_cuda and kernels_serve(query.dtype)
 
 
 class PagedCache:
     """Cached tensors of all sequences, [pages, page size, ...] per layer, allocated when a layer first stores. Page 0
-    takes the writes of padding rows."""
+    is used by padding rows."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -74,28 +78,60 @@ class PagedCache:
         return sum(x[0, 0].numel() * x.element_size() for x in tensors)
 
 
-class _Indices(NamedTuple):
-    """Integers of a step, on the device of the model."""
+class StepIndices(NamedTuple):
+    """Integers of a step, int64: NumPy arrays on the host, then tensors on the device of the model."""
 
     positions: Tensor
-    """Position of each row, int64 [n]; 0 for padding."""
+    """Position of each row, [n]."""
     slots: Tensor
-    """Index of each row in the flattened pages, int64 [n]; 0 for padding."""
+    """Index of each row in the flattened pages, [n]."""
     sequences: Tensor
-    """Sequence of each row, int64 [n]; 0 for padding."""
+    """Sequence of each row, [n]."""
     tables: Tensor
-    """Pages of each sequence, int64 [sequences, longest]; 0 after the last one."""
+    """Pages of each sequence, [sequences, longest]; 0 after the last one."""
+    splits: Tensor
+    """Rows of the splits of the rows that read pages directly (:class:`PagedRows`)."""
+    first_splits: Tensor
     output_rows: Tensor
-    """Rows whose logits are computed, int64."""
+    """Rows whose logits are computed."""
 
-    def with_tables(self, num_sequences: int) -> _Indices:
-        """Return a copy whose flat ``tables`` are one row per sequence."""
-        return self._replace(tables=self.tables.view(num_sequences, -1))
+
+def num_single(chunks: Sequence[Chunk]) -> int:
+    """Return the number of chunks of one token before the first longer one."""
+    return next((index for index, chunk in enumerate(chunks) if chunk.num_new > 1), len(chunks))
+
+
+def index_arrays(
+    chunks: Sequence[Chunk],
+    output_rows: Sequence[int],
+    page_size: int,
+    *,
+    num_pages: int = 0,
+    num_sequences: int = 0,
+    direct: bool = False,
+) -> dict[str, np.ndarray]:
+    """Return the fields of :class:`StepIndices` for a step with ``chunks``. Tables have at least ``num_sequences`` rows
+    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only single tokens at the front."""
+    count = len(chunks)
+    starts, num_new, held = (
+        np.fromiter(each, np.int64, count)
+        for each in ((x.start for x in chunks), (x.num_new for x in chunks), (len(x.pages) for x in chunks))
+    )
+    tables = np.zeros((max(num_sequences, count), max(num_pages, int(held.max()))), np.int64)
+    pages = np.fromiter(chain.from_iterable(chunk.pages for chunk in chunks), np.int64, int(held.sum()))
+    tables[:count][np.arange(tables.shape[1]) < held[:, None]] = pages
+    sequences = np.repeat(np.arange(count), num_new)
+    positions = np.arange(len(sequences)) + np.repeat(starts + num_new - np.cumsum(num_new), num_new)
+    slots = tables[sequences, positions // page_size] * page_size + positions % page_size
+    splits, first_splits = split_tokens(positions if direct else positions[: num_single(chunks)])
+    rows = np.fromiter(output_rows, np.int64, len(output_rows))
+    found = StepIndices(positions, slots, sequences, tables, splits, first_splits, rows)  # type: ignore[arg-type]
+    return found._asdict()
 
 
 @dataclass(frozen=True, eq=False)
 class CachedLayout(TokenLayout):
-    """New tokens of several sequences on this rank. Build it by :meth:`of_chunks`."""
+    """New tokens of several sequences on this rank. Build it by :meth:`of_step`."""
 
     cache: PagedCache = field(default_factory=lambda: PagedCache(1, 1))
     chunks: tuple[Chunk, ...] = ()
@@ -103,40 +139,23 @@ class CachedLayout(TokenLayout):
     """Maximum length of a sequence."""
     batch_invariant: bool = False
     """Whether attention of a token must not depend on the other tokens of the step."""
-    indices: _Indices | None = None
+    indices: StepIndices | None = None
     _slots_of_keys: dict[int, Tensor] = field(default_factory=dict, repr=False)
     """Cached results of :meth:`_key_slots`; shared by copies."""
 
     @classmethod
-    def of_chunks(
+    def of_step(
         cls,
         base: TokenLayout,
         cache: PagedCache,
         chunks: Sequence[Chunk],
-        output_rows: Sequence[int],
+        indices: StepIndices,
         *,
-        device: torch.device,
         max_length: int,
-        row_multiple: int = 1,
         batch_invariant: bool = False,
     ) -> CachedLayout:
-        """Build the layout of a step on the ranks of ``base``. Rows are padded to a multiple of
-        ``row_multiple`` and the number of ranks that split the residual stream."""
-        rows = sum(chunk.num_new for chunk in chunks)
-        padding = [0] * (-rows % math.lcm(row_multiple, base.stream.size))
-        size = cache.page_size
-        positions = [position for chunk in chunks for position in range(chunk.start, chunk.stop)]
-        slots = [
-            chunk.pages[place // size] * size + place % size
-            for chunk in chunks
-            for place in range(chunk.start, chunk.stop)
-        ]
-        sequences = [index for index, chunk in enumerate(chunks) for _ in range(chunk.num_new)]
-        longest = max(len(chunk.pages) for chunk in chunks)
-        tables = [page for chunk in chunks for page in (*chunk.pages, *[0] * (longest - len(chunk.pages)))]
-        lists = positions + padding, slots + padding, sequences + padding, tables, list(output_rows)
-        # one copy to the device for all
-        flat = torch.tensor([x for each in lists for x in each]).to(device, non_blocking=True)
+        """Build the layout of a step on the ranks of ``base``, from the tensors of :func:`index_arrays`. If all rows
+        read pages directly, layers read only ``indices``, which may then change between replays."""
         inherited = {each.name: getattr(base, each.name) for each in fields(TokenLayout) if each.init}
         return cls(
             **inherited,
@@ -144,12 +163,12 @@ class CachedLayout(TokenLayout):
             chunks=tuple(chunks),
             max_length=max_length,
             batch_invariant=batch_invariant,
-            indices=_Indices(*flat.split([len(each) for each in lists])).with_tables(len(chunks)),
+            indices=indices,
         )
 
     @property
-    def _at(self) -> _Indices:
-        assert self.indices is not None, "built by CachedLayout.of_chunks"
+    def _at(self) -> StepIndices:
+        assert self.indices is not None, "built by CachedLayout.of_step"
         return self.indices
 
     @property
@@ -198,7 +217,11 @@ class CachedLayout(TokenLayout):
         return self._slots_of_keys[skip]
 
     def _write(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        for pool, x in zip(self.cache.tensors(layer, tensors), tensors, strict=True):
+        pools = self.cache.tensors(layer, tensors)
+        if all(x.dim() == 4 and len(x) == self.num_rows and _kernel_serves(x) for x in tensors):
+            write_pages(*pools, self._at.slots, *(x[:, 0] for x in tensors))
+            return
+        for pool, x in zip(pools, tensors, strict=True):
             if len(x) < self.num_rows:
                 part, x = x.contiguous(), x.new_empty((self.num_rows, *x.shape[1:]))
                 collective_names.all_gather(x, part, group=self.stream.handle)
@@ -208,33 +231,25 @@ class CachedLayout(TokenLayout):
         """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens [n, 1, g, .], or all tokens
         [t, 1, g, .] if ``core`` does not cache them (:attr:`Core.caches_keys`).
 
-        On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); if
-        batch-invariant, all rows do. Other chunks attend to gathered copies of their keys."""
+        On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); in
+        short or batch-invariant steps all rows do. Other chunks attend to gathered copies of their keys."""
         paged = self._num_paged(query) if core.caches_keys else 0
         outputs = []
         if core.caches_keys:
             self._write(core.layer_number, (key, value))
         if paged:
             outputs.append(self._from_pages(core, query[:paged], (key, value), mask))
-        if paged < self._num_new:
+        if paged < len(query):
             if core.caches_keys:
                 key, value = self._read(core.layer_number, (key, value), skip=paged)
-            outputs.append(self._gathered(core, query[paged : self._num_new], key, value, mask, self.chunks[paged:]))
-        if self._num_new < len(query):
-            outputs.append(outputs[0].new_zeros((len(query) - self._num_new, *outputs[0].shape[1:])))
-        return torch.cat(outputs)
-
-    @property
-    def _num_new(self) -> int:
-        return sum(chunk.num_new for chunk in self.chunks)
+            outputs.append(self._gathered(core, query[paged:], key, value, mask, self.chunks[paged:]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _num_paged(self, query: Tensor) -> int:
         """Return how many leading rows read the pages directly."""
         if not _kernel_serves(query):
             return 0
-        if self.batch_invariant:
-            return self._num_new
-        return next((index for index, chunk in enumerate(self.chunks) if chunk.num_new > 1), len(self.chunks))
+        return len(self._at.first_splits) - 1
 
     def _from_pages(self, core: Core, query: Tensor, like: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         at, rows = self._at, len(query)
@@ -243,7 +258,7 @@ class CachedLayout(TokenLayout):
             query[:, 0],
             keys,
             values,
-            PagedRows(at.tables, at.sequences[:rows], at.positions[:rows], max(chunk.stop for chunk in self.chunks)),
+            PagedRows(at.tables, at.sequences[:rows], at.positions[:rows], at.splits, at.first_splits),
             scale=core.kernel.scale,
             left=mask.visibility.limits[0],
             soft_cap=core.soft_cap,

@@ -39,7 +39,7 @@ class Draw(NamedTuple):
 if triton is not None:
 
     @triton.jit
-    def _philox(c0, c1, c2, c3, k0, k1):
+    def philox_words(c0, c1, c2, c3, k0, k1):
         """Return the four output words of ten Philox4x32 rounds on the counters (c0, c1, c2, c3) with the key (k0, k1);
         all are uint32, counters of one shape."""
         m0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
@@ -68,7 +68,7 @@ if triton is not None:
         # token = position * batch + row: samples [b] repeat per position; samples [s] (batch 1) are one per token
         sample = tl.load(samples + token % num_samples)
         position = tl.load(positions + token // batch)
-        word_0, word_1, word_2, word_3 = _philox(
+        word_0, word_1, word_2, word_3 = philox_words(
             block.to(tl.uint32), zero + position.to(tl.uint32), zero + sample.to(tl.uint32),
             zero + (sample >> 32).to(tl.uint32), zero + key_low.to(tl.uint32), zero + key_high.to(tl.uint32),
         )  # fmt: skip
@@ -89,7 +89,7 @@ if triton is not None:
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """Return the same 32 bits as an int32: the kernel's argument then has one type for all keys."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
@@ -101,7 +101,8 @@ def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None
     tiles = triton.cdiv(width, 8 * _BLOCKS)
     _dropout_kernel[(length * batch * tiles,)](
         x, x if residual is None else residual, out, draw.sample_b, draw.position_s,
-        _signed(draw.key & 0xFFFFFFFF), _signed(draw.key >> 32), draw.threshold, 65536 / (65536 - draw.threshold),
+        signed_word(draw.key & 0xFFFFFFFF), signed_word(draw.key >> 32), draw.threshold,
+        65536 / (65536 - draw.threshold),
         len(draw.sample_b), batch, width, tiles, ADDS=residual is not None, BLOCKS=_BLOCKS, num_warps=_NUM_WARPS,
     )  # fmt: skip
 

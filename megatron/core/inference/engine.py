@@ -25,10 +25,11 @@ from megatron.core.attention.cached_layout import Chunk, PagedCache
 from megatron.core.config.errors import UserError
 from megatron.core.inference.pages import PagePool
 from megatron.core.inference.requests import Completion, Output, Request, TokenScore
-from megatron.core.inference.runner import FAILED, OutputRow, Runner, StepPlan
+from megatron.core.inference.runner import FAILED, Runner
 from megatron.core.inference.sampling import NOT_FINITE
 from megatron.core.inference.scheduler import Limits, Scheduler
 from megatron.core.inference.scheduler import Sequence as Running
+from megatron.core.inference.step import OutputRow, StepPlan
 
 PAGE_SIZE = 256
 MEMORY_SHARE = 0.9
@@ -44,6 +45,7 @@ class Engine:
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
         batch_invariant: compute each token's log-probabilities with the same bits in every batch, and for every split
             of its prompt into steps. Slow.
+        cuda_graphs: record decode steps as CUDA graphs where possible (``graphs.py``). Results are the same.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
         batch_invariant: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
-        self.runner = Runner(model, max_length=limits.max_length, batch_invariant=batch_invariant)
+        self.runner = Runner(
+            model, max_length=limits.max_length, batch_invariant=batch_invariant, cuda_graphs=cuda_graphs
+        )
         self._world = model.groups.world
         if num_pages is None:
             num_pages = self._fitting_pages(limits, page_size)
@@ -114,11 +119,15 @@ class Engine:
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Return the completions of ``requests``, in their order. Collective: every rank calls it, and ranks other than
         0 return an empty list."""
-        if not self._world.is_first:
+        return list(self.stream(requests))
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yield the results of :meth:`generate`, each as soon as it and all before it are complete. Collective."""
+        if not self.is_first_rank:
             self.follow()
-            return []
+            return
         try:
-            return list(self.completions(requests))
+            yield from self.completions(requests)
         finally:
             self.stop()
 
@@ -177,26 +186,37 @@ class Engine:
         chunks, rows, owners = [], [], []
         # single tokens first: their attention reads the pages directly
         for running, count in sorted(batch, key=lambda each: each[1] > 1):
-            start, first = running.num_cached, len(tokens)
+            start, first, ids, request = running.num_cached, len(tokens), running.ids, running.request
+            stop = start + count
             chunks.append(Chunk(start, count, tuple(running.pages)))
-            tokens += running.ids[start : start + count]
-            if running.request.prompt_logprobs:
+            tokens += ids[start:stop]
+            if request.prompt_logprobs:
                 scored = running.completion.prompt_scores  # a preempted sequence has some already
-                for place in range(max(start, len(scored) - 1), min(start + count, running.num_prompt - 1)):
-                    rows.append(OutputRow(first + place - start, target=running.ids[place + 1]))
+                for place in range(max(start, len(scored) - 1), min(stop, running.num_prompt - 1)):
+                    rows.append(OutputRow(first + place - start, ids[place + 1]))
                     owners.append((running, False))
-            if start + count == len(running.ids) and running.request.max_new_tokens:
-                rows.append(OutputRow(len(tokens) - 1, sampling=running.sampling, position=len(running.ids)))
+            if stop == len(ids) and request.max_new_tokens:
+                rows.append(OutputRow(len(tokens) - 1, None, running.sampling, stop))
                 owners.append((running, True))
         num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
         return StepPlan(tokens, chunks, rows, num_top), owners
 
     # ---- ranks
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank schedules."""
+        return self._world.is_first
+
     def follow(self) -> None:
         """Run the steps of rank 0 until it calls :meth:`stop`."""
         while (values := self._broadcast(None)) is not None:
-            self.runner.run(StepPlan.decode(values))
+            if values:
+                self.runner.run(StepPlan.decode(values))
+
+    def keep_alive(self) -> None:
+        """Show the other ranks that rank 0 waits for requests: collectives time out."""
+        self._broadcast({})
 
     def stop(self) -> None:
         """End :meth:`follow` on the other ranks."""
@@ -213,11 +233,13 @@ class Engine:
         if not self._world.is_first:
             data = torch.empty(int(length), dtype=torch.uint8, device=device)
         dist.broadcast(data, source, group=self._world.handle)
-        return json.loads(bytes(data.cpu().tolist()))
+        return json.loads(data.cpu().numpy().tobytes())
 
 
 def _score(values: Sequence[float], num_top: int) -> TokenScore:
     """Return the score in a row of :meth:`Runner.run`'s results, with ``num_top`` of its most likely tokens."""
+    if not num_top:
+        return TokenScore(int(values[0]), values[1])
     half = (len(values) - 2) // 2
     top = tuple((int(token), logprob) for token, logprob in zip(values[2:], values[2 + half :]))[:num_top]
     return TokenScore(int(values[0]), values[1], top)

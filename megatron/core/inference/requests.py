@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.core.inference.sampling import PLAIN, Sampling
 
@@ -28,8 +28,7 @@ class Request:
     """Number of most likely tokens to report at each position."""
 
 
-@dataclass(frozen=True)
-class TokenScore:
+class TokenScore(NamedTuple):
     """Raw log-probability of a token: fp32 log-softmax of the true vocabulary, before temperature and filters."""
 
     token: int
@@ -53,8 +52,7 @@ class Completion:
     :meth:`Engine.cancel`. None: running."""
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Progress of one request in a step."""
 
     request: int

@@ -9,65 +9,40 @@ Legend: n rows (new tokens), r rows with logits, v vocabulary without padding, h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCache
 from megatron.core.config.errors import UserError
-from megatron.core.inference.sampling import Sampling, draw, nonfinite_rows
+from megatron.core.inference.graphs import StepGraphs, graph_problem
+from megatron.core.inference.sampling import draw
+from megatron.core.inference.step import (
+    OutputRow,
+    StepForm,
+    StepPlan,
+    StepTensors,
+    pack,
+    power_of_two,
+    step_arrays,
+    unpack,
+)
 from megatron.core.tensor_parallel.operators import gather_from_region
 from megatron.core.tensor_parallel.row_blocks import ROWS, RowBlocks
 from megatron.core.transformer.context_parallel_support import cache_problem
 
+logger = logging.getLogger(__name__)
+
 FAILED = -1
 """Token of a row whose logits are not finite."""
-
-
-@dataclass(frozen=True)
-class OutputRow:
-    """Row whose logits are needed: to sample the next token, or to score a known one."""
-
-    row: int
-    target: int | None = None
-    """Token to score; None: sample."""
-    sampling: Sampling | None = None
-    """Set, with a seed, if ``target`` is None."""
-    position: int = 0
-    """Position of the token to sample."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Inputs of a step."""
-
-    tokens: list[int]
-    chunks: list[Chunk]
-    outputs: list[OutputRow]
-    num_top: int = 0
-    """Number of most likely tokens to report for each output row."""
-
-    def encode(self) -> dict[str, Any]:
-        """Return the plan as JSON values, for a broadcast."""
-        outputs = [
-            [x.row, x.target, None if x.sampling is None else vars(x.sampling), x.position] for x in self.outputs
-        ]
-        return {"tokens": self.tokens, "chunks": self.chunks, "outputs": outputs, "num_top": self.num_top}
-
-    @classmethod
-    def decode(cls, values: dict[str, Any]) -> StepPlan:
-        """Return the plan of :meth:`encode`'s values."""
-        outputs = [
-            OutputRow(row, target, None if sampling is None else Sampling(**sampling), position)
-            for row, target, sampling, position in values["outputs"]
-        ]
-        chunks = [Chunk(start, num_new, tuple(pages)) for start, num_new, pages in values["chunks"]]
-        return cls(values["tokens"], chunks, outputs, values["num_top"])
 
 
 def model_problem(model: Any) -> str | None:
@@ -84,7 +59,7 @@ def model_problem(model: Any) -> str | None:
 class Runner:
     """A model stage (``GPTModel``, left in evaluation mode) and the cache of its layers."""
 
-    def __init__(self, model: Any, *, max_length: int, batch_invariant: bool = False) -> None:
+    def __init__(self, model: Any, *, max_length: int, batch_invariant: bool = False, cuda_graphs: bool = True) -> None:
         if problem := model_problem(model):
             raise UserError(problem)
         self.model, self.max_length, self.batch_invariant = model.eval(), max_length, batch_invariant
@@ -93,6 +68,14 @@ class Runner:
         self.cache = PagedCache(1, 1)
         config = model.config
         self._stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
+        self.pads_prompts = self.device.type == "cuda"
+        """Whether steps with short prompts are padded to one of few sizes."""
+        self.graphs: StepGraphs | None = None
+        """Recorded steps; None: all steps run eagerly."""
+        if cuda_graphs and (reason := graph_problem(model)):
+            logger.info("generation runs without CUDA graphs: %s", reason)
+        elif cuda_graphs:
+            self.graphs = StepGraphs(self.device)
 
     @contextmanager
     def _step_layout(self, layout: CachedLayout) -> Iterator[None]:
@@ -116,27 +99,50 @@ class Runner:
     @torch.no_grad()
     def run(self, plan: StepPlan) -> Tensor:
         """Run a step; return fp64 [r, 2 + 2 * num_top] on the CPU, equal on all ranks: token (or :data:`FAILED`), its
-        log-probability, the most likely tokens, and their log-probabilities."""
-        layout = CachedLayout.of_chunks(
+        log-probability, the most likely tokens, and their log-probabilities. Decode steps and, on GPUs, short prompts
+        are padded to one of few sizes, and replayed if there are CUDA graphs."""
+        num_outputs, is_decode = len(plan.outputs), plan.is_decode
+        short = is_decode or (self.pads_prompts and plan.is_short)
+        plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size), short=short)
+        size, rows, settings = self.cache.page_size, len(plan.tokens), {"direct": short or self.batch_invariant}
+        replays = self.graphs is not None and short and plan.only_samples
+        if replays:
+            settings |= {"num_pages": -(-self.max_length // size), "num_sequences": rows}
+        arrays, form = step_arrays(plan, size, **settings)
+        if replays:
+            splits = arrays["splits"]
+            capacity = max(power_of_two(len(splits)), (16 if is_decode else 4) * rows)
+            arrays["splits"] = np.pad(splits, (0, capacity - len(splits)))
+        compute = partial(self._compute, plan.chunks, arrays, form)
+        if self.graphs is not None and replays:
+            shape = rows, len(plan.outputs), capacity, form
+            results = self.graphs.run(shape, pack(arrays), compute)
+        else:
+            results = compute(torch.from_numpy(pack(arrays)).to(self.device, non_blocking=True))
+        return results[:num_outputs].cpu()
+
+    def _compute(
+        self, chunks: Sequence[Chunk], arrays: Mapping[str, np.ndarray], form: StepForm, values: Tensor
+    ) -> Tensor:
+        """Return the results of :meth:`run` on the device, from the packed ``arrays``."""
+        step = unpack(values, arrays)
+        layout = CachedLayout.of_step(
             self._layout,
             self.cache,
-            plan.chunks,
-            [each.row for each in plan.outputs],
-            device=self.device,
+            chunks,
+            step.indices,
             max_length=self.max_length,
-            row_multiple=ROWS if self.batch_invariant else 1,
             batch_invariant=self.batch_invariant,
         )
-        padding = [0] * (layout.num_rows - len(plan.tokens))
-        ids = torch.tensor([plan.tokens + padding]).to(self.device, non_blocking=True)
         with self._step_layout(layout), RowBlocks() if self.batch_invariant else nullcontext():
-            output = self._stage(ids, layout)
-        results = torch.empty(len(plan.outputs), 2 + 2 * plan.num_top, dtype=torch.float64, device=self.device)
-        if self.groups.pp.is_last and plan.outputs:
-            results = self._results(self.logits(output, layout), plan)
+            output = self._stage(step.ids, layout)
+        count = len(step.targets)
+        results = torch.empty(count, 2 + 2 * form.num_top, dtype=torch.float64, device=self.device)
+        if self.groups.pp.is_last and count:
+            results = self._results(self.logits(output, layout), step, form)
         if self.groups.pp.size > 1:
             dist.broadcast(results, self.groups.pp.ranks[-1], group=self.groups.pp.handle)
-        return results.cpu()
+        return results
 
     def _stage(self, ids: Tensor, layout: CachedLayout) -> Tensor:
         """Run this stage's layers; return logits [1, ., v] on the last stage, else the hidden states that were sent."""
@@ -158,21 +164,21 @@ class Runner:
             found = gather_from_region(found, self.groups.tp)
         return found[:, : self.model.vocab_size]
 
-    def _results(self, logits: Tensor, plan: StepPlan) -> Tensor:
+    def _results(self, logits: Tensor, step: StepTensors, form: StepForm) -> Tensor:
         """Return the results of :meth:`run` on the last stage."""
-        tokens = torch.tensor([-1 if x.target is None else x.target for x in plan.outputs], device=self.device)
-        sampled = [number for number, x in enumerate(plan.outputs) if x.sampling is not None]
-        if sampled:
-            samplings = [plan.outputs[number].sampling for number in sampled]
-            positions = [plan.outputs[number].position for number in sampled]
-            rows = logits[sampled]
-            drawn = draw(rows, [x for x in samplings if x is not None], positions)
-            # no error here: other ranks would wait for this one
-            tokens[sampled] = drawn.masked_fill(nonfinite_rows(rows), FAILED)
+        tokens = step.targets
+        if form.num_sampled == len(tokens):
+            tokens = draw(logits, step.draws, form.draws)
+        elif form.num_sampled:
+            drawn = draw(logits.index_select(0, step.sampled), step.draws, form.draws)
+            tokens = tokens.index_copy(0, step.sampled, drawn)
         logprobs = self.logprobs(logits)
-        parts = [tokens[:, None], logprobs.gather(1, tokens[:, None].clamp(min=0))]
-        if plan.num_top:
-            top = logprobs.topk(plan.num_top)
+        chosen = logprobs.gather(1, tokens[:, None])
+        # a row with NaN, +inf or only -inf has NaN; no error here: other ranks would wait for this one
+        tokens = tokens.masked_fill((step.targets < 0) & chosen[:, 0].isnan(), FAILED)
+        parts = [tokens[:, None], chosen]
+        if form.num_top:
+            top = logprobs.topk(form.num_top)
             parts += [top.indices, top.values]
         return torch.cat([each.double() for each in parts], dim=1)
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.random.philox import gumbel
+from megatron.core.fusions.dispatch import ByDevice
+from megatron.core.fusions.gumbel_argmax import gumbel_argmax_triton
+from megatron.core.random.philox import GUMBEL_KEY, gumbel
 
 
 @dataclass(frozen=True)
@@ -44,30 +48,15 @@ class Sampling:
         def choose(logits: Tensor, position: int = 0) -> int:
             if nonfinite_rows(logits[None]):
                 raise UserError(NOT_FINITE)
-            return int(draw(logits[None], [sampling], [position]))
+            arrays, form = draw_arrays([sampling], [position])
+            draws = Draws(**{name: torch.from_numpy(x).to(logits.device) for name, x in arrays.items()})
+            return int(draw(logits[None], draws, form))
 
         return choose
 
     def seeded(self) -> Sampling:
         """Return a copy with a seed; a missing one comes from torch's global generator."""
         return self if self.seed is not None else replace(self, seed=int(torch.randint(2**63 - 1, ())))
-
-    def filtered(self, logits: Tensor) -> Tensor:
-        """Return fp32 logits [..., v], shifted so that the largest is 0, divided by the temperature (above 0), and -inf
-        outside the ``top_k`` largest (ties are kept) and, of these, outside the smallest set with probability
-        ``top_p``, which includes the token that reaches it."""
-        logits = logits.float()
-        # at most 0: a small temperature overflows to -inf only
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
-        if self.top_k > 0:
-            smallest = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
-            logits = logits.masked_fill(logits < smallest, float("-inf"))
-        if self.top_p > 0.0:
-            values, order = logits.sort(descending=True, stable=True)
-            probabilities = values.softmax(dim=-1)
-            beyond = probabilities.cumsum(dim=-1) - probabilities >= self.top_p  # the token that reaches top_p stays
-            logits = logits.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
-        return logits
 
 
 NOT_FINITE = "the model's logits are NaN or infinite: its weights are damaged, or training diverged"
@@ -78,24 +67,82 @@ def nonfinite_rows(logits: Tensor) -> Tensor:
     return logits.isnan().any(-1) | logits.amax(-1).isinf()
 
 
-def draw(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+class Form(NamedTuple):
+    """Operations that a batch of rows needs."""
+
+    is_random: bool = False
+    """Whether a row has a temperature above 0."""
+    largest_k: int = 0
+    """At least the largest ``top_k``, a power of two; 0: no row has one."""
+    has_top_p: bool = False
+
+
+class Draws(NamedTuple):
+    """Settings and counters of rows, each [r, 1]: NumPy arrays on the host, tensors on the device of the logits."""
+
+    seeds: Tensor
+    positions: Tensor
+    """Position of the new token."""
+    top_k: Tensor
+    temperature: Tensor
+    """fp64, as ``top_p``."""
+    top_p: Tensor
+
+
+def draw_arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> tuple[dict[str, np.ndarray], Form]:
+    """Return the fields of :class:`Draws`, int64 or fp64, of rows whose new tokens have these positions, and the
+    operations that they need. Every seed must be set."""
+    count, form = len(samplings), Form()
+    integers, numbers = np.zeros((3, count, 1), np.int64), np.zeros((2, count, 1), np.float64)
+    if any(x.temperature for x in samplings):  # greedy rows need no numbers
+        columns = zip(*((x.seed, place, x.top_k, x.temperature, x.top_p) for x, place in zip(samplings, positions)))
+        for row, column in zip((*integers, *numbers), columns):
+            row[:, 0] = column
+        k = max(x.top_k for x in samplings)
+        form = Form(True, 1 << (k - 1).bit_length() if k else 0, bool(numbers[1].any()))
+    return Draws(*integers, *numbers)._asdict(), form  # type: ignore[arg-type]
+
+
+def filtered(logits: Tensor, draws: Draws, form: Form) -> Tensor:
+    """Return fp32 logits [r, v], shifted so that the largest is 0, divided by the temperature (rows with 0: by 1), and
+    -inf outside the ``top_k`` largest (ties are kept) and, of these, outside the smallest set with probability
+    ``top_p``, which includes the token that reaches it."""
+    temperature = draws.temperature.float()
+    # at most 0: a small temperature overflows to -inf only
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature.where(temperature > 0, 1.0)
+    if form.largest_k:
+        largest = logits.topk(min(form.largest_k, logits.shape[-1])).values
+        smallest = largest.gather(-1, (draws.top_k - 1).clamp(0, largest.shape[-1] - 1))
+        logits = logits.masked_fill((logits < smallest) & (draws.top_k > 0), float("-inf"))
+    if form.has_top_p:
+        values, order = logits.sort(descending=True, stable=True)
+        probabilities = values.softmax(dim=-1)
+        # the token that reaches top_p stays
+        beyond = (probabilities.cumsum(dim=-1) - probabilities >= draws.top_p) & (draws.top_p > 0)
+        logits = logits.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
+    return logits
+
+
+def draw(logits: Tensor, draws: Draws, form: Form) -> Tensor:
     """Return a token id, int64 [r], for each row of ``logits`` [r, v]: the largest logit with temperature 0, else
 
         argmax(filtered logits + g),    g = -log(-log u)        (Gumbel-max)
 
     where u is a function of (seed, position of the new token, token id), so that a draw does not depend on the other
-    rows. Every seed must be set; rows of :func:`nonfinite_rows` give meaningless tokens."""
+    rows. The host does not wait. Rows of :func:`nonfinite_rows` give meaningless tokens."""
     tokens = logits.argmax(-1)
-    equal: dict[tuple[float, int, float], list[int]] = {}
-    for row, each in enumerate(samplings):
-        if each.temperature > 0:
-            equal.setdefault((each.temperature, each.top_k, each.top_p), []).append(row)
-    for rows in equal.values():
-        at = torch.tensor(rows, device=logits.device)
-        keys = torch.tensor([(samplings[row].seed, positions[row]) for row in rows], device=logits.device)
-        noise = gumbel(keys[:, :1], keys[:, 1:], logits.shape[-1])
-        tokens[at] = (samplings[rows[0]].filtered(logits[at]) + noise).argmax(-1)
-    return tokens
+    if not form.is_random:
+        return tokens
+    drawn = gumbel_argmax(filtered(logits, draws, form), draws.seeds, draws.positions, GUMBEL_KEY)
+    return torch.where(draws.temperature[:, 0] > 0, drawn, tokens)
+
+
+def _gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, key: int) -> Tensor:
+    return (logits + gumbel(seeds, positions, logits.shape[-1], key)).argmax(-1)
+
+
+gumbel_argmax = ByDevice(gumbel_argmax_triton, _gumbel_argmax)
 
 
 MIN_TEMPERATURE = 1e-6

@@ -83,9 +83,12 @@ class Scheduler:
         the pages. Empty if nothing is left to do."""
         budget, chunks = self.limits.max_tokens, []
         preemptions = self.num_preemptions
-        for sequence in tuple(self.running):
+        index = 0
+        while index < len(self.running):  # preemption takes sequences from the end
+            sequence = self.running[index]
+            index += 1
             count = min(budget, len(sequence.ids) - sequence.num_cached)
-            if sequence not in self.running or not count:
+            if not count:
                 continue
             while not self._grow(sequence, count):
                 newest = self.running[-1]
@@ -118,7 +121,10 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Allocate pages for ``count`` more tokens; return whether there were enough."""
-        missing = self.pool.pages_for(sequence.num_cached + count) - len(sequence.pages)
+        total = sequence.num_cached + count
+        if total <= len(sequence.pages) * self.pool.page_size:
+            return True
+        missing = self.pool.pages_for(total) - len(sequence.pages)
         if missing > self.pool.num_free:
             return False
         for _ in range(missing):
@@ -149,12 +155,13 @@ class Scheduler:
     def append(self, sequence: Sequence, token: int | None) -> None:
         """Append a sampled token (None: there is nothing to sample); finish the sequence if it ends here."""
         request, completion = sequence.request, sequence.completion
-        if token is not None and token not in request.stop_tokens:
-            sequence.ids.append(token)
-            completion.tokens.append(token)
         if token is not None and token in request.stop_tokens:
             self.finish(sequence, "stop")
-        elif len(completion.tokens) >= request.max_new_tokens or len(sequence.ids) >= self.limits.max_length:
+            return
+        if token is not None:
+            sequence.ids.append(token)
+            completion.tokens.append(token)
+        if len(completion.tokens) >= request.max_new_tokens or len(sequence.ids) >= self.limits.max_length:
             self.finish(sequence, "length")
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron.core.attention.cached_layout import Chunk
 from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
-from megatron.core.inference.runner import OutputRow, StepPlan
+from megatron.core.inference.step import OutputRow, StepPlan
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Tokens of a context, and of its continuation."""

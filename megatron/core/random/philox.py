@@ -120,11 +120,15 @@ def _normal_from_words(words: Tensor) -> Tensor:
     return torch.stack((first, second), dim=-1).flatten(-2)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, length: int) -> Tensor:
+GUMBEL_KEY = key(0, "gumbel")
+"""Key of the noise of draws."""
+
+
+def gumbel(seeds: Tensor, positions: Tensor, length: int, key: int = GUMBEL_KEY) -> Tensor:
     """Return standard Gumbel numbers -log(-log u), float64 [r, length]; u is a function of the seed, the position (both
     int64 [r, 1]) and the index in the row."""
     blocks = torch.arange((length + 3) // 4, device=seeds.device)
-    words = philox((blocks, positions, seeds & _MASK32, seeds >> 32), key(0, "gumbel"))
+    words = philox((blocks, positions, seeds & _MASK32, seeds >> 32), key)
     uniform = _uniform_from_words(torch.stack(words, dim=-1).flatten(-2)[..., :length])
     return _log_uniform(uniform).neg_().log_().neg_()
 

@@ -24,12 +24,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
 from megatron.core.pipeline_parallel.microbatches import choose_runner
@@ -41,35 +43,9 @@ logger = logging.getLogger(__name__)
 
 Outputs = dict[str, Tensor]
 """Losses of a micro-batch for the log, name -> [sum, count]."""
-Recorder = Callable[[Callable[[], Outputs], torch.cuda.Stream | None], Callable[[], Outputs]]
-"""Maps (function, stream) to a replay function. Recording only captures; outputs are undefined before a replay."""
 
 MOST_RECORDINGS = 16
 """Upper bound of the number of graphs. Each takes a second or more to record and some memory for its kernels."""
-
-
-class CudaGraphRecorder:
-    """Records CUDA graphs that use the same memory. Only one of them may run at a time, and outputs of one are
-    overwritten by replays of the others."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-        """Call ``run`` once under CUDA graph capture on ``stream``: its kernels are recorded, not executed. Return a
-        function that replays them on the current stream and returns the captured output tensors, always the same ones,
-        overwritten by each replay. Other threads may use CUDA meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (pin-memory loaders, watchdogs) may call CUDA during the capture
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            outputs = run()
-        self._pool = graph.pool()
-
-        def replay() -> Outputs:
-            graph.replay()
-            return outputs
-
-        return replay
 
 
 class _Recording(NamedTuple):
@@ -84,7 +60,7 @@ class GraphedForwardBackward:
     Args:
         plain: eager function for the first ``warmup_steps`` calls.
         stream: stream of all work; None on a CPU.
-        record: turns a function into its replay; None: CUDA graphs.
+        record: turns a function into its replay; None: CUDA graphs that share memory.
     """
 
     def __init__(
@@ -97,7 +73,7 @@ class GraphedForwardBackward:
         record: Recorder | None = None,
     ) -> None:
         self.plain, self.device, self.stream = plain, device, stream
-        self.record: Recorder = record or CudaGraphRecorder()
+        self._record_function = record or partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
         self.remaining_warmup = warmup_steps
         self._recordings: dict[str, _Recording] = {}
 
@@ -159,7 +135,7 @@ class GraphedForwardBackward:
             return logged_pairs(losses)
 
         logger.info("recording the forward and backward pass of a micro-batch (--cuda-graph-impl local)")
-        return _Recording(inputs, self.record(run, self.stream))
+        return _Recording(inputs, self._record_function(run, self.stream))
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor]) -> MicroBatchResult:
         """Copy ``batch`` into the static tensors, replay, and return clones of the logged losses. Gradients are added

@@ -13,6 +13,8 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import FinishReason, Output, Request, TokenScore
 
 logger = logging.getLogger(__name__)
+IDLE_SECONDS = 60.0
+"""Time between the engine's signs of life to the other ranks."""
 
 
 class Overloaded(UserError):
@@ -135,7 +137,8 @@ class EngineService:
         """Wait for work; add and cancel requests. Return False to end the thread."""
         with self._wake:
             while not (self._stopping or self._new or self._cancelled or self.engine.has_work):
-                self._wake.wait()
+                if not self._wake.wait(IDLE_SECONDS):
+                    self.engine.keep_alive()
             new, cancelled = list(self._new), self._cancelled
             self._new.clear()
             self._cancelled = []

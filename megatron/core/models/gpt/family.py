@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
@@ -49,7 +50,8 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
     """Yield each prompt followed by its continuation up to eod or ``max_new_tokens``; an empty prompt starts with the
     eod token. All prompts run in one batch with a cache. Without a cache, one by one: models whose layers cannot use
-    one, and text beyond --seq-length tokens, whose context loses its oldest tokens."""
+    one, and text beyond --seq-length tokens, whose context loses its oldest tokens. On several ranks these are
+    rejected, or end (collective; ranks other than 0 yield nothing)."""
     from megatron.core.inference import sampling as inference  # imports torch
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.requests import Completion, Request
@@ -58,19 +60,27 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
 
     tokenizer, length = trained.tokenizer, trained.cfg.data.seq_length
     texts = [tokenizer.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
-    longest = length if model_problem(trained.model) is None else -1
+    problem, several = model_problem(trained.model), trained.model.groups.world.size > 1
+    longest = length if problem is None else -1
+    if several and (problem or max(map(len, texts)) > length):
+        problem = problem or f"a prompt has {max(map(len, texts))} tokens, the model takes {length}"
+        raise UserError(f"{problem}; several ranks generate only with a cache: use one")
     batch = [ids for ids in texts if len(ids) <= longest]
     completions: Iterator[Completion] = iter(())
     if batch:
-        engine = Engine(trained.model, Limits(length, max_sequences=min(len(batch), 256)))
+        limits = Limits(length, max_sequences=min(len(batch), 256))
+        engine = Engine(trained.model, limits, cuda_graphs=trained.cuda_graphs)
         eod = [tokenizer.eod]
-        completions = engine.completions(
+        completions = engine.stream(
             Request(prompt=ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=eod) for ids in batch
         )
+        if not engine.is_first_rank:
+            list(completions)
+            return
     for prompt, ids in zip(prompts, texts):
         done = next(completions) if len(ids) <= longest else Completion(finish_reason="length")
         tokens = list(done.tokens)
-        if done.finish_reason == "length":
+        if done.finish_reason == "length" and not several:
             tokens += inference.generate(
                 trained.model,
                 ids + tokens,

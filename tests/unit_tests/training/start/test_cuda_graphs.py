@@ -1,14 +1,13 @@
 """A recorded micro-batch gives the bits of plain execution: losses and gradients, over changing data and loss factors.
 
-On a CPU the replay calls the recorded function again, or (:class:`Tape`) the operations that were recorded, on the
-tensors that they had then.
+On a CPU the replay calls the recorded function again, or (``tests/test_utils/tape.py``) the operations that were
+recorded, on the tensors that they had then.
 """
 
 from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compat.training_utils import to_device
 from megatron.core.attention import packed_seq_params
@@ -22,9 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.loss_weights import LossWeights
 from megatron.core.pipeline_parallel.microbatches import run_without_pipeline
-from megatron.core.random import philox
 from megatron.core.statistics import StatisticsSum
-from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.grouped_linear import GroupedProducts
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.training.data.loader import BatchReader, KeyedDataset, collate
@@ -32,7 +29,8 @@ from megatron.training.start.cuda_graphs import GraphedForwardBackward
 from megatron.training.tasks.language_model import task_class
 from megatron.training.verify.layout_trace import with_synthetic_data
 from tests.test_utils.layouts import MODEL, VOCAB_SIZE, configure
-from tests.unit_tests.core.transformer.moe.test_host_reads import Reads, Waits, multiply, weight_gradient
+from tests.test_utils.tape import record_tape, run_as_on_a_device
+from tests.unit_tests.core.transformer.moe.test_host_reads import multiply, weight_gradient
 
 VOCAB, LENGTH, BATCH, MICRO_BATCHES = 50, 16, 2, 3
 
@@ -158,56 +156,6 @@ def test_cuda_graphs_with_fused_attention_agree(length, monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-3)
 
 
-class Tape(TorchDispatchMode):
-    """Stand-in for a CUDA graph: operations, and the tensors that each operation read and wrote."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.made, self.before = [], set(), []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, schema = kwargs or {}, function._schema
-        given = {each.name: x for each, x in zip(schema.arguments, args)} | kwargs
-        written = [given[each.name] for each in schema.arguments
-                   if each.name in given and each.alias_info and each.alias_info.is_write]  # fmt: skip
-        self.before += [(x, x.clone()) for x in written if x.untyped_storage().data_ptr() not in self.made]
-        out = function(*args, **kwargs)
-        if not any(each.alias_info for each in schema.returns):
-            new = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
-            self.made |= {x.untyped_storage().data_ptr() for x in new}
-            self.calls.append((function, args, kwargs, new))
-        elif written:
-            self.calls.append((function, args, kwargs, []))
-        return out
-
-    def undo(self):
-        """Recording changes nothing."""
-        for x, value in reversed(self.before):
-            x.copy_(value)
-
-    @torch.no_grad()
-    def replay(self):
-        for function, args, kwargs, kept in self.calls:
-            out = function(*args, **kwargs)
-            for old, x in zip(kept, out if isinstance(out, tuple | list) else [out]):
-                old.copy_(x.reshape(old.shape))  # torch squeezes some results in place
-
-
-def record_tape(run, stream):
-    """Also sees that the host reads nothing, and that no shape depends on values."""
-    reads, waits, tape = Reads(), Waits(), Tape()
-    with reads, waits, tape:
-        outputs = run()
-    tape.undo()
-    assert reads.found == waits.found == []
-
-    def replay():
-        tape.replay()
-        return outputs
-
-    return replay
-
-
 def samples(task, step):
     """Return micro-batches with padding; some have no valid token."""
     data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.training.micro_batch_size
@@ -233,13 +181,6 @@ def train_task(family, flags, precision="fp32", *, graphs=None):
         task.cfg = task.cfg.with_settings(cuda_graph_impl="local")  # a CPU rejects the flag
         run = GraphedForwardBackward(run, device, warmup_steps=2, **graphs)
     return train(model, run, device, steps=5, task=task)
-
-
-def run_as_on_a_device(monkeypatch):
-    """Let CPUs run the operations of a device: no checks of ids, and random numbers by torch."""
-    for module in (layers, cross_entropy):
-        monkeypatch.setattr(module, "check_ids", lambda *_: None)
-    monkeypatch.setattr(philox, "philox", philox._rounds)
 
 
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"

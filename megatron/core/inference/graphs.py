@@ -1,0 +1,75 @@
+"""CUDA graphs of decode steps and short prompts: a step launches with one call, and the GPU never waits for the host.
+
+A step's inputs are one row of integers. The first step of a shape runs without a graph, which loads kernels and
+allocates the cache, and is then recorded on a static copy of its inputs; later steps of that shape copy their inputs
+and replay. Graphs share the memory of their temporary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.cuda_graphs import Recorder, record_cuda_graph
+from megatron.core.transformer.moe.dispatch import LocalDispatcher
+from megatron.core.transformer.moe.experts import GroupedExperts
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+
+def graph_problem(model: Any) -> str | None:
+    """Return why steps of ``model`` cannot be recorded; None if they can."""
+    config, groups = model.config, model.groups
+    device = next(model.parameters()).device
+    modules = list(model.modules())
+    cores = [x.core_attention for x in modules if hasattr(x, "core_attention")]
+    experts = [x for x in modules if isinstance(x, MoELayer)]
+    sizes = config.hidden_size, config.moe_ffn_hidden_size or 0
+    grouped = config.params_dtype == torch.bfloat16 and not any(size % 8 for size in sizes)
+    reasons = {
+        f"the model is on {device}": device.type != "cuda",
+        "pipeline stages wait for each other": groups.pp.size > 1,
+        "float64 has no attention kernel": config.params_dtype == torch.float64,
+        "layers in fp8 are untested": config.fp8 is not None,
+        "copy engines cannot be recorded": groups.stream(config.sequence_parallel).engines is not None,
+        "the host reads the lengths of cached latents": not all(x.caches_keys for x in cores),
+        "the host reads the rows of each expert": not all(
+            grouped and isinstance(x.dispatcher, LocalDispatcher) and isinstance(x.experts, GroupedExperts)
+            for x in experts
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class _Step(NamedTuple):
+    host: Tensor
+    """Pinned copy of the inputs."""
+    inputs: Tensor
+    replay: Callable[[], Tensor]
+
+
+class StepGraphs:
+    """Recorded steps by shape. ``record`` turns a function into its replay; None: a CUDA graph."""
+
+    def __init__(self, device: torch.device, record: Recorder | None = None) -> None:
+        self._device = device
+        self._record = record or partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
+        self._steps: dict[Hashable, _Step] = {}
+
+    def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``compute`` of ``values``, int64, on the device. The result is overwritten by the next call. Steps of
+        the same ``shape`` run the same operations on inputs of the same size."""
+        step = self._steps.get(shape)
+        if step is None:
+            host = torch.empty(len(values), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            inputs = torch.from_numpy(values).to(self._device)
+            found = compute(inputs)
+            self._steps[shape] = _Step(host, inputs, self._record(partial(compute, inputs), None))
+            return found
+        step.host.numpy()[:] = values
+        step.inputs.copy_(step.host, non_blocking=True)
+        return step.replay()

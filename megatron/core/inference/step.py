@@ -1,0 +1,171 @@
+"""Inputs of one step of generation: the plan of rank 0, and its tensors.
+
+All integers and numbers of a step are one int64 array, copied to the device at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.attention.cached_layout import PADDING, Chunk, StepIndices, index_arrays
+from megatron.core.fusions.paged_attention import SPLIT
+from megatron.core.inference.sampling import Draws, Form, Sampling, draw_arrays
+
+GREEDY = Sampling(temperature=0, seed=0)
+MAX_SHORT_ROWS, MAX_SHORT_SPLITS = 512, 2048
+"""A row that reads pages directly reads them again for each row of its prompt."""
+
+
+class OutputRow(NamedTuple):
+    """Row whose logits are needed: to sample the next token, or to score a known one."""
+
+    row: int
+    target: int | None = None
+    """Token to score; None: sample."""
+    sampling: Sampling | None = None
+    """Set, with a seed, if ``target`` is None."""
+    position: int = 0
+    """Position of the token to sample."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Inputs of a step."""
+
+    tokens: list[int]
+    chunks: list[Chunk]
+    outputs: list[OutputRow]
+    num_top: int = 0
+    """Number of most likely tokens to report for each output row."""
+
+    def encode(self) -> dict[str, Any]:
+        """Return the plan as JSON values, for a broadcast."""
+        outputs = [
+            [x.row, x.target, None if x.sampling is None else [*vars(x.sampling).values()], x.position]
+            for x in self.outputs
+        ]
+        return {"tokens": self.tokens, "chunks": self.chunks, "outputs": outputs, "num_top": self.num_top}
+
+    @classmethod
+    def decode(cls, values: dict[str, Any]) -> StepPlan:
+        """Return the plan of :meth:`encode`'s values."""
+        outputs = [
+            OutputRow(row, target, None if sampling is None else Sampling(*sampling), position)
+            for row, target, sampling, position in values["outputs"]
+        ]
+        chunks = [Chunk(start, num_new, tuple(pages)) for start, num_new, pages in values["chunks"]]
+        return cls(values["tokens"], chunks, outputs, values["num_top"])
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether the step computes one token of each sequence and samples the next one."""
+        return len(self.outputs) == len(self.chunks) == len(self.tokens) and all(
+            each.row == row and each.target is None for row, each in enumerate(self.outputs)
+        )
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether a step with prompts is so short that all its rows read pages directly."""
+        splits = sum(x.num_new * (x.stop // SPLIT + 1) for x in self.chunks if x.num_new > 1)
+        return len(self.tokens) <= MAX_SHORT_ROWS and splits <= MAX_SHORT_SPLITS
+
+    @cached_property
+    def only_samples(self) -> bool:
+        """Whether no row scores a known token."""
+        return all(each.target is None for each in self.outputs)
+
+    def padded(self, multiple: int, *, short: bool) -> StepPlan:
+        """Return a plan with a multiple of ``multiple`` rows; ``short`` steps get one of few numbers of rows, and of
+        output rows."""
+        rows, outputs = len(self.tokens), len(self.outputs)
+        if self.is_decode:
+            rows = decode_size(rows)
+        elif short:
+            rows = max(64, power_of_two(rows))
+        missing = -(-rows // multiple) * multiple - len(self.tokens)
+        rows = len(self.tokens) + missing
+        if self.is_decode:
+            outputs = rows
+        elif short and self.only_samples:
+            outputs = next(size for size in (8, 64, rows) if size >= outputs)
+        return StepPlan(
+            self.tokens + [0] * missing,
+            self.chunks + [PADDING] * missing,
+            self.outputs + [OutputRow(row, sampling=GREEDY) for row in range(len(self.outputs), outputs)],
+            self.num_top,
+        )
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def decode_size(num_sequences: int) -> int:
+    """Return the number of rows of a decode step: a power of two up to 8, then a multiple of 8, 16 above 128, 32 above
+    256 and so on."""
+    power = power_of_two(num_sequences)
+    multiple = power if power <= 8 else max(8, power // 16)
+    return -(-num_sequences // multiple) * multiple
+
+
+class StepForm(NamedTuple):
+    """Operations of a step."""
+
+    num_top: int
+    num_sampled: int
+    draws: Form
+
+
+class StepTensors(NamedTuple):
+    """Inputs of a step on the device."""
+
+    ids: Tensor
+    """Token ids [1, n]."""
+    indices: StepIndices
+    targets: Tensor
+    """Token to score in each row with logits, [r]; -1: sample."""
+    sampled: Tensor
+    """Rows with logits that sample, [k]."""
+    draws: Draws
+
+
+def step_arrays(plan: StepPlan, page_size: int, **settings: Any) -> tuple[dict[str, np.ndarray], StepForm]:
+    """Return the fields of all tuples of :class:`StepTensors`, int64 or fp64, and the step's operations. ``settings``
+    are those of :func:`index_arrays`."""
+    outputs = plan.outputs
+    sampled = [(number, x.sampling, x.position) for number, x in enumerate(outputs) if x.sampling is not None]
+    draws, form = draw_arrays([each[1] for each in sampled], [each[2] for each in sampled])
+    arrays = {
+        "ids": np.array([plan.tokens], np.int64),
+        "targets": np.array([-1 if x.target is None else x.target for x in outputs], np.int64),
+        "sampled": np.array([each[0] for each in sampled], np.int64),
+        **index_arrays(plan.chunks, [x.row for x in outputs], page_size, **settings),
+    }
+    arrays |= {f"draw_{name}": x for name, x in draws.items()}
+    return arrays, StepForm(plan.num_top, len(sampled), form)
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return all ``arrays`` as one int64 array; fp64 numbers keep their bits."""
+    return np.concatenate([np.ascontiguousarray(x).view(np.int64).ravel() for x in arrays.values()])
+
+
+def unpack(values: Tensor, arrays: Mapping[str, np.ndarray]) -> StepTensors:
+    """Return views of ``values``, int64 on the device, with the shapes of the packed ``arrays``, whose content is not
+    read."""
+    parts = values.split([x.size for x in arrays.values()])
+    found = {
+        name: (part.view(torch.float64) if x.dtype == np.float64 else part).view(x.shape)
+        for (name, x), part in zip(arrays.items(), parts)
+    }
+    indices = StepIndices(**{name: found[name] for name in StepIndices._fields})
+    draws = Draws(**{name: found[f"draw_{name}"] for name in Draws._fields})
+    return StepTensors(found["ids"], indices, found["targets"], found["sampled"], draws)
