@@ -19,6 +19,8 @@ from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
 
+BATCH_INVARIANT_PARTS = 8
+"""Parts of every sum that tensor parallelism splits, with --batch-invariant-mode: the largest tensor-parallel size."""
 NO_LOSS = ("sinkhorn", "quantile_balancing", "none")
 """Kinds of balance that are no loss."""
 

@@ -42,8 +42,9 @@ class Engine:
     Args:
         num_pages: pages of ``page_size`` tokens in the cache; one page is reserved. None: as many as fit into the
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
-        batch_invariant: compute each token's log-probabilities with the same bits in every batch, and for every split
-            of its prompt into steps. Slow.
+
+    With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the trainer's
+    forward pass in every batch, and for every split of its prompt into steps.
     """
 
     def __init__(
@@ -53,9 +54,8 @@ class Engine:
         *,
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
-        batch_invariant: bool = False,
     ) -> None:
-        self.runner = Runner(model, max_length=limits.max_length, batch_invariant=batch_invariant)
+        self.runner = Runner(model, max_length=limits.max_length)
         self._world = model.groups.world
         if num_pages is None:
             num_pages = self._fitting_pages(limits, page_size)

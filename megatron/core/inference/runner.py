@@ -10,7 +10,7 @@ Legend: n rows (new tokens), r rows with logits, v vocabulary without padding, h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCache
 from megatron.core.config.errors import UserError
+from megatron.core.fusions.batch_invariant_product import ROWS
 from megatron.core.inference.sampling import Sampling, draw, nonfinite_rows
+from megatron.core.tensor_parallel.batch_invariant import log_softmax
 from megatron.core.tensor_parallel.operators import gather_from_region
-from megatron.core.tensor_parallel.row_blocks import ROWS, RowBlocks
 from megatron.core.transformer.context_parallel_support import cache_problem
 
 FAILED = -1
@@ -84,10 +85,11 @@ def model_problem(model: Any) -> str | None:
 class Runner:
     """A model stage (``GPTModel``, left in evaluation mode) and the cache of its layers."""
 
-    def __init__(self, model: Any, *, max_length: int, batch_invariant: bool = False) -> None:
+    def __init__(self, model: Any, *, max_length: int) -> None:
         if problem := model_problem(model):
             raise UserError(problem)
-        self.model, self.max_length, self.batch_invariant = model.eval(), max_length, batch_invariant
+        self.model, self.max_length = model.eval(), max_length
+        self.batch_invariant = model.config.batch_invariant_mode
         self.groups, self._layout = model.groups, model.layout
         self.device = next(model.parameters()).device
         self.cache = PagedCache(1, 1)
@@ -129,7 +131,7 @@ class Runner:
         )
         padding = [0] * (layout.num_rows - len(plan.tokens))
         ids = torch.tensor([plan.tokens + padding]).to(self.device, non_blocking=True)
-        with self._step_layout(layout), RowBlocks() if self.batch_invariant else nullcontext():
+        with self._step_layout(layout):
             output = self._stage(ids, layout)
         results = torch.empty(len(plan.outputs), 2 + 2 * plan.num_top, dtype=torch.float64, device=self.device)
         if self.groups.pp.is_last and plan.outputs:
@@ -152,14 +154,15 @@ class Runner:
         return output
 
     def logits(self, output: Tensor, layout: CachedLayout) -> Tensor:
-        """Return the logits [r, v] of the requested rows from the model's output."""
+        """Return the logits [r, stored vocabulary] of the requested rows from the model's output."""
         found = layout.requested_logits(output)
         if self.model.parallel_output:
             found = gather_from_region(found, self.groups.tp)
-        return found[:, : self.model.vocab_size]
+        return found
 
-    def _results(self, logits: Tensor, plan: StepPlan) -> Tensor:
+    def _results(self, stored: Tensor, plan: StepPlan) -> Tensor:
         """Return the results of :meth:`run` on the last stage."""
+        logits = stored[:, : self.model.vocab_size]
         tokens = torch.tensor([-1 if x.target is None else x.target for x in plan.outputs], device=self.device)
         sampled = [number for number, x in enumerate(plan.outputs) if x.sampling is not None]
         if sampled:
@@ -169,7 +172,7 @@ class Runner:
             drawn = draw(rows, [x for x in samplings if x is not None], positions)
             # no error here: other ranks would wait for this one
             tokens[sampled] = drawn.masked_fill(nonfinite_rows(rows), FAILED)
-        logprobs = self.logprobs(logits)
+        logprobs = self.logprobs(stored)
         parts = [tokens[:, None], logprobs.gather(1, tokens[:, None].clamp(min=0))]
         if plan.num_top:
             top = logprobs.topk(plan.num_top)
@@ -177,5 +180,8 @@ class Runner:
         return torch.cat([each.double() for each in parts], dim=1)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Return raw log-probabilities [r, v]: log-softmax in fp32 (fp64 for fp64)."""
+        """Return raw log-probabilities [r, v] of logits [r, stored vocabulary]: log-softmax in fp32 (fp64 for fp64)."""
+        if self.batch_invariant:
+            return log_softmax(logits, self.model.vocab_size)
+        logits = logits[:, : self.model.vocab_size]
         return logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
