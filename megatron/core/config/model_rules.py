@@ -232,6 +232,45 @@ def qk_norm_across_heads(cfg: ModelSettings) -> Problems:
         yield problem(cfg, field, reason, "use fewer tensor-parallel ranks")
 
 
+def batch_invariant_mode(cfg: ModelSettings) -> Problems:
+    """With --batch-invariant-mode, reject what computes in another order of sums or has no fixed one, and sizes that do
+    not split into the fixed parts."""
+    if not cfg.batch_invariant_mode:
+        return
+    parts = BATCH_INVARIANT_PARTS
+    tp = cfg.tensor_model_parallel_size
+    if parts % tp:
+        reason = f"is not supported with --batch-invariant-mode, which adds in {parts} parts"
+        yield problem(cfg, "tensor_model_parallel_size", reason, f"use a divisor of {parts}")
+    widths = {"ffn_hidden_size": cfg.ffn_hidden_size}
+    widths["moe_shared_expert_intermediate_size"] = cfg.moe_shared_expert_intermediate_size
+    heads, channels = cfg.num_attention_heads, cfg.v_head_dim if cfg.multi_latent_attention else cfg.kv_channels
+    widths["num_attention_heads"] = heads * channels if heads and channels else None
+    for name, width in widths.items():
+        if width and width % parts:
+            what = f"gives {width} channels, which" if name == "num_attention_heads" else ""
+            reason = f"{what} --batch-invariant-mode adds in {parts} parts".strip()
+            yield problem(cfg, name, reason, f"use a multiple of {parts}")
+    excluded = {
+        "fp8": "scales depend on the batch",
+        "attention_dropout": "attention in a fixed order has no dropout",
+        "tp_comm_overlap": "halves of a micro-batch exchange rounded sums",
+        "cross_entropy_chunk_tokens": "chunked losses use another order of sums",
+        "qk_layernorm_across_heads": "sums over heads depend on --tensor-model-parallel-size",
+    }
+    for name, reason in excluded.items():
+        if getattr(cfg, name) not in (None, False, 0.0):
+            yield problem(cfg, name, f"is not supported with --batch-invariant-mode: {reason}", "remove it")
+    if cfg.num_moe_experts is None:
+        return
+    if cfg.expert_model_parallel_size > 1 and cfg.moe_token_dispatcher_type == "allgather":
+        reason = "adds rounded sums of ranks, which --batch-invariant-mode does not support"
+        yield problem(cfg, "moe_token_dispatcher_type", reason, "--moe-token-dispatcher-type alltoall")
+    if expert_tensor_ranks(cfg) > 1:
+        reason = "splits experts, whose sums --batch-invariant-mode does not order"
+        yield problem(cfg, "expert_tensor_parallel_size", reason, "--expert-tensor-parallel-size 1")
+
+
 def window_settings(cfg: ModelSettings) -> Problems:
     pattern = cfg.window_attn_skip_freq
     if pattern is not None and cfg.window_size is None:

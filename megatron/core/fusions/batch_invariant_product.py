@@ -12,7 +12,7 @@ Legend: t rows, o output features, k summed features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +112,18 @@ def product_triton(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:
         x, weight, out, rows, columns, width // parts, width, width, PARTS=parts, TILE=_TILE, STEP=_STEP, num_warps=4
     )
     return out
+
+
+def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int = 1) -> Tensor:
+    """Return the elementwise ``function`` of ``x`` [..., f], or of ``x`` [..., 2 f] with two ``halves`` that it combines
+    to [..., f]. Differentiable. On CPUs f is filled up to a multiple of ROWS, so that an element's bits do not depend on
+    its place."""
+    width = x.shape[-1] // halves
+    missing = -width % ROWS
+    if x.is_cuda or not missing:
+        return function(x)
+    filled = F.pad(x.unflatten(-1, (halves, width)), (0, missing)).flatten(-2)
+    return function(filled)[..., :width]
 
 
 def batch_invariant_product(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:

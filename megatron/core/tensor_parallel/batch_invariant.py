@@ -62,7 +62,7 @@ class BatchInvariantGemms(Gemms):
         total = batch_invariant_product(x.flatten(0, -2), weight, self.parts)
         if bias is not None:
             total = total + bias
-        return (total if self.partial_sums else total.to(x.dtype)).view(*x.shape[:-1], -1)
+        return (total if self.partial_sums else total.to(x.dtype)).view(*x.shape[:-1], len(weight))
 
 
 class _SumOverRanks(torch.autograd.Function):

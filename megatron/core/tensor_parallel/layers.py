@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.extensions.apex import ApexWeightGradient
+from megatron.core.fusions.batch_invariant_product import in_full_vectors
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
@@ -418,7 +419,7 @@ class VocabParallelOutput(GemmLayer):
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         logits = parallel_linear(x, weight, self.bias, self.traits, self.weight_gradient_store)
-        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits if self.soft_cap is None else in_full_vectors(torch.tanh, logits / self.soft_cap) * self.soft_cap
 
     def _logit_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the tokens' losses [...] from all logits at once; their gradient overwrites them."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.batch_invariant_product import in_full_vectors
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import parameter
 from megatron.core.tensor_parallel.batch_invariant import BatchInvariantGemms
@@ -47,6 +48,7 @@ class SharedExperts(MLP):
         output = yield from super().segments(hidden_states, ctx)
         if self.gate_weight is None:
             return output
-        return output * torch.sigmoid(parallel_linear(hidden_states, self.gate_weight, None, self._gate_traits))
+        gate = parallel_linear(hidden_states, self.gate_weight, None, self._gate_traits)
+        return output * in_full_vectors(torch.sigmoid, gate)
 
 serve_other_names(__name__)
