@@ -30,8 +30,7 @@ def transformer_engine_available(cfg: PretrainConfig) -> Problems:
 
 
 def batch_invariant_layers(cfg: PretrainConfig) -> Problems:
-    """Reject --batch-invariant-mode with layers of Transformer Engine, for models that are not causal, and with layers
-    of a program."""
+    """Reject --batch-invariant-mode with layers of Transformer Engine and for models that are not causal."""
     if not cfg.model.batch_invariant_mode:
         return
     if cfg.model.transformer_impl == ENGINE:

@@ -236,14 +236,16 @@ class AllGatherAttention(_BlockAttention):
 @dataclass(frozen=True)
 class BatchInvariantAttention(AllGatherAttention):
     """All-gather attention whose forward pass is :func:`batch_invariant_attention`, for causal self-attention. The
-    backward pass is the kernel's."""
+    backward pass is the kernel's; with dropout of attention weights, in training, the forward pass is, too."""
 
     soft_cap: float | None = None
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
         plan = super()._plan(query, key, mask, blocks)
+        if mask.dropout is not None:
+            return plan
         left, right = mask.visibility.limits
-        assert right == 0 and mask.dropout is None and mask.bias is None, "rejected by rules of batch_invariant_mode"
+        assert right == 0 and mask.bias is None, "rejected by rules of batch_invariant_mode"
         spans = self._query_spans(query, mask)
         return replace(plan, forward=partial(self._attend, spans=spans, left=left))
 
