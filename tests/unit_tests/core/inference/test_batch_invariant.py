@@ -1,19 +1,21 @@
 """With ``batch_invariant_mode`` the generator reports the trainer's log-probabilities bit for bit, whatever the layout of
 either; full rows of the vocabulary are compared."""
 
+import itertools
 import random
 
 import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.scheduler import Limits
 from megatron.core.tensor_parallel.batch_invariant import log_softmax
 from megatron.core.tensor_parallel.operators import gather_from_region
-from tests.unit_tests.core.inference.test_engine import LATENT, LLAMA, ROPE, run
+from tests.unit_tests.core.inference.test_engine import LATENT, LLAMA, ROPE
 from tests.unit_tests.core.models.test_gpt_model import VOCAB, make_config, make_model
 
 LENGTH, NUM = 16, 3
@@ -55,10 +57,10 @@ def samples():
 
 
 def trained_rows(model):
-    """Return the log-probabilities [NUM, LENGTH, v] of a forward pass in training mode over three pipeline stages of
-    one micro-batch each, on the last stage; None elsewhere."""
+    """Return the log-probabilities [NUM, LENGTH, v] of a forward pass in training mode, on the last pipeline stage; None
+    elsewhere."""
     groups, layout = model.groups, model.layout
-    ids = layout.local(torch.tensor(samples()), 1)
+    ids = layout.local(torch.tensor(samples(), device=next(model.parameters()).device), 1)
     positions = layout.positions(ids.shape[1], ids.device).expand(NUM, -1)
     ranks, rank = groups.pp.ranks, groups.pp.rank
     if rank:
@@ -71,7 +73,7 @@ def trained_rows(model):
         torch.distributed.send(output.contiguous(), ranks[rank + 1], group=groups.pp.handle)
         return None
     logits = layout.full(gather_from_region(output, groups.tp), 1)
-    return log_softmax(logits.flatten(0, 1), VOCAB).view(NUM, LENGTH, VOCAB).double()
+    return log_softmax(logits.flatten(0, 1), VOCAB).view(NUM, LENGTH, VOCAB).double().cpu()
 
 
 def generated_rows(model, max_tokens=11):
@@ -125,3 +127,47 @@ def test_every_trainer_layout_equals_every_generator_layout(gloo_pool, name, dty
     expected = found["trainer {}"]
     assert expected.isfinite().all() and expected.std() > 0.1
     assert not {key: float((x - expected).abs().max()) for key, x in found.items() if not torch.equal(x, expected)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer_equals_generator_on_a_gpu(name):
+    model = build(name, torch.bfloat16).cuda()
+    expected = trained_rows(model)[:, :ROWS_OF_A_SAMPLE]
+    for max_tokens in (5, 11, 64):
+        assert torch.equal(generated_rows(model, max_tokens), expected)
+
+
+def test_documents_of_a_packed_row_have_the_bits_of_separate_rows():
+    """Training packs samples of different lengths into a row; the generator sees one at a time."""
+    model = build("dense", torch.float32).train()
+    lengths = 5, 16, 9
+    found = [log_probabilities(model, [x[:n]]) for x, n in zip(samples(), lengths)]
+    packed = log_probabilities(model, [x[:n] for x, n in zip(samples(), lengths)])
+    assert torch.equal(packed, torch.cat(found))
+
+
+def log_probabilities(model, documents):
+    """Return rows [tokens, v] of a packed row of ``documents``."""
+    ids = torch.tensor([sum(documents, [])])
+    positions = torch.cat([torch.arange(len(each)) for each in documents])[None]
+    bounds = torch.tensor([0, *itertools.accumulate(map(len, documents))], dtype=torch.int32)
+    packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    samples_of_tokens = torch.cat([torch.full((len(each),), n) for n, each in enumerate(documents)])[None]
+    logits = model(ids, positions, packed_seq_params=packed, sample_index=samples_of_tokens)
+    return log_softmax(logits[0].detach(), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_model_parallel_size": 3, "num_attention_heads": 12, "hidden_size": 96}, "divisor of 8"),
+        ({"ffn_hidden_size": 36}, "ffn_hidden_size 36: batch_invariant_mode adds in 8 parts"),
+        ({"cross_entropy_chunk_tokens": 16}, "chunked losses use another order"),
+        ({"num_moe_experts": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}, "alltoall"),
+        ({"num_moe_experts": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True}, "expert_tensor_parallel"),
+    ],
+)
+def test_settings_without_a_fixed_order_are_rejected(fields, message):
+    with pytest.raises(UserError, match=message):
+        make_config(**{**LLAMA, "hidden_size": 64, "batch_invariant_mode": True, **fields})
