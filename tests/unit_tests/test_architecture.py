@@ -67,6 +67,7 @@ TRAINING = {
     "checkpoint": "core arguments config stored_settings train_state",
     "start": "core config data initialize tasks",
     "evaluate": "core config data initialize observe tasks",
+    "live_weights": "core config stored_settings",
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
     "components": "core checkpoint data evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
