@@ -116,6 +116,8 @@ class TopKRouter(nn.Module):
             self._weigh = ByDevice(self._weigh_in_kernel, self._weigh_plain)
         if fused and self.rule.num_groups is None:
             self._choose_by_score = ByDevice(self._choose_in_kernel, self.rule.choose)
+        self.select: Callable[[Tensor, TokenLayout], Tensor] = self._choose
+        """Function that selects the experts; ``replay.py`` replaces it."""
         layout = TokenLayout.of(groups, config.sequence_parallel)
         self._needs_layout = layout.sharers.size > 1
         shared: dict[str, Any] = {"groups": groups, "partial": ("tp",) if layout.stream.size > 1 else ()}
@@ -165,7 +167,7 @@ class TopKRouter(nn.Module):
         if self._needs_layout and ctx.layout.is_default:
             raise ValueError("a router whose tokens are spread over ranks needs ctx.layout")
         logits = self._logits(self._jittered(hidden_states, ctx))
-        experts = choose(lambda: self._choose(logits, ctx.layout))
+        experts = choose(lambda: self.select(logits, ctx.layout))
         weights, sums = self._weigh(logits, experts, self.training)
         kept_experts, weights = self._within_capacity(experts.flatten(0, 1), weights.flatten(0, 1))
         if sums is not None:
