@@ -158,9 +158,7 @@ def verify(
         for cfg, ranks, generates in ((trainer, world_size, False), (generator, generator_ranks, True)):
             hook = prepare if generates else None
             launch(cfg, ranks, folder, vocab_size, sequences, generates, hook, target=run_rank)
-        trained, generated = (
-            torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("trainer", "generator")
-        )
+        trained, generated = (torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("trainer", "generator"))
     # the engine scores every token but the first
     return compare([rows[:-1] for rows in trained], generated)
 

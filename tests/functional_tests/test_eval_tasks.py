@@ -76,7 +76,8 @@ def test_unknown_tasks_and_layouts_end_the_start(gloo_pool, tasks):
     flags = ["--eval-tasks", "no_such_task", "--eval-tasks-interval", "2"]
     ((code, errors),) = gloo_pool.run(offline, 1, [*argv, *flags], str(tasks / "cache"))
     assert code == 2 and "--eval-tasks no_such_task: is no task" in errors
-    for more, word in ((["--eval-tasks-interval", "2"], "requires --eval-tasks"), (flags[:2], "--eval-tasks-interval"),
-                       ([*flags, "--context-parallel-size", "2"], "not supported with --context-parallel-size")):  # fmt: skip
+    context = [*flags, "--context-parallel-size", "2"]
+    wrong = [(flags[2:], "requires --eval-tasks"), (flags[:2], "--eval-tasks-interval"), (context, "not supported")]
+    for more, word in wrong:
         for code, errors in gloo_pool.run(run, 2, [*argv, *more]):
             assert code == 2 and (word in errors or not errors)

@@ -242,10 +242,12 @@ def batch_invariant_mode(cfg: ModelSettings) -> Problems:
     if parts % tp:
         reason = f"is not supported with --batch-invariant-mode, which adds in {parts} parts"
         yield problem(cfg, "tensor_model_parallel_size", reason, f"use a divisor of {parts}")
-    widths = {"ffn_hidden_size": cfg.ffn_hidden_size}
-    widths["moe_shared_expert_intermediate_size"] = cfg.moe_shared_expert_intermediate_size
     heads, channels = cfg.num_attention_heads, cfg.v_head_dim if cfg.multi_latent_attention else cfg.kv_channels
-    widths["num_attention_heads"] = heads * channels if heads and channels else None
+    widths = {
+        "ffn_hidden_size": cfg.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": cfg.moe_shared_expert_intermediate_size,
+        "num_attention_heads": heads * channels if heads and channels else None,
+    }
     for name, width in widths.items():
         if width and width % parts:
             what = f"gives {width} channels, which" if name == "num_attention_heads" else ""

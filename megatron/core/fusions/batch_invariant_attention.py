@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
     row: int
     """First query row."""
-    count: int
+    num_tokens: int
     position: int
     """Position of the first token in its sequence."""
     first_key: int
@@ -60,14 +60,14 @@ def attention_plain(
     lse = query.new_zeros(query.shape[:2], dtype=dtype)
     per_group = query.shape[1] // groups
     for span in spans:
-        rows = slice(span.row, span.row + span.count)
-        places = key_rows[span.first_key : span.first_key + span.position + span.count]
+        rows = slice(span.row, span.row + span.num_tokens)
+        places = key_rows[span.first_key : span.first_key + span.position + span.num_tokens]
         grouped = query[rows].to(dtype).unflatten(1, (groups, per_group))
-        position = torch.arange(span.position, span.position + span.count).repeat_interleave(per_group)
+        position = torch.arange(span.position, span.position + span.num_tokens).repeat_interleave(per_group)
         sink = None if scores.sink is None else scores.sink.to(dtype).view(groups, per_group)
         for group in range(groups):
             key, value = (x[places, group].to(dtype) for x in (keys, values))
-            start = None if sink is None else sink[group].repeat(span.count)
+            start = None if sink is None else sink[group].repeat(span.num_tokens)
             found, total = _sequence(grouped[:, group].flatten(0, 1), key, value, position, start, scores)
             heads = slice(group * per_group, (group + 1) * per_group)
             out[rows, heads] = found[:, : values.shape[2]].unflatten(0, (-1, per_group))
@@ -78,8 +78,8 @@ def attention_plain(
 def _sequence(
     query: Tensor, key: Tensor, value: Tensor, position: Tensor, sink: Tensor | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Return output [r, at least e] and log-sum-exp [r] of rows ``query`` [r, d] at ascending ``position`` [r] of one sequence
-    and group, for ``key`` [k, d] and ``value`` [k, e] from position 0 on."""
+    """Return output [r, at least e] and log-sum-exp [r] of rows ``query`` [r, d] at ascending ``position`` [r] of one
+    sequence and group, for ``key`` [k, d] and ``value`` [k, e] from position 0 on."""
     padding, wide = -len(query) % ROWS, -(-max(key.shape[1], value.shape[1]) // ROWS) * ROWS
     position = F.pad(position, (0, padding), value=-1)
     # one width for both products, whether or not the caller has padded heads: GEMMs choose by it
@@ -183,9 +183,9 @@ def attention_triton(
     rows = max(_QUERY_ROWS, triton.next_power_of_2(per_group))
     most, padded = rows // per_group, triton.next_power_of_2(max(width, out_width, 16))
     cut = [
-        (span.row + done, min(most, span.count - done), span.position + done, span.first_key)
+        (span.row + done, min(most, span.num_tokens - done), span.position + done, span.first_key)
         for span in spans
-        for done in range(0, span.count, most)
+        for done in range(0, span.num_tokens, most)
     ]
     blocks = torch.tensor(cut, dtype=torch.int64).to(query.device, non_blocking=True)
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))

@@ -59,7 +59,9 @@ def product_plain(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _part(x, weight, row, column, rows, columns, part_k, part, row_x, row_w, TILE: tl.constexpr, STEP: tl.constexpr):
+    def _part(
+        x, weight, row, column, rows, columns, part_k, part, row_x, row_w, TILE: tl.constexpr, STEP: tl.constexpr
+    ):
         """Return the sum [TILE, TILE] over part ``part`` of K in steps of STEP, in fp32."""
         total = tl.zeros((TILE, TILE), tl.float32)
         for start in range(0, part_k, STEP):
@@ -78,7 +80,9 @@ if triton is not None:
         )
 
     @triton.jit
-    def _four(x, weight, row, column, rows, columns, part_k, part, row_x, row_w, TILE: tl.constexpr, STEP: tl.constexpr):
+    def _four(
+        x, weight, row, column, rows, columns, part_k, part, row_x, row_w, TILE: tl.constexpr, STEP: tl.constexpr
+    ):
         return _two(x, weight, row, column, rows, columns, part_k, part, row_x, row_w, TILE, STEP) + _two(
             x, weight, row, column, rows, columns, part_k, part + 2, row_x, row_w, TILE, STEP
         )
@@ -115,9 +119,9 @@ def product_triton(x: Tensor, weight: Tensor, parts: int = 1) -> Tensor:
 
 
 def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor, halves: int = 1) -> Tensor:
-    """Return the elementwise ``function`` of ``x`` [..., f], or of ``x`` [..., 2 f] with two ``halves`` that it combines
-    to [..., f]. Differentiable. On CPUs f is filled up to a multiple of ROWS, so that an element's bits do not depend on
-    its place."""
+    """Return the elementwise ``function`` of ``x`` [..., f], or of ``x`` [..., 2 f] with two ``halves`` that it
+    combines to [..., f]. Differentiable. On CPUs f is filled up to a multiple of ROWS, so that an element's bits do not
+    depend on its place."""
     width = x.shape[-1] // halves
     missing = -width % ROWS
     if x.is_cuda or not missing:

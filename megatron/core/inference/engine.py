@@ -43,8 +43,8 @@ class Engine:
         num_pages: pages of ``page_size`` tokens in the cache; one page is reserved. None: as many as fit into the
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
 
-    With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the trainer's
-    forward pass in every batch, and for every split of its prompt into steps.
+    With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the
+    trainer's forward pass in every batch, and for every split of its prompt into steps.
     """
 
     def __init__(

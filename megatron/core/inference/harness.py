@@ -28,6 +28,7 @@ def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
         raise UserError(f"evaluation needs lm_eval, which cannot be imported ({error}); pip install lm-eval") from error
+
     class Adapter(TemplateLM):
         """The harness's contract: log-likelihoods of continuations and documents, and greedy or sampled text."""
 

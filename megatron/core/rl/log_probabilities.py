@@ -115,8 +115,8 @@ def full_log_probabilities(
         dtype = torch.promote_types(stored.dtype, torch.float32)
         return stored[:, : chunk.vocab_size].log_softmax(-1, dtype=dtype)
 
-    vocab_size = unwrapped(model[-1]).vocab_size  # type: ignore[union-attr]
-    return _rows(model, sequences, row_length, _forward, finish, (vocab_size,))
+    last: Any = unwrapped(model[-1])
+    return _rows(model, sequences, row_length, _forward, finish, (last.vocab_size,))
 
 
 def _forward(chunk: nn.Module, batch: dict[str, Any], **labels: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.collectives import begin_all_to_all
 from megatron.core.tensor_parallel.gemms import Gemms, Operand, Operands
 from megatron.core.tensor_parallel.operators import all_gather_along_first_dim
 
+
 def parts_per_rank(group: Group) -> int:
     """Return how many of the PARTS each rank of ``group`` holds. Raises UserError if they cannot be split evenly."""
     if PARTS % group.size:

@@ -121,7 +121,8 @@ def vocab_parallel_losses(
     marks a position that the caller masks out: its loss is log sum_v exp(x_v - max x) and its gradient the softmax, as
     in Megatron-LM. ``vocab_size`` is the unpadded size, padded to a multiple of ``divisible_by``; None: no padding.
     With ``reuse_logits`` backward overwrites the logits with their gradient, for callers that hold the only reference;
-    a second backward through them then raises an error. ``batch_invariant``: add in the order of ``batch_invariant.py``.
+    a second backward through them then raises an error. ``batch_invariant``: the order of sums of
+    ``batch_invariant.py``.
 
     Raises:
         ValueError: the logits have another width than this rank's slice or other leading dims than ``target``, or the

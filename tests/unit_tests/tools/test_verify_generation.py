@@ -9,18 +9,20 @@ from tests.test_utils import generation_faults
 from tests.unit_tests.tools.test_verify_layout import LLAMA
 
 INVARIANT = [*LLAMA, "--batch-invariant-mode"]
-EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall".split()
+EXPERTS = ["--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "512",
+           "--moe-token-dispatcher-type", "alltoall"]  # fmt: skip
 
 
 def test_equal_bits_exit_with_0(capsys):
-    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --generator-tp 4".split()
+    layout = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2", "--sequence-parallel"]
+    layout += ["--generator-tp", "4"]
     assert verify_generation.main([*INVARIANT, *layout]) == 0
     out = capsys.readouterr().out
     assert "trainer: 4 ranks = tensor 2 x context 2" in out and "\nequal: all bits of" in out and "bfloat16" in out
 
 
 def test_experts_and_stages_exit_with_0(capsys):
-    layout = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2".split()
+    layout = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
     assert verify_generation.main([*INVARIANT, *EXPERTS, *layout]) == 0
     assert "\nequal: all bits of" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The live weights of a sharded model are the exported folder's, byte for byte, and one bucket is gathered at a time."""
+"""Live weights of a sharded model are the exported folder's, byte for byte; one bucket is gathered at a time."""
 
 from unittest import mock
 

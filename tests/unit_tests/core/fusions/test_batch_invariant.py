@@ -76,7 +76,7 @@ def test_prefill_decoding_and_pages_give_the_same_bits(kind, scores):
     key_rows = torch.arange(LENGTH, device=device)
     out, lse = attend(query, keys, values, key_rows, [Span(0, LENGTH, 0, 0)], scores)
     expected, expected_lse = definition(query, keys, values, scores)
-    tolerance = 3e-2 if DTYPE == torch.bfloat16 and kind == "triton" else 1e-4
+    tolerance = 3e-2 if torch.bfloat16 == DTYPE and kind == "triton" else 1e-4
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
 

@@ -1,5 +1,5 @@
-"""With ``batch_invariant_mode`` the generator reports the trainer's log-probabilities bit for bit, whatever the layout of
-either; full rows of the vocabulary are compared."""
+"""With ``batch_invariant_mode`` the generator reports the trainer's log-probabilities bit for bit, for every layout of
+both; full rows of the vocabulary are compared."""
 
 import itertools
 import random
@@ -57,8 +57,8 @@ def samples():
 
 
 def trained_rows(model):
-    """Return the log-probabilities [NUM, LENGTH, v] of a forward pass in training mode, on the last pipeline stage; None
-    elsewhere."""
+    """Return the log-probabilities [NUM, LENGTH, v] of a forward pass in training mode, on the last pipeline stage;
+    None elsewhere."""
     groups, layout = model.groups, model.layout
     ids = layout.local(torch.tensor(samples(), device=next(model.parameters()).device), 1)
     positions = layout.positions(ids.shape[1], ids.device).expand(NUM, -1)

@@ -12,7 +12,9 @@ FIELDS = {**LLAMA, "num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_s
           "moe_token_dispatcher_type": "alltoall"}  # fmt: skip
 LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
-    "tp2, sp, ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    "tp2, sp, ep2": {
+        "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+    },  # fmt: skip
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
