@@ -105,9 +105,9 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
             for key, value in {**record, **run_statistics(record)}.items():
                 if is_number(value) and key not in ("iteration", "consumed_samples"):
                     run.train.setdefault(key, Series()).add(x, value)
-        elif record.get("kind") in ("valid", "test"):
+        elif record.get("kind") in ("valid", "test", "task"):
             x = x_of_iteration.get(record["iteration"], record["iteration"] if x_axis == "iteration" else 0)
-            name = {"valid": "validation", "test": "test"}[record["kind"]]
+            name = "validation" if record["kind"] == "valid" else str(record["kind"])
             if "dataset" in record:
                 name += f" {record['dataset']}"
             for key, value in record.items():

@@ -22,7 +22,7 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -319,9 +319,12 @@ def run_rank(rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str],
     shut_down()
 
 
-def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
-    """Run :func:`run_rank` in ``world_size`` new processes of this machine, with rendezvous on a free port, and wait;
-    raise the first failure with its traceback, after which the others are ended."""
+def launch(
+    cfg: FlatConfig, world_size: int, folder: str, *arguments: Any, target: Callable[..., None] = run_rank
+) -> None:
+    """Run ``target(rank, cfg, world_size, place, *arguments)`` in ``world_size`` new processes of this machine, with
+    rendezvous on a free port, and wait; raise the first failure with its traceback, after which the others are
+    ended."""
     import torch.multiprocessing as mp
 
     with socket.socket() as free:
@@ -329,8 +332,8 @@ def launch(cfg: FlatConfig, world_size: int, folder: str, steps: int) -> None:
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
     multiprocessing.set_forkserver_preload(["megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"])
-    arguments = (cfg, world_size, place, steps)
-    mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
+    given = (cfg, world_size, place, *arguments)
+    mp.start_processes(target, args=given, nprocs=world_size, start_method="forkserver")
 
 
 def verify(cfg: FlatConfig, world_size: int, steps: int) -> Verdict:

@@ -27,6 +27,7 @@ from megatron.training.observe.loss_sums import LossSums, global_counts
 from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite, save_record
 from megatron.training.start.cuda_graphs import make_forward_backward
 from megatron.training.start.main_loss import supply_main_loss
+from megatron.training.task_scores import TaskScores
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ class Trainer:
         self.hooks = Hooks(cfg.logging.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups, parts.on_forward)
+        self.task_scores: TaskScores | None = None
+        if cfg.validation.eval_tasks is not None:
+            self.task_scores = TaskScores(cfg, parts.model, parts.task.tokenizer, parts.groups)
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
@@ -73,6 +77,8 @@ class Trainer:
                 validation.eval_interval, self.state.iteration, validation.start_eval_at_iter
             ):
                 self.evaluate()
+            if conditions.every(validation.eval_tasks_interval, self.state.iteration):
+                self.score_tasks()
             reason = self.exits.check(self.state)
             if conditions.is_save_iteration(checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
@@ -262,6 +268,14 @@ class Trainer:
         if name == "validation":
             self.last_validation = self.state.iteration, results
         self.hooks.on_evaluate(self.state, results)
+        self.restart_timer()
+
+    def score_tasks(self) -> None:
+        """Score --eval-tasks and call ``on_evaluate`` of the hooks. First raises for non-finite losses so far.
+        Collective; waits for the device."""
+        assert self.task_scores is not None, "a rule requires --eval-tasks"
+        self.read_checks()
+        self.hooks.on_evaluate(self.state, self.task_scores())
         self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:

@@ -125,6 +125,7 @@ TENSOR_AND_CONTEXT = {
     "tp2-sp-bf16": ("moe-bf16", TP2, 2, "bf16"),
     "cp2-ep2": ("moe-deepseek", f"{CP2} {EP2}", 2),
     "cp2-ep2-alltoall": ("moe-shared", f"{CP2} {EP2} {ALL}", 2),
+    "cp2-ep2-batch-invariant": ("moe-shared", f"{CP2} {EP2} {ALL} --batch-invariant-mode", 2),
     "cp2-a2a-ep2": ("moe-sgd", f"{CP2} --cp-comm-type a2a {EP2} {ALL}", 2),
     "cp2-ep2-packed": ("moe-packed", f"{CP2} {EP2} {ALL}", 2),
     "cp2-ep4": ("moe-two-losses", f"{CP2} {EP4} {ALL}", 4),

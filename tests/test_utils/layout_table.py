@@ -113,6 +113,7 @@ GATHER = f"{ZERO} {OVERLAP} --overlap-param-gather"
 AND_TP2 = "--tensor-model-parallel-size 2"
 SP2 = f"{AND_TP2} {SP}"
 PP2_OF_1 = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
+INVARIANT = "--batch-invariant-mode"
 MODULES = "--recompute-granularity selective --recompute-modules"
 
 # name: (model, layout, ranks[, precision])
@@ -157,6 +158,8 @@ TENSOR_PARALLEL = {
     ),
     "tp2-sp-sgd": ("sgd", f"{TP2} {SP}", 2),
     "tp2-llama": ("llama", TP2, 2),
+    "batch-invariant-tp2-llama": ("llama", f"{TP2} {INVARIANT}", 2),
+    "batch-invariant-pp2-zero-bubble-tp2-sp-llama": ("llama", f"{PP2} {ZB} {TP2} {SP} {INVARIANT}", 4),
     "tp2-sp-llama": ("llama", f"{TP2} {SP}", 2),
     "tp4-groups-below-ranks": ("llama", TP4, 4),
     "tp4-sp-groups-below-ranks": ("llama-sgd", f"{TP4} {SP}", 4),
@@ -366,6 +369,7 @@ LATENTS = {
     "mla-zero2-tp2": ("mla-dropout", f"{TP2} {GATHER}", 4),
     "mla-fsdp2": ("mla", f"--micro-batch-size 2 {FSDP}", 2),
     "mla-recompute-tp2-sp": ("mla", f"{TP2} {SP} {MODULES} core_attn mla_up_proj layernorm mlp_act", 2),
+    "mla-batch-invariant-cp2-tp2-sp": ("mla", f"{CP2} {SP2} {INVARIANT}", 4),
     "mla-recompute-up-pp2-zero-bubble": ("mla-fused", f"{PP2} {ZB} {MODULES} mla_up_proj", 2),
 }  # fmt: skip
 

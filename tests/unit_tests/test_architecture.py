@@ -25,6 +25,7 @@ CORE = {
     "tokenizers": "config safe_files",
     "datasets": "config data safe_files tokenizers",
     "inference": "attention config cuda_graphs fusions random safe_files tensor_parallel tokenizers transformer",
+    "rl": "attention config distributed groups host_memory optimizer parallel_state pipeline_parallel tensor_parallel",
     "extensions": "config fusions",
     "sharding": "config fusions groups random",
     "host_memory": "config",
@@ -67,10 +68,12 @@ TRAINING = {
     "checkpoint": "core arguments config stored_settings train_state",
     "start": "core config data initialize tasks",
     "evaluate": "core config data initialize observe tasks",
+    "live_weights": "core config stored_settings",
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
     "components": "core checkpoint data evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
-    "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start",
+    "task_scores": "core config observe",
+    "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start task_scores",
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "

@@ -24,6 +24,7 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.sink import with_sink
 from megatron.core.attention.tiles import full_tile
 from megatron.core.attention.token_layout import Core, TokenLayout
+from megatron.core.fusions.batch_invariant_attention import Scores, Span, batch_invariant_attention
 from megatron.core.fusions.dispatch import kernels_serve
 from megatron.core.fusions.paged_attention import PagedRows, paged_attention, split_tokens, write_pages
 from megatron.core.groups import collective_names
@@ -138,7 +139,7 @@ class CachedLayout(TokenLayout):
     max_length: int = 0
     """Maximum length of a sequence."""
     batch_invariant: bool = False
-    """Whether attention of a token must not depend on the other tokens of the step."""
+    """Whether attention adds in the order of the trainer with ``batch_invariant_mode``."""
     indices: StepIndices | None = None
     _slots_of_keys: dict[int, Tensor] = field(default_factory=dict, repr=False)
     """Cached results of :meth:`_key_slots`; shared by copies."""
@@ -232,7 +233,9 @@ class CachedLayout(TokenLayout):
         [t, 1, g, .] if ``core`` does not cache them (:attr:`Core.caches_keys`).
 
         On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); in
-        short or batch-invariant steps all rows do. Other chunks attend to gathered copies of their keys."""
+        short steps all rows do. Other chunks attend to gathered copies of their keys."""
+        if self.batch_invariant:
+            return self._batch_invariant(core, query, key, value, mask)
         paged = self._num_paged(query) if core.caches_keys else 0
         outputs = []
         if core.caches_keys:
@@ -250,6 +253,22 @@ class CachedLayout(TokenLayout):
         if not _kernel_serves(query):
             return 0
         return len(self._at.first_splits) - 1
+
+    def _batch_invariant(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Attend all rows by the function of the trainer's forward pass."""
+        if core.caches_keys:
+            self._write(core.layer_number, (key, value))
+            key, value = (pool.flatten(0, 1) for pool in self.cache.tensors(core.layer_number, (key, value)))
+            key_rows = self._key_slots(0)
+        else:
+            key, value = key[:, 0], value[:, 0]
+            key_rows = torch.arange(len(key), device=key.device)
+        spans, row, first = [], 0, 0
+        for chunk in self.chunks:
+            spans.append(Span(row, chunk.num_new, chunk.start, first))
+            row, first = row + chunk.num_new, first + chunk.stop
+        scores = Scores(core.kernel.scale, mask.visibility.limits[0], core.soft_cap, mask.sink)
+        return batch_invariant_attention(query[:, 0], key, value, key_rows, spans, scores)[0].unsqueeze(1)
 
     def _from_pages(self, core: Core, query: Tensor, like: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         at, rows = self._at, len(query)
@@ -271,26 +290,21 @@ class CachedLayout(TokenLayout):
         """Attend the rows of ``chunks`` to the keys of their sequences [t, 1, g, .]."""
         flash = isinstance(core.kernel, FlashKernel) and core.kernel.packs_documents
         flash = flash and query.is_cuda and query.dtype in SIXTEEN_BIT
-        if flash and mask.sink is None and not self.batch_invariant and key.shape[-1] == value.shape[-1]:
+        if flash and mask.sink is None and key.shape[-1] == value.shape[-1]:
             return self._packed(core.kernel, query, key, value, mask, chunks)
         return torch.cat([self._sequence(core, *each, mask) for each in self._sequences(query, key, value, chunks)])
 
     def _sequences(
         self, query: Tensor, key: Tensor, value: Tensor, chunks: Sequence[Chunk]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return query, key and value of each sequence; if batch-invariant, of each query with the keys up to it, so
-        that shapes and the order of sums depend on the position only."""
+        """Return query, key and value of each sequence."""
         found = []
         row = first = 0
         for chunk in chunks:
-            step = 1 if self.batch_invariant else chunk.num_new
-            for done in range(step, chunk.num_new + 1, step):
-                keys = slice(first, first + chunk.start + done)
-                each = query[row + done - step : row + done], key[keys], value[keys]
-                # equal alignment of equal values: CPU kernels may sum views in another order
-                found.append(tuple(x.clone() for x in each) if self.batch_invariant else each)
+            keys = slice(first, first + chunk.stop)
+            found.append((query[row : row + chunk.num_new], key[keys], value[keys]))
             row, first = row + chunk.num_new, first + chunk.stop
-        return found  # type: ignore[return-value]
+        return found
 
     def _sequence(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Attend the last tokens of one sequence to all its keys."""

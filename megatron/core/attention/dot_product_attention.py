@@ -91,7 +91,10 @@ class CoreAttention(nn.Module):
         values = v_channels or keys
         self._channels = keys, values
         self.scale = scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
+        self._batch_invariant = config.batch_invariant_mode
         needs = forms.kernel_needs(self.kind, self._static, self._sink, config.hybrid_context_parallel)
+        if self._batch_invariant:
+            needs = "gather"
         request = build_request(config, self.visibility.window, needs, max(keys, values), biased=biased)
         self.choice, self.kernel = build_kernel(request, config, layer_number, scale)
         """Selected kernel and reason."""
@@ -125,7 +128,11 @@ class CoreAttention(nn.Module):
         if (form := self._forms.get(ranks)) is None:
             if layout.is_default and self._static.group.size > 1:
                 raise ValueError(f"attention over {self._static.group.size} context-parallel ranks needs ctx.layout")
-            form = forms.build_form(self.kind, layout, self.kernel, self._sink)
+            form = (
+                forms.BatchInvariantAttention(layout, self.kernel, self.soft_cap)
+                if self._batch_invariant
+                else forms.build_form(self.kind, layout, self.kernel, self._sink)
+            )
             if self._channels[0] != self._channels[1]:
                 whole = form == self.kernel.attend
                 if not whole or self.choice.kernel not in UNEQUAL_HEADS:

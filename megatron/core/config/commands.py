@@ -23,6 +23,7 @@ SUBCOMMANDS = {
     "fill_mask": "fill-mask",
     "plot_metrics": "plot",
     "verify_layout": "verify-layout",
+    "verify_generation": "verify-generation",
     "plan": "plan",
     "draw_schedule": "draw-schedule",
     "unigram_baseline": "unigram-baseline",

@@ -104,6 +104,10 @@ class PrecisionConfig(FlagGroup):
     deterministic_mode: bool = False
     """Use only kernels with bitwise reproducible results; slower."""
 
+    batch_invariant_mode: bool = False
+    """Forward pass that adds in a fixed order, so that log-probabilities have the same bits in every batch and layout,
+    in training and in generation; slower."""
+
 
 def parameter_dtype(fp16: bool, bf16: bool, fp64: bool) -> torch.dtype:
     """Return the torch dtype of the parameters: fp64, else fp16, else bf16 if set (no check for several), else fp32.

@@ -19,6 +19,8 @@ from megatron.core.config.model_settings import ModelSettings
 from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.problems import Problems, collect_rules, common_divisors, nearest_multiples
 
+BATCH_INVARIANT_PARTS = 8
+"""Parts of every sum that tensor parallelism splits, with --batch-invariant-mode: the largest tensor-parallel size."""
 NO_LOSS = ("sinkhorn", "quantile_balancing", "none")
 """Kinds of balance that are no loss."""
 
@@ -231,6 +233,47 @@ def qk_norm_across_heads(cfg: ModelSettings) -> Problems:
     if groups and groups % tp:
         reason = f"requires that --tensor-model-parallel-size {tp} divides the {groups} key/value heads"
         yield problem(cfg, field, reason, "use fewer tensor-parallel ranks")
+
+
+def batch_invariant_mode(cfg: ModelSettings) -> Problems:
+    """With --batch-invariant-mode, reject what computes in another order of sums or has no fixed one, and sizes that do
+    not split into the fixed parts."""
+    if not cfg.batch_invariant_mode:
+        return
+    parts = BATCH_INVARIANT_PARTS
+    tp = cfg.tensor_model_parallel_size
+    if parts % tp:
+        reason = f"is not supported with --batch-invariant-mode, which adds in {parts} parts"
+        yield problem(cfg, "tensor_model_parallel_size", reason, f"use a divisor of {parts}")
+    heads, channels = cfg.num_attention_heads, cfg.v_head_dim if cfg.multi_latent_attention else cfg.kv_channels
+    widths = {
+        "ffn_hidden_size": cfg.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": cfg.moe_shared_expert_intermediate_size,
+        "num_attention_heads": heads * channels if heads and channels else None,
+    }
+    for name, width in widths.items():
+        if width and width % parts:
+            what = f"gives {width} channels, which" if name == "num_attention_heads" else ""
+            reason = f"{what} --batch-invariant-mode adds in {parts} parts".strip()
+            yield problem(cfg, name, reason, f"use a multiple of {parts}")
+    excluded = {
+        "fp8": "scales depend on the batch",
+        "tp_comm_overlap": "halves of a micro-batch exchange rounded sums",
+        "overlap_moe_expert_parallel_comm": "halves of a micro-batch exchange rounded sums",
+        "cross_entropy_chunk_tokens": "chunked losses use another order of sums",
+        "qk_layernorm_across_heads": "sums over heads depend on --tensor-model-parallel-size",
+    }
+    for name, reason in excluded.items():
+        if getattr(cfg, name) not in (None, False, 0.0):
+            yield problem(cfg, name, f"is not supported with --batch-invariant-mode: {reason}", "remove it")
+    if cfg.num_moe_experts is None:
+        return
+    if cfg.expert_model_parallel_size > 1 and cfg.moe_token_dispatcher_type == "allgather":
+        reason = "adds rounded sums of ranks, which --batch-invariant-mode does not support"
+        yield problem(cfg, "moe_token_dispatcher_type", reason, "--moe-token-dispatcher-type alltoall")
+    if expert_tensor_ranks(cfg) > 1:
+        reason = "splits experts, whose sums --batch-invariant-mode does not order"
+        yield problem(cfg, "expert_tensor_parallel_size", reason, "--expert-tensor-parallel-size 1")
 
 
 def window_settings(cfg: ModelSettings) -> Problems:

@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron.core.config.fp8 import notes_amax
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions import activation_kernels
+from megatron.core.fusions.batch_invariant_product import in_full_vectors
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 
 _QUICK_GELU_SLOPE = 1.702
@@ -37,6 +38,8 @@ def select_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     intermediate results."""
     plain = _plain_activation(config)
     is_gated = config.gated_linear_unit
+    if config.batch_invariant_mode:
+        plain = partial(in_full_vectors, plain, halves=1 + is_gated)
     wanted = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
     if config.geglu or not (is_gated or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
         return plain

@@ -43,9 +43,10 @@ class Engine:
     Args:
         num_pages: pages of ``page_size`` tokens in the cache; one page is reserved. None: as many as fit into the
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
-        batch_invariant: compute each token's log-probabilities with the same bits in every batch, and for every split
-            of its prompt into steps. Slow.
-        cuda_graphs: record decode steps as CUDA graphs where possible (``graphs.py``). Results are the same.
+        cuda_graphs: record steps as CUDA graphs where possible (``graphs.py``). Results are the same.
+
+    With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the
+    trainer's forward pass in every batch, and for every split of its prompt into steps.
     """
 
     def __init__(
@@ -55,12 +56,9 @@ class Engine:
         *,
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
-        batch_invariant: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
-        self.runner = Runner(
-            model, max_length=limits.max_length, batch_invariant=batch_invariant, cuda_graphs=cuda_graphs
-        )
+        self.runner = Runner(model, max_length=limits.max_length, cuda_graphs=cuda_graphs)
         self._world = model.groups.world
         if num_pages is None:
             num_pages = self._fitting_pages(limits, page_size)

@@ -34,6 +34,7 @@ def graph_problem(model: Any) -> str | None:
         f"the model is on {device}": device.type != "cuda",
         "pipeline stages wait for each other": groups.pp.size > 1,
         "float64 has no attention kernel": config.params_dtype == torch.float64,
+        "the host reads the positions of each sequence in batch_invariant_mode": config.batch_invariant_mode,
         "layers in fp8 are untested": config.fp8 is not None,
         "copy engines cannot be recorded": groups.stream(config.sequence_parallel).engines is not None,
         "the host reads the lengths of cached latents": not all(x.caches_keys for x in cores),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.core.attention.cached_layout import CachedLayout, Chunk, PagedCache
 from megatron.core.config.errors import UserError
+from megatron.core.fusions.batch_invariant_product import ROWS
 from megatron.core.inference.graphs import StepGraphs, graph_problem
 from megatron.core.inference.sampling import draw
 from megatron.core.inference.step import (
@@ -35,8 +36,8 @@ from megatron.core.inference.step import (
     step_arrays,
     unpack,
 )
+from megatron.core.tensor_parallel.batch_invariant import log_softmax
 from megatron.core.tensor_parallel.operators import gather_from_region
-from megatron.core.tensor_parallel.row_blocks import ROWS, RowBlocks
 from megatron.core.transformer.context_parallel_support import cache_problem
 
 logger = logging.getLogger(__name__)
@@ -59,10 +60,11 @@ def model_problem(model: Any) -> str | None:
 class Runner:
     """A model stage (``GPTModel``, left in evaluation mode) and the cache of its layers."""
 
-    def __init__(self, model: Any, *, max_length: int, batch_invariant: bool = False, cuda_graphs: bool = True) -> None:
+    def __init__(self, model: Any, *, max_length: int, cuda_graphs: bool = True) -> None:
         if problem := model_problem(model):
             raise UserError(problem)
-        self.model, self.max_length, self.batch_invariant = model.eval(), max_length, batch_invariant
+        self.model, self.max_length = model.eval(), max_length
+        self.batch_invariant = model.config.batch_invariant_mode
         self.groups, self._layout = model.groups, model.layout
         self.device = next(model.parameters()).device
         self.cache = PagedCache(1, 1)
@@ -104,7 +106,7 @@ class Runner:
         num_outputs, is_decode = len(plan.outputs), plan.is_decode
         short = is_decode or (self.pads_prompts and plan.is_short)
         plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size), short=short)
-        size, rows, settings = self.cache.page_size, len(plan.tokens), {"direct": short or self.batch_invariant}
+        size, rows, settings = self.cache.page_size, len(plan.tokens), {"direct": short}
         replays = self.graphs is not None and short and plan.only_samples
         if replays:
             settings |= {"num_pages": -(-self.max_length // size), "num_sequences": rows}
@@ -134,7 +136,7 @@ class Runner:
             max_length=self.max_length,
             batch_invariant=self.batch_invariant,
         )
-        with self._step_layout(layout), RowBlocks() if self.batch_invariant else nullcontext():
+        with self._step_layout(layout):
             output = self._stage(step.ids, layout)
         count = len(step.targets)
         results = torch.empty(count, 2 + 2 * form.num_top, dtype=torch.float64, device=self.device)
@@ -158,21 +160,21 @@ class Runner:
         return output
 
     def logits(self, output: Tensor, layout: CachedLayout) -> Tensor:
-        """Return the logits [r, v] of the requested rows from the model's output."""
+        """Return the logits [r, stored vocabulary] of the requested rows from the model's output."""
         found = layout.requested_logits(output)
         if self.model.parallel_output:
             found = gather_from_region(found, self.groups.tp)
-        return found[:, : self.model.vocab_size]
+        return found
 
-    def _results(self, logits: Tensor, step: StepTensors, form: StepForm) -> Tensor:
-        """Return the results of :meth:`run` on the last stage."""
-        tokens = step.targets
+    def _results(self, stored: Tensor, step: StepTensors, form: StepForm) -> Tensor:
+        """Return the results of :meth:`run` on the last stage, from logits [r, stored vocabulary]."""
+        tokens, logits = step.targets, stored[:, : self.model.vocab_size]
         if form.num_sampled == len(tokens):
             tokens = draw(logits, step.draws, form.draws)
         elif form.num_sampled:
             drawn = draw(logits.index_select(0, step.sampled), step.draws, form.draws)
             tokens = tokens.index_copy(0, step.sampled, drawn)
-        logprobs = self.logprobs(logits)
+        logprobs = self.logprobs(stored)
         chosen = logprobs.gather(1, tokens[:, None])
         # a row with NaN, +inf or only -inf has NaN; no error here: other ranks would wait for this one
         tokens = tokens.masked_fill((step.targets < 0) & chosen[:, 0].isnan(), FAILED)
@@ -183,5 +185,8 @@ class Runner:
         return torch.cat([each.double() for each in parts], dim=1)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Return raw log-probabilities [r, v]: log-softmax in fp32 (fp64 for fp64)."""
+        """Return raw log-probabilities [r, v] of logits [r, stored vocabulary]: log-softmax in fp32 (fp64 for fp64)."""
+        if self.batch_invariant:
+            return log_softmax(logits, self.model.vocab_size)
+        logits = logits[:, : self.model.vocab_size]
         return logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)

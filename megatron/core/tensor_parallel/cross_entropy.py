@@ -22,6 +22,7 @@ from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.groups.process_groups import AnyGroup, Group
 from megatron.core.parallel_state import resolve_group
 from megatron.core.tensor_parallel import operators
+from megatron.core.tensor_parallel.batch_invariant import vocabulary_statistics
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 
@@ -111,6 +112,7 @@ def vocab_parallel_losses(
     vocab_size: int | None = None,
     divisible_by: int = 128,
     reuse_logits: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Return the loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``. One all-gather over
     ``group`` in forward, none in backward. Keeps the logits, not a softmax, for backward.
@@ -119,7 +121,8 @@ def vocab_parallel_losses(
     marks a position that the caller masks out: its loss is log sum_v exp(x_v - max x) and its gradient the softmax, as
     in Megatron-LM. ``vocab_size`` is the unpadded size, padded to a multiple of ``divisible_by``; None: no padding.
     With ``reuse_logits`` backward overwrites the logits with their gradient, for callers that hold the only reference;
-    a second backward through them then raises an error.
+    a second backward through them then raises an error. ``batch_invariant``: the order of sums of
+    ``batch_invariant.py``.
 
     Raises:
         ValueError: the logits have another width than this rank's slice or other leading dims than ``target``, or the
@@ -141,7 +144,7 @@ def vocab_parallel_losses(
     if reuse_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError("reuse_logits: these logits are not the result of a computation; remove it")
     labels = local_labels(target, local_size, vocab_size, group)
-    return _VocabParallelCrossEntropy.apply(logits, labels, reuse_logits).view(target.shape)
+    return _VocabParallelCrossEntropy.apply(logits, labels, reuse_logits, batch_invariant).view(target.shape)
 
 
 def local_labels(target: Tensor, local_size: int, vocab_size: int, group: Group) -> LocalLabels:
@@ -166,6 +169,10 @@ def combine_statistics(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor,
         # all-padding slice: its maximum is -inf, and -inf - -inf is NaN
         total = (totals.masked_fill(maxima == -torch.inf, 0.0) * (maxima - maximum).exp()).sum(dim=0)
         label_logit = label_logits.sum(dim=0)
+    return _loss(maximum, total, label_logit, labels)
+
+
+def _loss(maximum: Tensor, total: Tensor, label_logit: Tensor, labels: LocalLabels) -> tuple[Tensor, Softmax]:
     # subtract the logits first: both may be huge, and the logarithm would be lost in rounding
     shift = (label_logit - maximum).masked_fill(labels.ignored_t, 0.0)
     return total.log() - shift, Softmax(maximum, total, labels.num_true)
@@ -173,12 +180,19 @@ def combine_statistics(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor,
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, logits: Tensor, labels: LocalLabels, reuse_logits: bool) -> Tensor:
+    def forward(
+        ctx: AutogradContext, logits: Tensor, labels: LocalLabels, reuse_logits: bool, batch_invariant: bool
+    ) -> Tensor:
         """Return the loss of every token [t] of ``logits`` [..., v]; one all-gather. Saves the logits by reference, the
         labels, and the maximum and sum of each token."""
         ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
         logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
-        loss_t, softmax = combine_statistics(ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true), labels)
+        if batch_invariant:
+            found = vocabulary_statistics(logits_tv, labels.label_t, labels.num_true, labels.group)
+            loss_t, softmax = _loss(*found, labels)
+        else:
+            local = ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true)
+            loss_t, softmax = combine_statistics(local, labels)
         ctx.save_for_backward(logits, labels.label_t, softmax.maximum_t, softmax.total_t)
         ctx.num_true, ctx.reuse_logits = labels.num_true, reuse_logits
         return loss_t
@@ -196,4 +210,4 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         )
         if ctx.reuse_logits:  # autograd then rejects a second backward, which would read gradients as logits
             torch.autograd.graph.increment_version(logits)
-        return gradient.view(logits.shape), None, None
+        return gradient.view(logits.shape), None, None, None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.extensions.apex import ApexWeightGradient
+from megatron.core.fusions.batch_invariant_product import in_full_vectors
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
@@ -33,6 +35,7 @@ from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel import operators
 from megatron.core.tensor_parallel.arguments import takes_megatron_arguments
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle, start_all_gather, start_reduce_scatter
+from megatron.core.tensor_parallel.batch_invariant import BatchInvariantGemms, sum_over_ranks
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_losses
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.gemms import GemmLayer, Gemms, accumulate_product
@@ -70,6 +73,8 @@ def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) 
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
     gemms = Gemms(ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product)
+    if config.batch_invariant_mode:
+        gemms = BatchInvariantGemms(gemms, groups.tp)
     return LinearTraits(groups.tp, fuse_weight_gradient=fuses, column_sum=column_sum, gemms=gemms, **chosen)
 
 
@@ -214,10 +219,11 @@ class RowParallel(nn.Module):
         placed = {"groups": groups, "dtype": config.params_dtype}
         self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **placed)
         # partial sums: under sequence parallelism each rank adds the bias to its own positions only
-        partial = ("tp",) if sequence_parallel else ()
-        self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
+        axes = ("tp",) if sequence_parallel else ()
+        self.bias = parameter((output_size,), init=Zeros(), partial=axes, **placed) if bias else None
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
-        self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
+        invariant = config.batch_invariant_mode
+        self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1 and not invariant
         self._enter: Callable = operators.scatter_to_region
         if input_is_parallel:
             self._enter = operators.identity
@@ -226,6 +232,10 @@ class RowParallel(nn.Module):
         self._leave: Callable = operators.reduce_from_region
         if sequence_parallel:
             self._leave = operators.reduce_scatter_to_sequence
+        if invariant:
+            gemms = BatchInvariantGemms(self.traits.gemms, groups.tp, partial_sums=True)
+            self.traits = self.traits._replace(gemms=gemms)
+            self._leave = partial(sum_over_ranks, scatters=sequence_parallel, dtype=config.params_dtype)
 
     def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.skip_bias_add or self.bias is None:
@@ -277,8 +287,8 @@ class ReplicatedLinear(GemmLayer):
         whole_input: bool = False, groups: ProcessGroups,
     ) -> None:  # fmt: skip
         super().__init__()
-        partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 and not whole_input else ()
-        placed = {"partial": partial, "groups": groups, "dtype": config.params_dtype}
+        axes = ("tp",) if groups.stream(config.sequence_parallel).size > 1 and not whole_input else ()
+        placed = {"partial": axes, "groups": groups, "dtype": config.params_dtype}
         self.weight = parameter((output_size, input_size), init=init_method, **placed)
         self.bias = parameter((output_size,), init=Zeros(), **placed) if bias else None
         self.traits = _traits(config, groups)
@@ -393,6 +403,7 @@ class VocabParallelOutput(GemmLayer):
             weight_has_other_uses=weight_is_shared,
         )  # fmt: skip
         self.divisible_by, self.chunk_tokens = divisible_by, config.cross_entropy_chunk_tokens
+        self.batch_invariant = config.batch_invariant_mode
         self._losses = self._logit_losses if self.chunk_tokens is None else self._chunked_losses
 
     def add_bias(self, config: ModelParallelConfig, groups: ProcessGroups) -> None:
@@ -414,13 +425,13 @@ class VocabParallelOutput(GemmLayer):
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         logits = parallel_linear(x, weight, self.bias, self.traits, self.weight_gradient_store)
-        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits if self.soft_cap is None else in_full_vectors(torch.tanh, logits / self.soft_cap) * self.soft_cap
 
     def _logit_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the tokens' losses [...] from all logits at once; their gradient overwrites them."""
         return vocab_parallel_losses(
             self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
-            group=self.group, reuse_logits=True,
+            group=self.group, reuse_logits=True, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def _chunked_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

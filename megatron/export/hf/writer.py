@@ -96,8 +96,14 @@ def _generation(assets: Mapping[str, Path], config: Mapping[str, object]) -> dic
     return {**settings, **{name: value for name, value in ids.items() if settings.get(name) is None}}
 
 
+def keeps_dtype(name: str) -> bool:
+    """Return whether the HF tensor ``name`` is never cast: the balance of experts is fp32, as steps of 1e-3 are lost in
+    bf16."""
+    return name.endswith("correction_bias")
+
+
 def _stored(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
-    """In ``dtype`` where it is given; the balance of experts keeps its fp32, as steps of 1e-3 are lost in bf16."""
-    if dtype is None or name.endswith("correction_bias"):
+    """In ``dtype`` where it is given."""
+    if dtype is None or keeps_dtype(name):
         return tensor
     return replace(tensor, dtype=dtype, read=lambda: tensor.read().to(dtype))

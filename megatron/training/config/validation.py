@@ -40,6 +40,18 @@ class ValidationConfig(FlagGroup):
     validation_set_names: list[str] | None = None
     """Names of the validation sets in the log, in the order of their paths."""
 
+    eval_tasks: list[str] | None = None
+    """Tasks of lm-evaluation-harness to score during training. Requires --eval-tasks-interval and lm-eval."""
+
+    eval_tasks_interval: PositiveInt | None = None
+    """Iterations between scores of --eval-tasks."""
+
+    eval_tasks_limit: PositiveInt | None = None
+    """Documents per task; default: all."""
+
+    eval_tasks_path: str | None = None
+    """Folder with the YAML files of more tasks."""
+
 
 def eval_samples(cfg: ValidationConfig) -> int:
     """Return the samples of one evaluation of --eval-iters global batches."""

@@ -32,7 +32,8 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     hooks: list[Hook] = []
     if run.is_log_rank:
         if files:
-            hooks.append(FileSink(files[0], ("train", "valid", "test"), clock, trains=not cfg.validation.skip_train))
+            kinds = "train", "valid", "test", "task"
+            hooks.append(FileSink(files[0], kinds, clock, trains=not cfg.validation.skip_train))
         hooks.append(ConsoleHook(clock.throughput if cfg.logging.log_throughput else None))
     if run.device == "cuda" and run.data_parallel_rank == 0:
         hooks.append(MemoryHook(cfg.logging.log_memory_interval))

@@ -83,8 +83,12 @@ def training_line(summary: IntervalSummary, train_iters: int, tflops: float | No
 
 
 def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
-    """Return three lines: a rule of dashes, one line with value and perplexity of each loss, and the rule again. The
-    line names the split only for final or test results, and the data set if there are several."""
+    """Return one line with the scores of a task, or three lines: a rule of dashes, one line with value and perplexity
+    of each loss, and the rule again. The line names the split only for final or test results, and the data set if there
+    are several."""
+    if result.name == "task":
+        scores = " | ".join(f"{name}: {value:.4f}" for name, value in result.losses.items())
+        return [f" task {result.dataset} at iteration {iteration} | {scores}"]
     suffix = f"-{result.dataset}" if result.dataset else ""
     place = f"iteration {iteration}" + (f" on {result.name} set" if result.final or result.name == "test" else "")
     line = f" validation{suffix} loss at {place} | "

@@ -74,6 +74,8 @@ def scalars(record: Record, cfg: LoggingConfig, world_size: int) -> dict[str, fl
             values |= record["memory"]
         if cfg.log_timers_to_tensorboard:
             values |= {f"{name}-time": ms / 1000.0 for name, ms in record.get("timers_ms", {}).items()}
+    elif kind == "task":
+        values = {f"{record['dataset']} {name}": value for name, value in record_losses(record).items()}
     elif kind != "save":
         values = _evaluation_scalars(record, cfg.log_validation_ppl_to_tensorboard)
     return {tag: float(value) for tag, value in values.items() if value is not None}

@@ -95,9 +95,10 @@ class StepMetrics:
 class EvalResult:
     """Losses of one evaluated data set, as means per valid token."""
 
-    name: Literal["validation", "test"]
+    name: Literal["validation", "test", "task"]
+    """``task``: scores of a task of lm-evaluation-harness, by metric, in place of losses."""
     dataset: str | None
-    """Name of the set if several validation sets are evaluated separately, else None."""
+    """Name of the set if several validation sets are evaluated separately, or of the task, else None."""
     losses: dict[str, float]
     final: bool = False
     """Whether it was evaluated after training, not at --eval-interval."""
@@ -177,9 +178,9 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
 
 
 def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Record:
-    """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid" or "test", counters, losses at
-    the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
-    kind = "valid" if result.name == "validation" else "test"
+    """Return the ``metrics.jsonl`` record of one evaluated data set: ``kind`` "valid", "test" or "task", counters,
+    losses (or scores) at the top level as floats, ``dataset`` if it has a name, and ``final`` only if true."""
+    kind = "valid" if result.name == "validation" else result.name
     record: Record = {"kind": kind, "iteration": iteration, "consumed_samples": consumed_samples}
     if result.dataset is not None:
         record["dataset"] = result.dataset

@@ -30,6 +30,18 @@ def transformer_engine_available(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "transformer_impl", "requires an NVIDIA GPU, but this machine has none", _LOCAL)
 
 
+def batch_invariant_layers(cfg: PretrainConfig) -> Problems:
+    """Reject --batch-invariant-mode with layers of Transformer Engine and for models that are not causal."""
+    if not cfg.model.batch_invariant_mode:
+        return
+    if cfg.model.transformer_impl == ENGINE:
+        reason = f"is not supported with {_impl(cfg)}, whose order of sums depends on the batch"
+        yield problem(cfg, "batch_invariant_mode", reason, _LOCAL)
+    if not cfg.family.is_causal:
+        reason = f"is not supported by {cfg.family.programs[0].script}: its attention is not causal"
+        yield problem(cfg, "batch_invariant_mode", reason, "remove it")
+
+
 def _impl(cfg: PretrainConfig) -> str:
     return f"--transformer-impl {cfg.model.transformer_impl}"
 

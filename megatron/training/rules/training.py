@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.config.problems import Problems, flag_names, missing, problem
 from megatron.core.extensions.installed import is_installed
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -39,6 +40,31 @@ def global_batch_size_divides(cfg: PretrainConfig) -> Problems:
             field = "global_batch_size" if final else source
             reason = _indivisible(size, training.micro_batch_size, cfg.data_parallel_size)
             yield problem(cfg, field, reason, _near(size, unit))
+
+
+def eval_tasks(cfg: PretrainConfig) -> Problems:
+    """Require --eval-tasks and --eval-tasks-interval together, for the other --eval-tasks flags too, and a layout in
+    which the model can generate."""
+    values, field = cfg.validation, "eval_tasks"
+    if values.eval_tasks is None:
+        for other in ("eval_tasks_interval", "eval_tasks_limit", "eval_tasks_path"):
+            if getattr(values, other) is not None:
+                yield problem(cfg, other, "requires --eval-tasks", "add --eval-tasks NAME")
+        return
+    if values.eval_tasks_interval is None:
+        yield problem(cfg, field, "requires --eval-tasks-interval", "add --eval-tasks-interval N")
+    model = cfg.model
+    excluded = {
+        "--context-parallel-size": model.context_parallel_size > 1,
+        "virtual pipeline stages": virtual_pipeline_size(model) > 1,
+        "--use-torch-fsdp2": cfg.flat.use_torch_fsdp2,
+        "--moe-expert-capacity-factor": model.moe_expert_capacity_factor is not None,
+        f"{cfg.family.programs[0].script}, which does not generate": cfg.family.generate is None
+        or not cfg.family.is_causal,
+    }
+    for name, is_used in excluded.items():
+        if is_used:
+            yield problem(cfg, field, f"is not supported with {name}", "use tools/evaluate.py on checkpoints")
 
 
 def evaluation_batch_size_divides(cfg: PretrainConfig) -> Problems:

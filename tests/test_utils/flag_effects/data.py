@@ -1,5 +1,7 @@
 """Data, tokenizers, evaluation."""
 
+from unittest import mock
+
 from tests.test_utils.flag_effects.rows import Probe, changes, finished, gives, keeps, keeps_to_rounding, row
 from tests.test_utils.flag_effects.training import iterations
 
@@ -105,10 +107,35 @@ DATA = [
     row("--null-tokenizer-eod-id 5", no_loss_after(5), base="--eod-mask-loss"),
     row("--null-tokenizer-pad-id 7", padding_is_masked(7)),
 ]  # fmt: skip
+TASKS = "--eval-tasks one --eval-tasks-interval 2"
+
+
+def task_scores(attribute):
+    """An attribute of the object that scores tasks, without the harness."""
+
+    def ask(cfg):
+        from megatron.training import task_scores
+
+        with mock.patch.object(task_scores, "find_tasks", lambda flag, names, path: path):
+            return getattr(task_scores.TaskScores(cfg, [None], object(), None), attribute)
+
+    return ask
+
+
+def scored_iterations(cfg):
+    from megatron.training.exits.conditions import every
+
+    return [number for number in range(1, 5) if every(cfg.validation.eval_tasks_interval, number)]
+
+
 EVALUATION = [
     row("--eval-iters 2", evaluated(16), base=EVAL),
     row("--eval-interval 1", evaluations(1, 2, 2), base=EVAL),
     row("--start-eval-at-iter 2", evaluations(2, 2), base=f"{EVAL} --eval-interval 1"),
+    Probe("--eval-tasks one two --eval-tasks-interval 2", task_scores("_names"), ["one", "two"]),
+    Probe("--eval-tasks-interval 2 --eval-tasks one", scored_iterations, [2, 4]),
+    Probe("--eval-tasks-limit 3", task_scores("_limit"), 3, base=TASKS),
+    Probe("--eval-tasks-path here", task_scores("_manager"), "here", base=TASKS),
     row("--eval-global-batch-size 8", evaluated(16), base=EVAL),
     row("--eval-micro-batch-size 4", gives(lambda run: {len(b.samples) for b in run.batches if not b.training}, {4}),
         keeps("evaluated"), keeps_to_rounding("evaluations"), base=EVAL),

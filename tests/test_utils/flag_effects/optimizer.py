@@ -323,6 +323,8 @@ PRECISION = [
     row("--accumulate-allreduce-grads-in-fp32", stops("--grad-reduce-in-bf16", code=2),
         base=f"{BF16} --grad-reduce-in-bf16"),
     row("--grad-reduce-in-bf16", gives(lambda run: {kind for _, kind in run.buckets}, {"bfloat16"}), base=BF16),
+    row("--batch-invariant-mode", gives(lambda run: run.called["batch_invariant_attention"], 8),
+        count=("megatron.core.attention.context_parallel.forms:batch_invariant_attention",)),
     row("--deterministic-mode", gives(lambda run: run.called["use_deterministic_algorithms"], 1),
         count=("torch:use_deterministic_algorithms",)),
 ]  # fmt: skip

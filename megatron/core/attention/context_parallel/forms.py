@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.batch_invariant_attention import Scores, Span, batch_invariant_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 """``(query, key, value, mask) -> out``, as ``Kernel.attend``."""
@@ -46,6 +48,9 @@ class _Plan:
     layout: TokenLayout
     kernel: Kernel
     blocks: tuple[tuple[Tile, ...], ...]
+    forward: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """(query, all keys, all values, sink) -> output and log-sum-exp, in place of the kernel's forward; all-gather only.
+    """
 
 
 class _Ring(torch.autograd.Function):
@@ -124,9 +129,12 @@ class _AllGather(torch.autograd.Function):
         in the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
         own = torch.stack((key, value))
         everything = plan.layout.full(own, 1)
-        softmax = OnlineSoftmax(query, plan.kernel)
-        softmax.add_block(everything[0], everything[1], plan.blocks[0])
-        out, lse = softmax.finish(sink)
+        if plan.forward is None:
+            softmax = OnlineSoftmax(query, plan.kernel)
+            softmax.add_block(everything[0], everything[1], plan.blocks[0])
+            out, lse = softmax.finish(sink)
+        else:
+            out, lse = plan.forward(query, everything[0], everything[1], sink)
         ctx.save_for_backward(query, own, out, lse, sink)
         ctx.plan = plan
         return out
@@ -223,6 +231,52 @@ class AllGatherAttention(_BlockAttention):
         cannot split."""
         everything = ((0, self.layout.full_length(len(key))),)
         return _AllGather.apply(query, key, value, mask.sink, mask.bias, self._plan(query, key, mask, [everything]))
+
+
+@dataclass(frozen=True)
+class BatchInvariantAttention(AllGatherAttention):
+    """All-gather attention whose forward pass is :func:`batch_invariant_attention`, for causal self-attention. The
+    backward pass is the kernel's; with dropout of attention weights, in training, the forward pass is, too."""
+
+    soft_cap: float | None = None
+
+    def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
+        plan = super()._plan(query, key, mask, blocks)
+        if mask.dropout is not None:
+            return plan
+        left, right = mask.visibility.limits
+        assert right == 0 and mask.bias is None, "rejected by rules of batch_invariant_mode"
+        spans = self._query_spans(query, mask)
+        return replace(plan, forward=partial(self._attend, spans=spans, left=left))
+
+    def _query_spans(self, query: Tensor, mask: Mask) -> list[Span]:
+        """Return this rank's queries as consecutive tokens of documents, with rows and keys of one sample after
+        another."""
+        length, batch = query.shape[:2]
+        full = self.layout.full_length(length)
+        bounds = [index * full for index in range(batch + 1)] if mask.bounds is None else mask.bounds[0]
+        found: list[Span] = []
+        for sample in range(batch):
+            row = sample * length
+            for begin, end in self.layout.spans(full):
+                start, stop = sample * full + begin, sample * full + end
+                for first, last in zip(bounds[:-1], bounds[1:]):
+                    low, high = max(start, first), min(stop, last)
+                    if low < high:
+                        found.append(Span(row + low - start, high - low, low - first, first))
+                row += end - begin
+        return found
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *, spans: list[Span], left: int | None
+    ) -> tuple[Tensor, Tensor]:
+        length, batch = query.shape[:2]
+        query, key, value = (x.transpose(0, 1).flatten(0, 1).contiguous() for x in (query, key, value))
+        key_rows = torch.arange(len(key), device=query.device)
+        scores = Scores(self.kernel.scale, left, self.soft_cap, sink)
+        found = batch_invariant_attention(query, key, value, key_rows, spans, scores)
+        out, lse = (x.unflatten(0, (batch, length)).transpose(0, 1).contiguous() for x in found)
+        return out, lse
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from megatron import serve_other_names
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import select_weighted_activation
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel.batch_invariant import multiply_experts
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
@@ -42,7 +43,10 @@ class SequentialExperts(nn.Module):
         super().__init__()
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         assert width is not None and hidden is not None
-        shared: dict[str, Any] = {"config": config, "products": self.products, "groups": groups}
+        products = self.products
+        if config.batch_invariant_mode:
+            products = products._replace(multiply=multiply_experts)
+        shared: dict[str, Any] = {"config": config, "products": products, "groups": groups}
         fc1_width = StackedSize((2, width), 1) if config.gated_linear_unit else width
         self.linear_fc1 = GroupedLinear(hidden, fc1_width, init_method=weight_init(config), **shared)
         self.linear_fc2 = GroupedLinear(

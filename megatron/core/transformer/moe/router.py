@@ -23,11 +23,13 @@ from torch.autograd.function import once_differentiable
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.batch_invariant_product import batch_invariant_product
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 from megatron.core.fusions.routing import Summary, choose_triton, weigh_triton
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Zeros, parameter
 from megatron.core.statistics import StepStatistics
+from megatron.core.tensor_parallel.batch_invariant import BatchInvariantGemms
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
 from megatron.core.transformer.aux_losses import attach_loss
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
@@ -51,13 +53,16 @@ class _WideLinear(torch.autograd.Function):
     returned in the dtypes of x and W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype, batch_invariant: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if batch_invariant:
+            product = batch_invariant_product(x.flatten(0, -2).to(dtype), weight.to(dtype))
+            return product.view(*x.shape[:-1], -1)
         return wide_product(x.flatten(0, -2), weight.t(), dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         """Return the gradients of x and weight in their dtypes. For bf16 inputs the fp32 gradient is split into two
         bf16 halves (17 bits), so that bf16 GEMMs compute both gradients without an fp32 copy of x; else the GEMMs run
         in the gradient's dtype."""
@@ -71,7 +76,7 @@ class _WideLinear(torch.autograd.Function):
             grad_weight = wide_product(both.t(), x_th, grad.dtype).unflatten(0, (2, -1)).sum(0)
         else:
             grad_x, grad_weight = grad_te @ weight.to(grad.dtype), grad_te.t() @ x_th.to(grad.dtype)
-        return grad_x.to(x.dtype).view_as(x), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype).view_as(x), grad_weight.to(weight.dtype), None, None
 
 
 class TopKRouter(nn.Module):
@@ -111,6 +116,8 @@ class TopKRouter(nn.Module):
             self._weigh = ByDevice(self._weigh_in_kernel, self._weigh_plain)
         if fused and self.rule.num_groups is None:
             self._choose_by_score = ByDevice(self._choose_in_kernel, self.rule.choose)
+        self.select: Callable[[Tensor, TokenLayout], Tensor] = self._choose
+        """Function that selects the experts; ``replay.py`` replaces it."""
         layout = TokenLayout.of(groups, config.sequence_parallel)
         self._needs_layout = layout.sharers.size > 1
         shared: dict[str, Any] = {"groups": groups, "partial": ("tp",) if layout.stream.size > 1 else ()}
@@ -118,6 +125,8 @@ class TopKRouter(nn.Module):
         self.weight = parameter((self.num_experts, config.hidden_size), init=weight_init(config), **shared)
         self.bias = parameter((self.num_experts,), init=Zeros(), **shared) if config.add_bias_linear else None
         self._traits = LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion)
+        if config.batch_invariant_mode:
+            self._traits = self._traits._replace(gemms=BatchInvariantGemms(self._traits.gemms, groups.tp))
         self._register_buffers()
         sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logit": 1}
         sizes |= self.losses.statistics
@@ -158,7 +167,7 @@ class TopKRouter(nn.Module):
         if self._needs_layout and ctx.layout.is_default:
             raise ValueError("a router whose tokens are spread over ranks needs ctx.layout")
         logits = self._logits(self._jittered(hidden_states, ctx))
-        experts = choose(lambda: self._choose(logits, ctx.layout))
+        experts = choose(lambda: self.select(logits, ctx.layout))
         weights, sums = self._weigh(logits, experts, self.training)
         kept_experts, weights = self._within_capacity(experts.flatten(0, 1), weights.flatten(0, 1))
         if sums is not None:
@@ -188,7 +197,7 @@ class TopKRouter(nn.Module):
         dtype = _DTYPES.get(self.config.moe_router_dtype or "", x.dtype)
         if dtype.itemsize <= x.dtype.itemsize:
             return parallel_linear(x, self.weight, self.bias, self._traits)
-        logits = _WideLinear.apply(x, self.weight, dtype)
+        logits = _WideLinear.apply(x, self.weight, dtype, self.config.batch_invariant_mode)
         return logits if self.bias is None else logits + self.bias
 
     @property

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import UserError
+from megatron.core.fusions.batch_invariant_product import in_full_vectors
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
 
@@ -56,9 +57,9 @@ def expert_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
     if function == "softmax":
         return z.softmax(-1)
     if function == "sigmoid":
-        return z.sigmoid()
+        return in_full_vectors(torch.sigmoid, z)
     # clamp: the square root of an underflowed softplus would have the gradient infinity * 0
-    return F.softplus(z).clamp_min(torch.finfo(z.dtype).tiny).sqrt()
+    return in_full_vectors(F.softplus, z).clamp_min(torch.finfo(z.dtype).tiny).sqrt()
 
 
 def balanced_scores(logits: Tensor, function: ScoreFunction) -> Tensor:

@@ -1,0 +1,212 @@
+"""Compare trainer and generator: ``python tools/verify_generation.py <flags of pretrain_gpt.py> [--generator-tp N]``.
+
+Computes the log-probabilities of random sequences twice and compares all bits of the full rows (every entry of the
+vocabulary at every position): by forward passes of the training model in the layout of the flags, and by the generation
+engine on --generator-tp tensor-parallel ranks, with chunked prompts. Add --batch-invariant-mode for equal bits.
+
+The model is shrunk as by tools/verify_layout.py, has random weights in the precision of the flags, and runs in local
+gloo processes. With --full-size it has its own size and, with --load, the weights of a checkpoint.
+
+Exit code 0: equal; 1: different, with the largest difference; 2: the flags contradict each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron.core.config.commands import as_typed
+from megatron.core.config.errors import UserError, counted
+from megatron.tools.verify_layout import VOCAB_SIZE, launch, one_rank, shrink
+from megatron.training.arguments import parse_args, smallest_world_size, validate_args
+from megatron.training.checkpoint.settings import apply_checkpoint_args
+from megatron.training.config.flat import FlatConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Difference(NamedTuple):
+    """Comparison of rows of log-probabilities."""
+
+    largest: float
+    """Largest absolute difference."""
+    different_rows: int
+    rows: int
+
+
+def compare(trained: Sequence[Tensor], generated: Sequence[Tensor]) -> Difference:
+    """Return the difference of the rows [tokens, v] of each sequence."""
+    largest, different, rows = 0.0, 0, 0
+    for left, right in zip(trained, generated, strict=True):
+        distance = (left.double() - right.double()).abs().amax(1)
+        if not distance.isfinite().all():
+            raise UserError("the log-probabilities are not finite: the weights are damaged, or training diverged")
+        largest = max(largest, float(distance.amax()))
+        different, rows = different + int((distance != 0).sum()), rows + len(distance)
+    return Difference(largest, different, rows)
+
+
+MIN_LENGTH = 96
+"""Tokens of the longest sequence: several blocks of keys of the batch-invariant attention."""
+
+
+def small_settings(cfg: FlatConfig, world_size: int) -> FlatConfig:
+    """Return ``cfg`` with a small model, as :func:`shrink`, in the user's precision."""
+    small = shrink(cfg, world_size)
+    assert small.seq_length is not None
+    length = -(-MIN_LENGTH // small.seq_length) * small.seq_length
+    return dataclasses.replace(
+        small, fp64=False, bf16=cfg.bf16, fp16=cfg.fp16, seq_length=length, max_position_embeddings=length
+    )
+
+
+def generator_settings(cfg: FlatConfig, tensor_parallel: int) -> FlatConfig:
+    """Return ``cfg`` with the generator's layout: tensor parallelism only."""
+    values: dict[str, Any] = {"tensor_model_parallel_size": tensor_parallel}
+    if cfg.num_moe_experts is not None:
+        values |= {"expert_tensor_parallel_size": 1, "sequence_parallel": tensor_parallel > 1}
+        values["moe_token_dispatcher_type"] = "alltoall"
+    return dataclasses.replace(one_rank(cfg), micro_batch_size=1, global_batch_size=tensor_parallel, **values)
+
+
+def run_rank(
+    rank: int, cfg: FlatConfig, world_size: int, place: dict[str, str], vocab_size: int, sequences: list[list[int]],
+    generates: bool, prepare: Callable[[], None] | None,
+) -> None:  # fmt: skip
+    """Build the model in one process and compute the rows of ``sequences``, which rank 0 saves in ``place["FOLDER"]``.
+    ``prepare`` is called first: tests inject faults with it."""
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    from megatron.core.pipeline_parallel.stage_model import unwrapped
+    from megatron.core.rl.log_probabilities import full_log_probabilities
+    from megatron.training.initialize import initialize_megatron, shut_down
+    from megatron.training.run import build_components
+    from megatron.training.tasks.language_model import task_class
+    from megatron.training.verify.layout_trace import with_synthetic_data
+
+    if prepare is not None:
+        prepare()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    resolved = validate_args(cfg, world_size)
+    task = with_synthetic_data(task_class(cfg.model_family), vocab_size)(resolved)
+    parts = build_components(resolved, task, initialize_megatron(resolved))
+    parts.checkpointer.close()
+    if generates:
+        rows = generated_rows(unwrapped(parts.model[0]), sequences)
+    else:
+        rows = full_log_probabilities(parts.model, sequences, row_length=resolved.data.seq_length)
+    if rank == 0:
+        torch.save(rows, f"{place['FOLDER']}/{'generator' if generates else 'trainer'}.pt")
+    shut_down()
+
+
+def generated_rows(model: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the rows [tokens - 1, v] that the engine reports for the tokens of ``sequences``; empty on ranks other
+    than 0. Collective."""
+    import torch
+
+    from megatron.core.inference.engine import Engine
+    from megatron.core.inference.requests import Request
+    from megatron.core.inference.scheduler import Limits
+
+    longest = max(map(len, sequences))
+    # chunks and pages that end in the middle of prompts
+    limits = Limits(max_length=longest + 1, max_tokens=max(longest * 2 // 3, 1), max_sequences=len(sequences))
+    engine = Engine(model, limits, page_size=4)
+    requests = [
+        Request(prompt=ids, max_new_tokens=0, prompt_logprobs=True, top_logprobs=model.vocab_size) for ids in sequences
+    ]
+    found = []
+    for completion in engine.generate(requests):
+        rows = torch.empty(len(completion.prompt_scores) - 1, model.vocab_size, dtype=torch.float64)
+        for row, score in zip(rows, completion.prompt_scores[1:]):
+            assert score is not None, "the first token only has no score"
+            row[[token for token, _ in score.top]] = torch.tensor([x for _, x in score.top], dtype=torch.float64)
+        found.append(rows)
+    return found
+
+
+def verify(
+    trainer: FlatConfig, world_size: int, generator: FlatConfig, generator_ranks: int, vocab_size: int,
+    num_sequences: int, *, prepare: Callable[[], None] | None = None,
+) -> Difference:  # fmt: skip
+    """Run both sides in new processes on the CPU; return the difference of their rows. ``prepare`` is called in the
+    generator's processes."""
+    import torch
+
+    length = validate_args(trainer, world_size).data.seq_length
+    rng = random.Random(trainer.seed)
+    sequences = [
+        [rng.randrange(vocab_size) for _ in range(rng.randint(2, length) if index else length)]
+        for index in range(num_sequences)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for cfg, ranks, generates in ((trainer, world_size, False), (generator, generator_ranks, True)):
+            hook = prepare if generates else None
+            launch(cfg, ranks, folder, vocab_size, sequences, generates, hook, target=run_rank)
+        trained, generated = (torch.load(f"{folder}/{name}.pt", weights_only=True) for name in ("trainer", "generator"))
+    # the engine scores every token but the first
+    return compare([rows[:-1] for rows in trained], generated)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare both sides for the flags ``argv``; print the verdict and return the exit code: 0 equal, 1 different.
+    Raises UserError for flags that are invalid there."""
+    own = argparse.ArgumentParser(
+        description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own.add_argument("--world-size", type=int, help="trainer's ranks; default: the smallest number of the layout")
+    own.add_argument("--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator")
+    own.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score (5)")
+    own.add_argument("--full-size", action="store_true", help="keep the model's size; --load loads its weights")
+    options, flags = own.parse_known_args(argv)
+    for name in ("generator_tp", "num_sequences"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    cfg = parse_args(flags, needs_data=False)
+    world_size, vocab_size = options.world_size or smallest_world_size(cfg), VOCAB_SIZE
+    if options.full_size:
+        cfg = apply_checkpoint_args(cfg)
+        vocab_size = cfg.vocab_size or 0
+        if not vocab_size:
+            raise UserError("--full-size: requires the vocabulary's size; add --vocab-size")
+        kept = dataclasses.replace(cfg, save=None, distributed_backend="gloo")
+        trainer = dataclasses.replace(kept, explicit=kept.explicit | {"distributed_backend"})
+    else:
+        trainer = small_settings(cfg, world_size)
+    generator = generator_settings(trainer, options.generator_tp)
+    resolved = validate_args(trainer, world_size)
+    validate_args(generator, options.generator_tp)
+    model = resolved.model
+    print(
+        f"trainer: {counted(world_size, 'rank')} = tensor {model.tensor_model_parallel_size} x context"
+        f" {model.context_parallel_size} x pipeline {model.pipeline_model_parallel_size} x data"
+        f" {resolved.data_parallel_size}; generator: tensor {options.generator_tp};"
+        f" {str(model.params_dtype).removeprefix('torch.')}; {len(resolved.describe(vocab_size).layers)} layers, width"
+        f" {model.hidden_size}"
+    )
+    began = time.perf_counter()
+    found = verify(trainer, world_size, generator, options.generator_tp, vocab_size, options.num_sequences)
+    seconds = f"({time.perf_counter() - began:.0f} s)"
+    if not found.different_rows:
+        print(f"equal: all bits of {found.rows} rows of {vocab_size} log-probabilities {seconds}")
+        return 0
+    print(
+        f"DIFFERENT in {found.different_rows} of {found.rows} rows; largest difference {found.largest:.3g} {seconds}"
+        + ("" if model.batch_invariant_mode else "; add --batch-invariant-mode")
+    )
+    return 1

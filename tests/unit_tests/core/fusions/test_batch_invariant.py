@@ -1,0 +1,110 @@
+"""Batch-invariant product and attention equal their definitions, and an element's bits do not depend on the shape."""
+
+import pytest
+import torch
+
+from megatron.core.fusions import batch_invariant_attention as attention
+from megatron.core.fusions import batch_invariant_product as product
+from megatron.core.fusions.batch_invariant_attention import Scores, Span
+from megatron.core.fusions.batch_invariant_product import tree_sum
+from megatron.core.fusions.installed_triton import triton
+from tests.test_utils.kernels import DEVICE
+
+WITH_KERNEL = pytest.param("triton", marks=pytest.mark.skipif(triton is None, reason="needs Triton"))
+KINDS = ["plain", WITH_KERNEL]
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}[DEVICE]
+"""The interpreter has no products of bf16."""
+
+
+def same(kind, left, right):
+    """Whether the bits are equal. The interpreter's products depend on the place in a tile: there, nearly equal."""
+    exact = kind == "plain" or DEVICE == "cuda"
+    return torch.equal(left, right) if exact else torch.allclose(left, right, rtol=1e-4, atol=1e-4)
+
+
+def products(kind):
+    device = DEVICE if kind == "triton" else "cpu"
+    return (product.product_triton if kind == "triton" else product.product_plain), device
+
+
+def matrices(rows, columns, width, device):
+    generator = torch.Generator().manual_seed(0)
+    found = torch.randn(rows, width, generator=generator), torch.randn(columns, width, generator=generator)
+    return [x.to(device, DTYPE) for x in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_rows_and_columns_have_the_same_bits_in_every_shape(kind, parts):
+    multiply, device = products(kind)
+    x, weight = matrices(70, 67, 200, device)
+    full = multiply(x, weight, parts)
+    torch.testing.assert_close(full.double(), x.double() @ weight.double().t(), atol=1e-3, rtol=1e-4)
+    for rows in ((0, 1), (3, 8), (5, 70), (69, 70)):
+        assert same(kind, multiply(x[slice(*rows)], weight, parts), full[slice(*rows)])
+    assert same(kind, multiply(x, weight[13:40], parts), full[:, 13:40])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_split_k_add_up_to_the_bits_of_one_rank(kind):
+    multiply, device = products(kind)
+    x, weight = matrices(5, 33, 320, device)
+    full = multiply(x, weight, 8)
+    for ranks in (2, 4, 8):
+        shards = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
+        assert same(kind, tree_sum([multiply(*each, 8 // ranks) for each in shards]), full)
+    assert not torch.equal(multiply(x, weight, 1), full), "another order of sums would be found"
+
+
+HEADS, GROUPS, WIDTH, OUT_WIDTH, LENGTH = 6, 2, 24, 16, 150
+SCORES = [Scores(0.3), Scores(0.3, left=5), Scores(0.3, left=70, sink=torch.randn(HEADS)), Scores(0.3, soft_cap=1.5)]
+
+
+def sequences(device):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (LENGTH, HEADS, WIDTH), (LENGTH, GROUPS, WIDTH), (LENGTH, GROUPS, OUT_WIDTH)
+    return [torch.randn(*shape, generator=generator).to(device, DTYPE) for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scores", SCORES, ids=["full", "window", "sink", "cap"])
+def test_prefill_decoding_and_pages_give_the_same_bits(kind, scores):
+    device = DEVICE if kind == "triton" else "cpu"
+    attend = attention.attention_triton if kind == "triton" else attention.attention_plain
+    scores = scores._replace(sink=None if scores.sink is None else scores.sink.to(device))
+    query, keys, values = sequences(device)
+    key_rows = torch.arange(LENGTH, device=device)
+    out, lse = attend(query, keys, values, key_rows, [Span(0, LENGTH, 0, 0)], scores)
+    expected, expected_lse = definition(query, keys, values, scores)
+    tolerance = 3e-2 if torch.bfloat16 == DTYPE and kind == "triton" else 1e-4
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
+
+    # two sequences with shuffled pages: the tail of this one, and a single token of another
+    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1)).to(device)
+    place = order.argsort()
+    paged_rows = torch.cat([place, place])
+    spans = [Span(0, 1, 99, 0), Span(1, 40, 110, LENGTH)]
+    rows = [99, *range(110, 150)]
+    found = attend(query[rows], keys[order], values[order], paged_rows, spans, scores)
+    assert same(kind, found[0], out[rows]) and same(kind, found[1], lse[rows])
+    # one group and some of its heads, as a tensor-parallel rank has them
+    local = scores._replace(sink=None if scores.sink is None else scores.sink[3:5])
+    found = attend(query[:, 3:5], keys[:, 1:], values[:, 1:], key_rows, [Span(0, LENGTH, 0, 0)], local)
+    assert same(kind, found[0], out[:, 3:5]) and same(kind, found[1], lse[:, 3:5])
+
+
+def definition(query, keys, values, scores):
+    """The same in fp64, with a mask of all pairs."""
+    k, v = (x.double().repeat_interleave(HEADS // GROUPS, 1) for x in (keys, values))
+    logits = torch.einsum("sad,tad->ast", query.double(), k) * scores.scale
+    if scores.soft_cap is not None:
+        logits = scores.soft_cap * torch.tanh(logits / scores.soft_cap)
+    index = torch.arange(LENGTH, device=query.device)
+    distance = index[:, None] - index
+    left = LENGTH if scores.left is None else scores.left
+    logits = logits.masked_fill((distance < 0) | (distance > left), -torch.inf)
+    if scores.sink is not None:
+        logits = torch.cat([logits, scores.sink.double()[:, None, None].expand(-1, LENGTH, 1)], -1)
+    weights, lse = logits.softmax(-1)[..., :LENGTH], logits.logsumexp(-1)
+    return torch.einsum("ast,tae->sae", weights, v), lse.t()
