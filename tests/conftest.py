@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/dev/nvidiactl"):  # without a GPU, Triton kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+else:  # before the first GEMM, so that tests may enable deterministic algorithms
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 
