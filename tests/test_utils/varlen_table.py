@@ -14,6 +14,7 @@ VARLEN_MODELS = {
     "varlen": VARLEN,
     "varlen-of-12": f"{VARLEN} --global-batch-size 12",
     "varlen-llama": f"{VARLEN} {LLAMA} --window-size 8,0 --window-attn-skip-freq 2",
+    "varlen-clip": f"{VARLEN} {LLAMA} --qk-clip --qk-clip-threshold 0.005 --log-max-attention-logit",
     "varlen-mla": f"{VARLEN} {LATENT}",
     "varlen-mtp": f"{VARLEN} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
     "varlen-sink": f"{VARLEN} --softmax-type learnable --no-rope-freq 2 --position-embedding-type rope",
@@ -64,10 +65,13 @@ VARLEN_ROWS = {
     "dynamic-ep2": ("varlen-experts", f"{DYNAMIC} 8 {EP2} --moe-token-dispatcher-type alltoall", 4),
     "dynamic-ep2-tp2-sp": ("varlen-experts", f"{DYNAMIC} 16 {EP2} {TP2} {SP} --moe-token-dispatcher-type alltoall", 4),
     "dynamic-expert-bias": ("varlen-expert-bias", f"{DYNAMIC} 8", 4),
+    "varlen-clip-dp2": ("varlen-clip", f"{LIMIT} 64", 2),
+    "dynamic-clip": ("varlen-clip", f"{DYNAMIC} 8", 4),
+    "dynamic-clip-pp2": ("varlen-clip", f"{DYNAMIC} 16 {PP2}", 4),
     "dynamic-fp32": ("varlen-llama", f"{DYNAMIC} 8", 4, "fp32"),
 }
 VARLEN_IN_THE_SUITE = {
     "varlen-dp4-zero", "varlen-cp2-pp2", "dynamic-4", "dynamic-6", "dynamic-cp4-allgather", "dynamic-a2a",
     "dynamic-pp2-vpp", "dynamic-pp2-tp2-sp", "dynamic-fsdp2", "dynamic-mla", "dynamic-mtp", "dynamic-ep2-tp2-sp",
-    "dynamic-expert-bias",
+    "dynamic-expert-bias", "dynamic-clip",
 }  # fmt: skip

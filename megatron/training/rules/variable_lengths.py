@@ -54,9 +54,6 @@ def _conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
         yield "cp_comm_type", rows, "use p2p, a2a or allgather"
     if cfg.flat.cuda_graph_impl != "none":
         yield "cuda_graph_impl", f"{rows}: the shapes of micro-batches vary", "remove it"
-    for field in ("qk_clip", "log_max_attention_logit"):
-        if getattr(model, field):
-            yield field, f"{rows}: maxima would span the samples of a row", "remove it"
     yield from _expert_conflicts(cfg)
 
 

@@ -31,7 +31,6 @@ def configure(text, world_size=4):
     (f"{ON} --reset-position-ids", 1, "--reset-position-ids: contradicts --use-varlen-dataset"),
     (f"{ON} --micro-batch-size 2", 1, "--micro-batch-size 2: must be 1 with --use-varlen-dataset"),
     (f"{ON} --attention-dropout 0.1", 1, "--attention-dropout 0.1: is not supported with --use-varlen-dataset; set 0"),
-    (f"{ON} --qk-clip", 1, "--qk-clip: is not supported with --use-varlen-dataset: maxima would span the samples"),
     (f"{ON} --cuda-graph-impl local", 1, "--cuda-graph-impl local: is not supported with --use-varlen-dataset: the"),
     (f"{DYNAMIC} {LIMIT} 8", 4, f"{LIMIT}: a sample of --seq-length 48 does not fit 4 ranks of 8 tokens; at least 12"),
     (f"{DYNAMIC} {LIMIT} 8", 6, f"{LIMIT}: a sample of --seq-length 48 does not fit 4 ranks of 8 tokens; at least 12"),
