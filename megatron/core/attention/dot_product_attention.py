@@ -160,4 +160,7 @@ class CoreAttention(nn.Module):
             )
         tp_rank, heads = self._heads
         first_head = tp_rank * heads + forms.first_head(self.kind, ctx.layout, heads)
-        return WeightDropout(at.stream, self.rate, self.site, first_head, at.sample_b)
+        packed, documents = ctx.layout.documents, None
+        if packed is not None and packed.samples is not None and (bounds := packed.document_bounds()) is not None:
+            documents = bounds, packed.samples
+        return WeightDropout(at.stream, self.rate, self.site, first_head, at.sample_b, documents)
