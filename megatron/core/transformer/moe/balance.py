@@ -149,7 +149,11 @@ def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction, samples:
 
 
 def side_loss(
-    rule: SideLossRule, sums: Summary, fractions: dict[str, Tensor], tokens_b: Tensor, lengths: tuple[int, int],
+    rule: SideLossRule,
+    sums: Summary,
+    fractions: dict[str, Tensor],
+    tokens_b: Tensor,
+    lengths: tuple[int, int],
     samples: Samples = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (this rank's share of the sum of all losses, with coefficients and token weights; statistics). Needs at

@@ -1,5 +1,8 @@
 """The maximum attention logit of each head is exact on any number of ranks, and rows within the threshold stay."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,10 +12,14 @@ from megatron.core.attention.max_logits import MaxLogits
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.tiles import Visibility
 from megatron.core.attention.token_layout import TokenLayout
+from megatron.core.config.errors import UserError
 from megatron.core.fusions.installed_triton import triton
 from megatron.core.fusions.scale_rows import scale_rows, scale_rows_triton
 from megatron.core.fusions.storage import Copy, FSDPStorage, Remainder, Storage
-from megatron.core.groups.process_groups import Group
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.optimizer.weight_edits import RowScaling
+from megatron.core.transformer.qk_clip import QKClip
+from tests.test_utils.training_steps import build
 
 interpreted = pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
 
@@ -84,7 +91,7 @@ def test_maxima_of_context_parallel_ranks_include_the_keys_of_all(gloo_pool, vis
 KINDS = {"fp32": Storage, "copy": Copy, "remainder": Remainder, "fsdp": FSDPStorage}
 
 
-def build(kind, values):
+def stored(kind, values):
     """A storage with the masters ``values``."""
     storage = KINDS[kind](values.clone() if kind in ("fp32", "fsdp") else values.bfloat16())
     if storage.kept_dtype is not None:
@@ -99,7 +106,7 @@ def build(kind, values):
 def test_rows_are_scaled_with_their_masters(kind, size, first, function):
     values = random(size, seed=3, dtype=torch.float32)
     factors = torch.where(torch.arange(70) % 3 == 0, 0.37, 1.0)
-    storage, before, expected = (build(kind, values) for _ in range(3))
+    storage, before, expected = (stored(kind, values) for _ in range(3))
     expected.write(expected.read() * factors[(first + torch.arange(size)) // 9])
     function(storage, factors, 9, first)
     for part in ("weight", "kept"):
@@ -128,7 +135,7 @@ def test_weights_within_the_threshold_are_not_written():
 def test_rows_are_scaled_on_the_device_gpu(kind):
     values = random(5000 * 96, seed=3, dtype=torch.float32).cuda()
     factors = torch.where(torch.arange(6000) % 7 == 0, 0.37, 1.0).cuda()
-    storage, expected = (build(kind, values.cpu()) for _ in range(2))
+    storage, expected = (stored(kind, values.cpu()) for _ in range(2))
     for part in ("weight", "kept"):
         if (here := getattr(storage, part)) is not None:
             setattr(storage, part, here.cuda())
@@ -137,3 +144,100 @@ def test_rows_are_scaled_on_the_device_gpu(kind):
     for part in ("weight", "kept"):
         found, wanted = getattr(storage, part), getattr(expected, part)
         assert found is wanted is None or torch.equal(found.cpu(), wanted)
+
+
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 20, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 10,
+}  # fmt: skip
+MODELS = {
+    "heads": {}, "groups": {"num_query_groups": 2}, "latent": LATENT, "latent queries": {**LATENT, "q_lora_rank": 12},
+}  # fmt: skip
+THRESHOLD, ALPHA = 0.5, 0.3
+
+
+def clipped_model(more, **flags):
+    model = build(SINGLE_PROCESS, {"position_embedding_type": "rope"}, hidden_dropout=0.0, attention_dropout=0.0,
+                  init_method_std=0.5, **more, **flags)  # fmt: skip
+    clip = QKClip([model], model.config, SINGLE_PROCESS)
+    tokens = torch.arange(24).view(2, 12) * 7 % 53
+    model(tokens, None, labels=tokens)
+    return model, clip, tokens
+
+
+def logits_by_head(model, tokens):
+    """The maxima of each layer from new accumulators."""
+    clip = QKClip([model], model.config, SINGLE_PROCESS)
+    model(tokens, None, labels=tokens)
+    return [each.values.clone() for each in clip.maxima]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("logs", [False, True])
+def test_logits_are_the_threshold_after_the_weights_were_clipped(name, logs):
+    """In the first layer, whose input stays. Heads that share a key are clipped by the largest of them."""
+    flags = {"qk_clip": True, "qk_clip_threshold": THRESHOLD, "qk_clip_alpha": ALPHA, "log_max_attention_logit": logs}
+    model, clip, tokens = clipped_model(MODELS[name], **flags)
+    before = [each.values.clone() for each in clip.maxima]
+    scaled = []
+
+    def scale(parameter, factors):
+        scaled.append(parameter)
+        with torch.no_grad():
+            parameter.mul_(factors.view(-1, *[1] * (parameter.dim() - 1)))
+
+    clip(scale, torch.tensor(False))
+    names = {"layer 1/max_attention_logit", "layer 2/max_attention_logit"} if logs else set()
+    assert set(clip.logged) == names
+    if logs:
+        for number, values in enumerate(before, 1):
+            assert float(clip.logged[f"layer {number}/max_attention_logit"]) == pytest.approx(float(values.max()))
+    eta = (THRESHOLD / before[0]).clamp(max=1.0)
+    if name == "groups":
+        eta = eta.view(2, 2).amin(1, keepdim=True).expand(2, 2).flatten()
+    assert eta.min() < 0.9 and len(scaled) == len({id(each) for each in scaled})
+    after = logits_by_head(model, tokens)[0]
+    torch.testing.assert_close(after, before[0] * eta, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("flags, skipped", [
+    ({"qk_clip": True, "qk_clip_threshold": 0.01}, True), ({"qk_clip": True, "qk_clip_threshold": 1e6}, False),
+    ({"log_max_attention_logit": True, "qk_clip_threshold": 0.01}, False),
+])  # fmt: skip
+def test_weights_stay_without_a_reason(flags, skipped):
+    _, clip, _ = clipped_model({}, **flags)
+    found = []
+    clip(lambda parameter, factors: found.append(factors), torch.tensor(skipped))
+    assert len(found) == (2 * 2 if "qk_clip" in flags else 0)  # weight and bias of two layers
+    assert all(bool((each == 1.0).all()) for each in found)
+    clip(lambda parameter, factors: found.append(factors), torch.tensor(False))  # no forward pass since
+    assert all(bool((each == 1.0).all()) for each in found)
+
+
+def test_only_self_attention_of_this_library_is_clipped():
+    class Foreign(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.core_attention = torch.nn.Identity()
+
+    with pytest.raises(UserError, match=r"--qk-clip, --log-max-attention-logit: layer \(Foreign\) gives no logits"):
+        QKClip([torch.nn.ModuleDict({"layer": Foreign()})], clipped_model({})[0].config, SINGLE_PROCESS)
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_rows_of_a_shard_are_scaled_where_its_master_is(is_offloaded):
+    class State:
+        names = {"weight"} if is_offloaded else set()
+        opened_names = []
+
+        @contextlib.contextmanager
+        def opened(self, name):
+            self.opened_names.append(name)
+            yield storage
+
+    parameter, storage = torch.nn.Parameter(torch.ones(4, 3)), Storage(torch.ones(7))
+    scaling = RowScaling({parameter: "weight"}, {"weight": SimpleNamespace(start=4)}, State())
+    scaling(torch.nn.Parameter(torch.ones(4, 3)), torch.full((4,), 2.0))
+    scaling(parameter, torch.ones(4))
+    assert State.opened_names == ([] if is_offloaded else ["weight"]) and bool((storage.weight == 1).all())
+    scaling(parameter, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert storage.weight.tolist() == [2, 2, 3, 3, 3, 4, 4]
