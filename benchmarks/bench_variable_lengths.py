@@ -8,8 +8,9 @@
 Lengths are log-normal with the percentiles of two public corpora: GitHub (source files: a long tail) and CommonCrawl
 (web pages: shorter). Simulated times use the planner's costs of a 7B model. ``--measure CORPUS:METHOD`` trains a few
 steps (1.2B on GPUs) with lengths up to 32,768 and prints tokens per second. On CPUs (lengths up to 4,096) it also
-prints the idle share: 1 minus the mean over the ranks of the CPU time of a global batch, divided by the slowest rank's.
-CPU time does not contain waiting, so that ranks may share cores.
+prints the idle share (1 minus the mean over the ranks of the CPU time of a global batch, divided by the slowest rank's)
+and tokens per second of the slowest rank's CPU time, the speed with a core per rank and free communication. CPU time
+does not contain waiting, so that ranks may share cores.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Measured(NamedTuple):
     """Figures of one method on one corpus."""
 
     tokens_per_second: float
+    """On CPUs of the slowest rank's CPU time."""
     planned_imbalance: float
     planned_idle: float
     """Idle share of the plans, if the modeled times were right."""
@@ -124,7 +126,7 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
     from megatron.training.tasks.gpt import GPTTask
 
     longest, scale = (32_768, 1.0) if on_gpu else (4096, 1 / 8)
-    lengths, limit, iterations = CORPORA[corpus], longest // world, 12 if on_gpu else 7
+    lengths, limit, iterations = CORPORA[corpus], longest // world, 12 if on_gpu else 8
     model = "--num-layers 4 --hidden-size 128 --num-attention-heads 4"
     if on_gpu:
         model = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --swiglu --bf16 --recompute-granularity"
@@ -146,7 +148,7 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
     ]  # fmt: skip
     seconds: list[float] = []
     busy: list[float] = []
-    idle: list[float] = []
+    idle: list[tuple[float, float]] = []
     plans: list[PlanFigures] = []
 
     class Timed(GPTTask):
@@ -156,7 +158,7 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
             seconds.append(time.perf_counter())
             busy.append(time.thread_time())
             if len(busy) == iterations and not on_gpu:  # now, because the run ends its process groups
-                idle.append(idle_share(busy[2:]))
+                idle.append(idle_share(busy[3:]))
             work = super().micro_batches(*arguments)  # type: ignore[arg-type]
             plans.append(self.plan_figures())  # type: ignore[arg-type]
             return work
@@ -166,12 +168,13 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
     tokens = sum(plan.tokens for plan in plans)
     imbalance = statistics.mean(plan.imbalance for plan in plans)
     planned = statistics.mean(1 - 1 / (1 + plan.imbalance) for plan in plans)
-    return Measured(tokens / elapsed, imbalance, planned, idle[0] if idle else None)
+    share, elapsed = idle[0] if idle else (None, elapsed)
+    return Measured(tokens / elapsed, imbalance, planned, share)
 
 
-def idle_share(clock: Sequence[float]) -> float:
-    """Return the mean idle share of global batches from this rank's CPU time at their starts, [batches + 1].
-    Collective."""
+def idle_share(clock: Sequence[float]) -> tuple[float, float]:
+    """Return the mean idle share of global batches, and the CPU time of the slowest rank of each, summed, from this
+    rank's CPU time at their starts, [batches + 1]. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -179,7 +182,7 @@ def idle_share(clock: Sequence[float]) -> float:
     every = [torch.zeros_like(times) for _ in range(dist.get_world_size())]
     dist.all_gather(every, times)
     by_rank = torch.stack(every)
-    return float((1 - by_rank.mean(0) / by_rank.amax(0)).mean())
+    return float((1 - by_rank.mean(0) / by_rank.amax(0)).mean()), float(by_rank.amax(0).sum())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

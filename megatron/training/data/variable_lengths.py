@@ -200,8 +200,7 @@ class Rows:
         return {**row, "documents": documents, "size": size, "padding": padding}
 
     def local(self, row: Mapping[str, Any]) -> tuple[dict[str, Tensor], TokenLayout]:
-        """Return this rank's tokens of a row, with ``valid_tokens`` [samples] of the full row, and its
-        layout."""
+        """Return this rank's tokens of a row, with ``valid_tokens`` [samples] of the full row, and its layout."""
         layout = replace(self.layouts[row["size"]], padding=row["padding"])
         batch = {name: layout.local(row[name], 1) for name in (*PER_TOKEN, "sample_index")}
         valid = F.pad(row["loss_mask"][0].cumsum(0, dtype=torch.float64), (1, 0))

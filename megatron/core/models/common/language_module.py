@@ -260,8 +260,8 @@ class LanguageModule(MegatronModule):
         )
 
     def micro_batch_layout(self, documents: PackedSeqParams | TokenLayout | None) -> TokenLayout:
-        """Return the layout of a micro-batch: ``documents`` itself, that of the ranks of its ``local_cp_size``, or that
-        of the program. Raises UserError for a size without groups."""
+        """Return the layout of a micro-batch: ``documents`` itself, the layout of ``local_cp_size`` ranks, or the
+        program's layout. Raises UserError for a size without groups."""
         if isinstance(documents, TokenLayout):
             return documents
         if documents is None or (size := documents.local_cp_size) is None:
