@@ -3,21 +3,27 @@
     python benchmarks/bench_variable_lengths.py                                    # simulated, 64 ranks, no torch
     python benchmarks/bench_variable_lengths.py --draw docs/guides/variable_lengths.svg
     torchrun --nproc-per-node 2 benchmarks/bench_variable_lengths.py --measure github:dynamic
+    torchrun --nproc-per-node 8 benchmarks/bench_variable_lengths.py --measure github:dynamic --json FILE
 
 Lengths are log-normal with the percentiles of two public corpora: GitHub (source files: a long tail) and CommonCrawl
 (web pages: shorter). Simulated times use the planner's costs of a 7B model. ``--measure CORPUS:METHOD`` trains a few
-steps (1.2B on GPUs) with lengths up to 32,768 and prints tokens per second.
+steps (1.2B on GPUs) with lengths up to 32,768 and prints tokens per second. On CPUs (lengths up to 4,096) it also
+prints the idle share (1 minus the mean over the ranks of the CPU time of a global batch, divided by the slowest rank's)
+and tokens per second of the slowest rank's CPU time, the speed with a core per rank and free communication. CPU time
+does not contain waiting, so that ranks may share cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -94,10 +100,24 @@ def draw(plan: Plan, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
-    """Train a few steps with mock documents of ``corpus`` and return tokens per second and the planned imbalance."""
-    import json
+class Measured(NamedTuple):
+    """Figures of one method on one corpus."""
 
+    tokens_per_second: float
+    """On CPUs of the slowest rank's CPU time."""
+    planned_imbalance: float
+    planned_idle: float
+    """Idle share of the plans, if the modeled times were right."""
+    measured_idle: float | None
+    """Idle share in CPU time; None on GPUs."""
+
+    def __str__(self) -> str:
+        text = f"{self.tokens_per_second:12,.0f} tokens/s   planned imbalance {self.planned_imbalance:.1%}"
+        return text if self.measured_idle is None else f"{text}   idle {self.measured_idle:.1%}"
+
+
+def measure(corpus: str, method: str, world: int, on_gpu: bool) -> Measured:
+    """Train a few steps with mock documents of ``corpus``; return the figures, without the first three steps."""
     import torch
 
     from megatron.training.arguments import parse_args
@@ -105,9 +125,9 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
     from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
 
-    longest, scale = (32_768, 1.0) if on_gpu else (1024, 1 / 32)
-    lengths, limit = CORPORA[corpus], longest // world
-    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
+    longest, scale = (32_768, 1.0) if on_gpu else (4096, 1 / 8)
+    lengths, limit, iterations = CORPORA[corpus], longest // world, 12 if on_gpu else 8
+    model = "--num-layers 4 --hidden-size 128 --num-attention-heads 4"
     if on_gpu:
         model = "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --swiglu --bf16 --recompute-granularity"
         model += " full --recompute-method uniform --recompute-num-layers 1"
@@ -123,10 +143,12 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
         "--position-embedding-type", "rope", "--micro-batch-size", "1", "--global-batch-size", "64", "--mock-data",
         "--varlen-mock-dataset-config-json", json.dumps({**distribution, "p95": p95}), "--use-varlen-dataset",
         "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000" if on_gpu else "256", "--lr", "1e-4",
-        "--train-iters", "12", "--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0",
+        "--train-iters", str(iterations), "--eval-iters", "0", "--hidden-dropout", "0", "--attention-dropout", "0",
         "--distributed-backend", "nccl" if on_gpu else "gloo", "--use-distributed-optimizer",
     ]  # fmt: skip
     seconds: list[float] = []
+    busy: list[float] = []
+    idle: list[tuple[float, float]] = []
     plans: list[PlanFigures] = []
 
     class Timed(GPTTask):
@@ -134,6 +156,9 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
             if on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter())
+            busy.append(time.thread_time())
+            if len(busy) == iterations and not on_gpu:  # now, because the run ends its process groups
+                idle.append(idle_share(busy[3:]))
             work = super().micro_batches(*arguments)  # type: ignore[arg-type]
             plans.append(self.plan_figures())  # type: ignore[arg-type]
             return work
@@ -142,7 +167,22 @@ def measure(corpus: str, method: str, world: int, on_gpu: bool) -> str:
     plans, elapsed = plans[3:-1], seconds[-1] - seconds[3]
     tokens = sum(plan.tokens for plan in plans)
     imbalance = statistics.mean(plan.imbalance for plan in plans)
-    return f"{tokens / elapsed:12,.0f} tokens/s   planned imbalance {imbalance:.1%}"
+    planned = statistics.mean(1 - 1 / (1 + plan.imbalance) for plan in plans)
+    share, elapsed = idle[0] if idle else (None, elapsed)
+    return Measured(tokens / elapsed, imbalance, planned, share)
+
+
+def idle_share(clock: Sequence[float]) -> tuple[float, float]:
+    """Return the mean idle share of global batches, and the CPU time of the slowest rank of each, summed, from this
+    rank's CPU time at their starts, [batches + 1]. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    times = torch.tensor(clock, dtype=torch.float64).diff()
+    every = [torch.zeros_like(times) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, times)
+    by_rank = torch.stack(every)
+    return float((1 - by_rank.mean(0) / by_rank.amax(0)).mean()), float(by_rank.amax(0).sum())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draw", type=Path, metavar="FILE", help="write a picture of a plan for 8 ranks")
     parser.add_argument("--measure", choices=[f"{corpus}:{method}" for corpus in CORPORA for method in METHODS],
                         metavar="CORPUS:METHOD", help="train on these ranks: github:dynamic, ...")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --measure: add the figures to this file")
     args = parser.parse_args(argv)
     if args.draw:
         lengths = draw_lengths(CORPORA["github"], 48, 260, LONGEST)
@@ -162,9 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         corpus, method = args.measure.split(":")
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        text = measure(corpus, method, world, torch.cuda.is_available())
+        measured = measure(corpus, method, world, torch.cuda.is_available())
         if os.environ.get("RANK", "0") == "0":
-            print(f"{corpus:12} {method:8} {text}")
+            print(f"{corpus:12} {method:8} {measured}")
+            if args.json:
+                found = json.loads(args.json.read_text()) if args.json.exists() else {}
+                found[f"{args.measure}, {world} ranks"] = measured._asdict()
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     print(f"{'corpus':12} {'method':8} {'tokens/time':>11} {'idle':>7} {'imbalance':>9}   ({args.ranks} ranks)")
     for name, corpus in CORPORA.items():

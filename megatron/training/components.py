@@ -10,7 +10,6 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
-from megatron.core.transformer.qk_clip import QKClip
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.data.loader import BatchReader
 from megatron.training.evaluate import EvalSet
@@ -30,8 +29,6 @@ class Components:
     scheduler: OptimizerParamScheduler | None
     state: TrainState
     checkpointer: Checkpointer
-    qk_clip: QKClip | None = None
-    """Maximum attention logits; None with neither --qk-clip nor --log-max-attention-logit."""
     datasets: tuple[object, object, object] = (None, None, None)
     """Training, validation and test data, as provided by the task."""
     reader: BatchReader | None = None

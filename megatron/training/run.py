@@ -22,7 +22,6 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.qk_clip import QKClip
 from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
@@ -61,6 +60,7 @@ from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
 from megatron.training.watchdog import Watchdog
+from megatron.training.weight_edits import build_weight_edits
 from megatron.version import version_text
 
 logger = logging.getLogger(__name__)
@@ -264,6 +264,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     report_choices(model)
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(cfg.optimizer, model, groups=groups)
+    optimizer.weight_edits += build_weight_edits(model, cfg.model, groups)
     scheduler = None if cfg.validation.skip_train else get_optimizer_param_scheduler(cfg.flat, optimizer)
     described = task.description()
     checkpointer = Checkpointer(
@@ -276,9 +277,6 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
         architecture=None if described is None else weight_settings(described),
     )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
-    if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
-        parts.qk_clip = QKClip(model, cfg.model, groups)
-        optimizer.weight_edits.append(parts.qk_clip)
     try:
         return _load(parts, cfg)
     except BaseException:

@@ -169,8 +169,8 @@ class Trainer:
                 update.found_nonfinite,
             )
             self.finite.read(keep=1)
-        if self.parts.qk_clip is not None and self.cfg.model.log_max_attention_logit:
-            metrics.statistics = {**metrics.statistics, **self.parts.qk_clip.logged}
+        for edit in optimizer.weight_edits:
+            metrics.statistics = {**metrics.statistics, **edit.logged}
         metrics.loss_scale = optimizer.get_loss_scale()
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
         return metrics

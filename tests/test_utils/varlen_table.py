@@ -1,5 +1,6 @@
 """Rows of the matrix with samples of different lengths, and a context-parallel size per micro-batch."""
 
+VARLEN_DROPPED = "--use-varlen-dataset --micro-batch-size 1 --attention-dropout 0.2 --hidden-dropout 0.1"
 VARLEN = "--use-varlen-dataset --micro-batch-size 1 --attention-dropout 0 --hidden-dropout 0.1"
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --ffn-hidden-size 64"
@@ -14,7 +15,13 @@ VARLEN_MODELS = {
     "varlen": VARLEN,
     "varlen-of-12": f"{VARLEN} --global-batch-size 12",
     "varlen-llama": f"{VARLEN} {LLAMA} --window-size 8,0 --window-attn-skip-freq 2",
+    "varlen-clip": f"{VARLEN} {LLAMA} --qk-clip --qk-clip-threshold 0.005 --log-max-attention-logit",
     "varlen-mla": f"{VARLEN} {LATENT}",
+    "varlen-dropout": VARLEN_DROPPED,
+    "varlen-aux": (
+        f"{VARLEN} {EXPERTS.replace('type none', 'type seq_aux_loss global_aux_loss')} --moe-aux-loss-coeff 0.3 0.2"
+        " --moe-z-loss-coeff 0.1"
+    ),
     "varlen-mtp": f"{VARLEN} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
     "varlen-sink": f"{VARLEN} --softmax-type learnable --no-rope-freq 2 --position-embedding-type rope",
     "varlen-experts": f"{VARLEN} {EXPERTS}",
@@ -64,10 +71,24 @@ VARLEN_ROWS = {
     "dynamic-ep2": ("varlen-experts", f"{DYNAMIC} 8 {EP2} --moe-token-dispatcher-type alltoall", 4),
     "dynamic-ep2-tp2-sp": ("varlen-experts", f"{DYNAMIC} 16 {EP2} {TP2} {SP} --moe-token-dispatcher-type alltoall", 4),
     "dynamic-expert-bias": ("varlen-expert-bias", f"{DYNAMIC} 8", 4),
+    "varlen-dropout-dp2": ("varlen-dropout", f"{LIMIT} 64", 2),
+    "dynamic-dropout": ("varlen-dropout", f"{DYNAMIC} 8", 4),
+    "dynamic-dropout-a2a": ("varlen-dropout", f"{DYNAMIC} 8 --cp-comm-type a2a", 4),
+    "dynamic-dropout-allgather-tp2": ("varlen-dropout", f"{DYNAMIC} 16 --cp-comm-type allgather {TP2}", 4),
+    "varlen-aux-dp2": ("varlen-aux", f"{LIMIT} 64", 2),
+    "dynamic-aux": ("varlen-aux", f"{DYNAMIC} 8", 4),
+    "dynamic-aux-ep2-tp2-sp": ("varlen-aux", f"{DYNAMIC} 16 {EP2} {TP2} {SP} --moe-token-dispatcher-type alltoall", 4),
+    "dynamic-aux-pp2": ("varlen-aux", f"{DYNAMIC} 16 {PP2}", 4),
+    "dynamic-aux-recompute": ("varlen-aux", f"{DYNAMIC} 8 {FULL}", 4),
+    "dynamic-at-least-2": ("varlen", f"{DYNAMIC} 8 --min-dynamic-context-parallel-size 2", 4),
+    "varlen-clip-dp2": ("varlen-clip", f"{LIMIT} 64", 2),
+    "dynamic-clip": ("varlen-clip", f"{DYNAMIC} 8", 4),
+    "dynamic-clip-pp2": ("varlen-clip", f"{DYNAMIC} 16 {PP2}", 4),
     "dynamic-fp32": ("varlen-llama", f"{DYNAMIC} 8", 4, "fp32"),
 }
 VARLEN_IN_THE_SUITE = {
     "varlen-dp4-zero", "varlen-cp2-pp2", "dynamic-4", "dynamic-6", "dynamic-cp4-allgather", "dynamic-a2a",
     "dynamic-pp2-vpp", "dynamic-pp2-tp2-sp", "dynamic-fsdp2", "dynamic-mla", "dynamic-mtp", "dynamic-ep2-tp2-sp",
-    "dynamic-expert-bias",
+    "dynamic-expert-bias", "dynamic-clip", "dynamic-dropout", "dynamic-dropout-a2a", "dynamic-aux-ep2-tp2-sp",
+    "dynamic-at-least-2",
 }  # fmt: skip

@@ -70,6 +70,7 @@ TRAINING = {
     "evaluate": "core config data initialize observe tasks",
     "live_weights": "core config stored_settings",
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
+    "weight_edits": "core",
     "components": "core checkpoint data evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
     "task_scores": "core config observe",
@@ -77,7 +78,7 @@ TRAINING = {
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
-        "stored_settings tasks train_state trainer watchdog",
+        "stored_settings tasks train_state trainer watchdog weight_edits",
     "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }

@@ -111,13 +111,13 @@ class CoreAttention(nn.Module):
         A dense ``ctx.attention_mask`` applies in addition to causality and window; some kernels and context parallelism
         reject it (UserError). Raises ValueError in training with dropout without ``ctx.dropout``, and without
         ``ctx.layout`` under context parallelism."""
-        if self.max_logits is not None and self.training:
-            self.max_logits.add(query, key)
         documents = ctx.encoder_documents if self.is_cross else ctx.layout.documents
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
         hidden, bias = (None, None) if self.is_cross else (ctx.attention_mask, ctx.position_bias)
         mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
+        if self.max_logits is not None and self.training:
+            self.max_logits.add(query, key, mask, ctx.layout)
         return ctx.layout.attend(self, query, key, value, mask).flatten(2)
 
     def form(self, layout: TokenLayout) -> Attention:
@@ -167,4 +167,7 @@ class CoreAttention(nn.Module):
             )
         tp_rank, heads = self._heads
         first_head = tp_rank * heads + forms.first_head(self.kind, ctx.layout, heads)
-        return WeightDropout(at.stream, self.rate, self.site, first_head, at.sample_b)
+        packed, documents = ctx.layout.documents, None
+        if packed is not None and packed.samples is not None and (bounds := packed.document_bounds()) is not None:
+            documents = bounds, packed.samples
+        return WeightDropout(at.stream, self.rate, self.site, first_head, at.sample_b, documents)

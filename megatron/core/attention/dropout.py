@@ -9,12 +9,13 @@ Legend: b batch, a heads (local), q queries, k keys of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.core.attention.tiles import Tile
+from megatron.core.attention.tiles import Bounds, Tile
 from megatron.core.random.dropout import COUNTERS_PER_PASS, ScaleByMask
 from megatron.core.random.philox import DropoutStream
 
@@ -30,6 +31,9 @@ class WeightDropout:
     """Global index of the first local head."""
     sample_b: Tensor
     """Global sample counter, int64 [b]."""
+    documents: tuple[Bounds, tuple[int, ...]] | None = None
+    """Bounds of the samples that are packed into one row, and their sample counters, which replace ``sample_b``; None:
+    each row is a sample."""
 
     @property
     def scale(self) -> float:
@@ -38,21 +42,42 @@ class WeightDropout:
 
     def keep(self, tile: Tile, num_heads: int) -> Tensor:
         """Return the mask of kept weights of ``tile`` for the first ``num_heads`` local heads, bool [b, a, q, k], True
-        with probability 1 - rate; b is 1 for a tile of one row. A pure function of global positions. Positions must be
-        consecutive: tiles that merge ranges (``plan_tiles(merge=True)``) would get wrong masks."""
-        device = self.sample_b.device
-        samples = self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]
-        positions = torch.arange(tile.query_position, tile.query_position + tile.num_queries, device=device)
+        with probability 1 - rate; b is 1 for a tile of one row. A pure function of global positions, which count within
+        each of packed samples; True for pairs of different samples, which are hidden. Positions must be consecutive:
+        tiles that merge ranges (``plan_tiles(merge=True)``) would get wrong masks."""
+        device, shape = self.sample_b.device, (num_heads, tile.num_queries, tile.num_keys)
+        rows = 1 if self.documents is not None or tile.row is not None else len(self.sample_b)
         heads = torch.arange(self.first_head, self.first_head + num_heads, device=device)[:, None, None]
-        keys = range(tile.key_position, tile.key_position + tile.num_keys)
-        mask = torch.empty(len(samples), num_heads, tile.num_queries, tile.num_keys, dtype=torch.bool, device=device)
-        step = max(1, COUNTERS_PER_PASS * 8 // max(1, tile.num_queries * tile.num_keys))
-        for row, sample in zip(mask, samples, strict=True):
+        mask = torch.ones(rows, *shape, dtype=torch.bool, device=device)
+        for row, (sample, start, queries, keys) in enumerate(self._parts(tile)):
+            first_query, first_key = queries.start - tile.query_position, keys.start - tile.key_position
+            # packed samples share one row
+            part = mask[0 if self.documents is not None else row, :, first_query:, first_key:]
+            part = part[:, : len(queries), : len(keys)]
+            positions = torch.arange(queries.start - start, queries.stop - start, device=device)[None, :, None]
+            features = range(keys.start - start, keys.stop - start)
+            step = max(1, COUNTERS_PER_PASS * 8 // max(1, len(queries) * len(keys)))
             for first in range(0, num_heads, step):
-                row[first : first + step] = self.stream.keep_mask(
-                    self.rate, self.site, sample, positions[None, :, None], heads[first : first + step], keys
+                part[first : first + step] = self.stream.keep_mask(
+                    self.rate, self.site, sample, positions, heads[first : first + step], features
                 )
         return mask
+
+    def _parts(self, tile: Tile) -> Iterator[tuple[Tensor, int, range, range]]:
+        """Yield (sample counter, its first position, positions of queries and of keys) of each sample in ``tile``."""
+        queries = range(tile.query_position, tile.query_position + tile.num_queries)
+        keys = range(tile.key_position, tile.key_position + tile.num_keys)
+        if self.documents is None:
+            for sample in self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]:
+                yield sample, 0, queries, keys
+            return
+        bounds, samples = self.documents
+        for start, stop, index in zip(bounds, bounds[1:], samples):
+            of_queries, of_keys = (range(max(start, each.start), min(stop, each.stop)) for each in (queries, keys))
+            if of_queries and of_keys:
+                # a fill does not wait for the device, as a copy from the host does
+                sample = torch.full((), index, dtype=torch.int64, device=self.sample_b.device)
+                yield sample, start, of_queries, of_keys
 
     def __call__(self, weights: Tensor, tile: Tile) -> Tensor:
         """Drop out ``weights`` [b, a, q, k] of ``tile``; differentiable, saves the bool mask for backward."""

@@ -54,7 +54,7 @@ class PackedSeqParams:
     attend only to themselves. The first entry is 0, the last b * s. ``max_seqlen_*`` is the longest document; without
     it kernels launch blocks for the row length. Megatron-LM's programs may pass lengths without padding in
     ``cu_seqlens_*`` and the starts of the padded documents in ``cu_seqlens_*_padded``; :meth:`documents` converts them.
-    Raises UserError if ``local_cp_size`` is set."""
+    """
 
     qkv_format: str | None = None
     """Ignored, except that "thd" is rejected with context parallelism: Megatron-LM's programs then split each document
@@ -74,19 +74,15 @@ class PackedSeqParams:
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Cached result of :meth:`ranges`, used by all layers."""
     local_cp_size: int | None = field(default=None, kw_only=True)
+    """Context-parallel size of this micro-batch; None: that of the program. Its ranks are ``get_step_groups()`` of this
+    size, for which ``initialize_model_parallel`` needs ``hybrid_context_parallel``."""
+    samples: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Sample counter of each document, if documents are samples: dropout of attention weights depends on it."""
     cp_group: AnyGroup = field(default=None, kw_only=True)
     total_tokens: int | None = field(default=None, kw_only=True)
     seq_idx: Tensor | None = field(default=None, kw_only=True)
     pad_between_seqs: bool | None = field(default=None, kw_only=True)
     """Ignored, like ``cp_group``, ``total_tokens`` and ``seq_idx``; accepted for Megatron-LM's programs."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError if ``local_cp_size`` is set."""
-        if self.local_cp_size is not None:
-            raise UserError(
-                f"local_cp_size {self.local_cp_size}: a context-parallel size per micro-batch is not available; leave "
-                "it None"
-            )
 
     def documents(self, num_tokens: int, context_parallel_size: int = 1) -> PackedSeqParams:
         """Normalize the bounds of a batch of ``num_tokens`` tokens (in full sequences) for self-attention.

@@ -122,6 +122,17 @@ class TokenLayout:
                 self._positions[length, device] = found
         return found
 
+    def sample_numbers(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the document of each of this rank's tokens of the residual stream, int64 [s / ranks of the stream],
+        the number of documents for padding at the end; and the tokens of each document, int64 [documents]. ``length``:
+        s. No host sync."""
+        assert self.documents is not None and self.documents.cu_seqlens_q is not None
+        bounds = self.documents.cu_seqlens_q.long()
+        positions = self.stream_part(self.positions(length, device))
+        numbers = torch.bucketize(positions, bounds[1:], right=True)
+        is_token = positions < self.full_length(length) - self.padding
+        return numbers.where(is_token, len(bounds) - 1), bounds.diff()
+
     def stream_part(self, x: Tensor) -> Tensor:
         """Return the entries of ``x`` [s, ...], one per token of this rank, for its tokens of the residual stream."""
         return x.chunk(self.stream.size)[self.stream.rank]

@@ -46,9 +46,12 @@ class ParallelismConfig(FlagGroup):
     )
     """Exchange of keys and values between context-parallel ranks: one value for all layers, or one per layer."""
 
-    hybrid_context_parallel: bool = False
+    hybrid_context_parallel: bool = flag("--hybrid-context-parallel", "--dynamic-context-parallel", default=False)
     """Choose the context-parallel size of every micro-batch from the lengths of its samples: one rank for short ones, a
     power of two of the data- and context-parallel ranks for long ones. Requires --use-varlen-dataset."""
+
+    min_dynamic_context_parallel_size: NumRanks = 1
+    """Smallest context-parallel size with --hybrid-context-parallel, a power of two."""
 
     max_seqlen_per_dp_cp_rank: Dim | None = None
     """Tokens of a micro-batch that one rank holds, with --use-varlen-dataset. Default: --seq-length /

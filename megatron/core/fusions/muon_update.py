@@ -52,20 +52,13 @@ class MuonUpdate:
         for each, factor, scale in zip(entries, factors, scales):
             master = each.storage.read()
             decay = each.lr * each.weight_decay if step.decoupled else 0.0
-            updated = master - decay * master - each.lr * scale * factor.to(master.dtype)
-            # where, not a factor of zero: a skipped step may have NaN in the gradient
-            each.storage.write(torch.where(step.skip == 0, updated, master))
+            each.write(step.skip, master - decay * master - each.lr * scale * factor.to(master.dtype))
 
     def _advance(self, entry: OptimizerEntry, step: MuonStep) -> Tensor:
-        momentum = entry.moments[0]
-        gradient = entry.gradient.to(momentum.dtype)
-        if step.factor is not None:
-            gradient = gradient * step.factor.to(momentum.dtype)
-        if not step.decoupled:
-            gradient = gradient + entry.weight_decay * entry.storage.read()
-        updated = torch.lerp(momentum, gradient, 1.0 - step.momentum)
+        gradient = entry.scaled_gradient(step.factor, decoupled=step.decoupled)
+        updated = torch.lerp(entry.moments[0], gradient, 1.0 - step.momentum)
         direction = torch.lerp(gradient, updated, step.momentum) if step.nesterov else updated
-        momentum.copy_(torch.where(step.skip == 0, updated, momentum))
+        entry.write(step.skip, None, updated)
         return direction
 
 

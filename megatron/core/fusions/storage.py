@@ -244,6 +244,23 @@ class OptimizerEntry:
         """Whether all of its state can be updated in place."""
         return self.storage.is_live and all(moment.dtype == self.storage.dtype for moment in self.moments)
 
+    def scaled_gradient(self, factor: Tensor | None, *, decoupled: bool) -> Tensor:
+        """Return the gradient times ``factor`` (None: 1), in the dtype of the first moment, plus the decay of the
+        master unless it is ``decoupled``. May be the gradient itself: do not write to it."""
+        gradient = self.gradient.to(self.moments[0].dtype)
+        if factor is not None:
+            gradient = gradient * factor.to(gradient.dtype)
+        return gradient if decoupled else gradient + self.weight_decay * self.storage.read()
+
+    def write(self, skip: Tensor, master: Tensor | None, *moments: Tensor) -> None:
+        """Set the master (None: keep it) and the first moments, unless ``skip`` (0-d) is 1."""
+        applies = skip == 0
+        # where, not a factor of zero: a skipped step may have NaN in the gradient
+        for old, new in zip(self.moments, moments):
+            old.copy_(torch.where(applies, new, old))
+        if master is not None:
+            self.storage.write(torch.where(applies, master, self.storage.read()))
+
 
 def by_rates(entries: Iterable[OptimizerEntry]) -> dict[tuple[float, float], list[OptimizerEntry]]:
     """Group ``entries`` by (learning rate, weight decay), which foreach operators and kernels take as numbers."""

@@ -36,6 +36,7 @@ from megatron.core.optimizer.host_state import HostState, flat_zeros, select_off
 from megatron.core.optimizer.megatron_names import MegatronNames
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, Entry, RuleFactory, UpdateRule, find_rule
+from megatron.core.optimizer.weight_edits import RowScaling, WeightEdit
 from megatron.core.sharding.flat_pieces import flat_pieces
 from megatron.core.sharding.parameter_shard import ParameterShard, full_shard
 from megatron.core.sharding.placement import counts_on_this_rank, data_parallel_groups, spec_or_replicated
@@ -103,14 +104,15 @@ class MegatronOptimizer(MegatronNames):
         if not self.model_params:
             raise UserError("the model has no parameter to train")
         self.parts = self._build_parts()
-        self._names = {self.model_params[name]: name for name in self.storage}
-        self.weight_edits: list[Callable[[Callable[[nn.Parameter, Tensor], None], Tensor], None]] = []
-        """Called after each update, before weights are gathered: (:meth:`scale_rows`, bool whether it was skipped)."""
+        self.weight_edits: list[WeightEdit] = []
+        """Called after each update, before weights are gathered."""
         self._counted = {
             ranks: [name for name in self.storage if self._is_counted(name, ranks)] for ranks in groups.data_parallel
         }
         """Names that this rank contributes to sums over the model, by data-parallel groups of the parameter."""
         self._allocate()
+        names = {self.model_params[name]: name for name in self.storage}
+        self._scale_rows = RowScaling(names, self.shards, self.host_state)
         # fp32, as torch's fused kernels require; exact up to 2^24 updates
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -280,7 +282,7 @@ class MegatronOptimizer(MegatronNames):
         for index, part in enumerate(self.parts):
             self.host_state.update(index, part.rule, self._entries(part, grads), conditions)
         for edit in self.weight_edits:
-            edit(self.scale_rows, found)
+            edit(self._scale_rows, found)
         self._mark_changed_weights()
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
@@ -288,17 +290,6 @@ class MegatronOptimizer(MegatronNames):
         for chunk in self._parallel_chunks():
             chunk.start_param_sync()
         return Update(found, norm, num_zeros)
-
-    def scale_rows(self, parameter: nn.Parameter, factors: Tensor) -> None:
-        """Multiply the rows of ``parameter`` by ``factors`` [local rows], as far as this rank's shard covers them: the
-        master and the weight, not the moments. Other parameters than the optimizer's stay."""
-        name = self._names.get(parameter)
-        if name is not None:
-            shard, columns = self.shards[name], parameter.numel() // len(factors)
-            elements = torch.arange(shard.start, shard.stop, device=factors.device)
-            with self.host_state.opened(name) as storage:
-                master = storage.read()
-                storage.write(master * factors[elements // columns].to(master.dtype).view_as(master))
 
     def _mark_changed_weights(self) -> None:
         """Raise the versions of all weights: torch does not notice writes of kernels and gathers, and fp8 copies

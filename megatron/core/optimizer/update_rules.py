@@ -154,19 +154,12 @@ class Lion:
     def update(self, entries: Sequence[Entry], conditions: Conditions) -> None:
         """Update masters, model weights and momentum of all ``entries`` in place. ``conditions.skip`` 1 changes none of
         them. Does not change gradients. No host sync."""
-        applies = conditions.skip == 0
         for each in entries:
             (momentum,), master = each.moments, each.storage.read()
-            gradient = each.gradient.to(momentum.dtype)
-            if conditions.factor is not None:
-                gradient = gradient * conditions.factor.to(momentum.dtype)
-            if not self.decoupled:
-                gradient = gradient + each.weight_decay * master
+            gradient = each.scaled_gradient(conditions.factor, decoupled=self.decoupled)
             first, second = (torch.lerp(momentum, gradient, 1.0 - beta) for beta in self.betas)
             decay = each.weight_decay if self.decoupled else 0.0
-            # where, not a factor of zero: a skipped step may have NaN in the gradient
-            momentum.copy_(torch.where(applies, second, momentum))
-            each.storage.write(torch.where(applies, master - each.lr * (first.sign() + decay * master), master))
+            each.write(conditions.skip, master - each.lr * (first.sign() + decay * master), second)
 
 
 def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:

@@ -61,6 +61,9 @@ class AuxLossWeights(NamedTuple):
     mean over this rank's tokens, they sum to the number of context-parallel ranks."""
     scale: Tensor
     """0-d: factor of the main loss (of its sum or mean) before backward."""
+    samples: tuple[Tensor, Tensor] | None = None
+    """If samples are packed into one row: the sample of each of this rank's tokens of the residual stream, int64 [s],
+    b for padding; and the tokens of each full sample, int64 [b]. None: each row is a sample."""
 
 
 class MainLoss(NamedTuple):
@@ -70,8 +73,8 @@ class MainLoss(NamedTuple):
     scale: Tensor | None = None
     """0-d: factor of the sum (or mean) before backward; None: 1."""
     tokens_b: Tensor | None = None
-    """[b]: valid tokens of each full sequence; None: counted from ``loss_mask``, all-reduced over context parallelism.
-    """
+    """[b]: valid tokens of each full sequence; [samples] of a row of packed samples. None: counted from ``loss_mask``,
+    all-reduced over context parallelism."""
     is_mean: bool = False
     """Whether the main loss is a mean over this rank's tokens even if the model gets a loss mask."""
 

@@ -44,7 +44,8 @@ class QKClip:
         self.maxima = [_add_accumulator(each.core_attention) for each in self.attentions]
         self.heads = config.num_attention_heads // groups.tp.size
         self.logged: dict[str, Tensor] = {}
-        """Maximum logit of each layer in the last global batch, by ``layer N/max_attention_logit``; 0-d tensors."""
+        """Maximum logit of each layer in the last global batch, by ``layer N/max_attention_logit``; 0-d tensors. Empty
+        without ``config.log_max_attention_logit``."""
         labels = [f"layer {each.layer_number}/max_attention_logit" for each in self.maxima]
         every: list[list[str]] = [labels]
         if groups.pp.size > 1:
@@ -65,7 +66,8 @@ class QKClip:
             of_layers[place] = torch.maximum(of_layers[place], row.max())
         if self.groups.world.size > 1:
             dist.all_reduce(of_layers, dist.ReduceOp.MAX, group=self.groups.world.handle)
-        self.logged = dict(zip(self.names, of_layers))
+        if self.config.log_max_attention_logit:
+            self.logged = dict(zip(self.names, of_layers))
         if not self.config.qk_clip:
             return
         eta = (self.config.qk_clip_threshold / found).clamp(max=1.0)
@@ -110,5 +112,5 @@ def _attentions(module: nn.Module) -> Iterator[SelfAttention | MLASelfAttention]
 
 def _add_accumulator(core: nn.Module) -> MaxLogits:
     assert isinstance(core, CoreAttention)
-    core.max_logits = MaxLogits(core.scale, core.visibility, core.site[1])
+    core.max_logits = MaxLogits(core.scale, core.layer_number)
     return core.max_logits

@@ -56,12 +56,13 @@ def plan_ranks(cfg: PretrainConfig) -> Ranks:
     chunks = virtual_pipeline_size(model)
     aligned = model.pipeline_model_parallel_size > 1 or cfg.distributed.use_torch_fsdp2
     aligned |= model.num_moe_experts is not None and model.expert_model_parallel_size > 1
+    dynamic = model.hybrid_context_parallel
     group = model.microbatch_group_size_per_virtual_pipeline_stage or model.pipeline_model_parallel_size
     return Ranks(
         count=cfg.data_parallel_size * cp,
         limit=token_limit(cfg),
-        smallest=1 if model.hybrid_context_parallel else cp,
-        largest=None if model.hybrid_context_parallel else cp,
+        smallest=model.min_dynamic_context_parallel_size if dynamic else cp,
+        largest=None if dynamic else cp,
         aligned=group if chunks > 1 else int(aligned),
     )
 

@@ -193,14 +193,16 @@ class Rows:
         row["sample_index"] = indices.repeat_interleave(lengths)[None]
         bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
         documents = PackedSeqParams(
-            cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
+            cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest,
+            samples=tuple(indices.tolist()),
+        )  # fmt: skip
         padding = missing if indices[0] >= 0 else int(lengths.sum())  # an empty row is nothing but padding
         return {**row, "documents": documents, "size": size, "padding": padding}
 
     def local(self, row: Mapping[str, Any]) -> tuple[dict[str, Tensor], TokenLayout]:
-        """Return this rank's tokens of a row, with ``valid_tokens`` [1] of the full row, and its layout."""
+        """Return this rank's tokens of a row, with ``valid_tokens`` [samples] of the full row, and its layout."""
         layout = replace(self.layouts[row["size"]], padding=row["padding"])
         batch = {name: layout.local(row[name], 1) for name in (*PER_TOKEN, "sample_index")}
-        batch["valid_tokens"] = row["loss_mask"].sum(1, dtype=torch.float32)
+        valid = F.pad(row["loss_mask"][0].cumsum(0, dtype=torch.float64), (1, 0))
+        batch["valid_tokens"] = valid[row["documents"].cu_seqlens_q.long()].diff().float()
         return batch, layout

@@ -33,6 +33,7 @@ from megatron.core.sharding.buffer_layout import (
     slot_bytes,
 )
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.variable_lengths import token_limit
 from megatron.training.report.pipeline import enough_microbatches, layers_held, run_schedule, run_stages, stage_pieces
 
 
@@ -296,7 +297,9 @@ def moment_bytes(cfg: PretrainConfig, is_matrix: bool = False) -> int:
 
 
 def _tokens(cfg: PretrainConfig) -> int:
-    """Return the tokens of one micro-batch on this context-parallel rank."""
+    """Return the tokens of one micro-batch on this context-parallel rank; of samples of different lengths the most."""
+    if cfg.variable_lengths.use_varlen_dataset:
+        return token_limit(cfg)
     return cfg.data.seq_length // cfg.model.context_parallel_size * cfg.training.micro_batch_size
 
 

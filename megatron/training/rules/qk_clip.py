@@ -7,13 +7,11 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
-    """Reject both flags where a rank does not see all pairs of its heads, or the kernels are another library's."""
+    """Reject both flags where the kernels are another library's, with CUDA graphs, and with a bias of logits."""
     model = cfg.model
     field = "qk_clip" if model.qk_clip else "log_max_attention_logit"
     if not getattr(model, field):
         return
-    if model.context_parallel_size > 1:
-        yield problem(cfg, field, "is not supported with context parallelism: keys are on several ranks", "remove it")
     if model.transformer_impl == "transformer_engine":
         reason = "is not supported by --transformer-impl transformer_engine, which gives no logits"
         yield problem(cfg, field, reason, "use --transformer-impl local")

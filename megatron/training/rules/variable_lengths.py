@@ -9,10 +9,14 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.variable_lengths import local_multiple, plan_ranks, token_limit
 
 FLAG = "--use-varlen-dataset"
+_OF_SAMPLES = {"none", "seq_aux_loss", "global_aux_loss"}
+"""Balancing types that do not depend on the samples that share a micro-batch."""
 
 
 def varlen_requires(cfg: PretrainConfig) -> Problems:
     """Require --use-varlen-dataset for the flags that depend on it, and --mock-data for lengths of mock documents."""
+    if cfg.model.min_dynamic_context_parallel_size > 1 and not cfg.model.hybrid_context_parallel:
+        yield problem(cfg, "min_dynamic_context_parallel_size", "requires --hybrid-context-parallel", "add it")
     if cfg.variable_lengths.use_varlen_dataset:
         if cfg.variable_lengths.varlen_mock_dataset_config_json is not None and not cfg.data.mock_data:
             yield problem(cfg, "varlen_mock_dataset_config_json", "requires --mock-data", "add it, or remove this flag")
@@ -44,8 +48,6 @@ def _conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
         )
     if cfg.validation.eval_micro_batch_size not in (None, 1) and "eval_micro_batch_size" in cfg.explicit:
         yield "eval_micro_batch_size", f"must be 1 with {FLAG}", "set 1"
-    if model.attention_dropout:
-        yield "attention_dropout", rows, "set 0"
     if cfg.data.dataloader_type == "external":
         yield "dataloader_type", rows, "use single or cyclic"
     if model.transformer_impl == "transformer_engine":
@@ -54,9 +56,6 @@ def _conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
         yield "cp_comm_type", rows, "use p2p, a2a or allgather"
     if cfg.flat.cuda_graph_impl != "none":
         yield "cuda_graph_impl", f"{rows}: the shapes of micro-batches vary", "remove it"
-    for field in ("qk_clip", "log_max_attention_logit"):
-        if getattr(model, field):
-            yield field, f"{rows}: maxima would span the samples of a row", "remove it"
     yield from _expert_conflicts(cfg)
 
 
@@ -66,10 +65,9 @@ def _expert_conflicts(cfg: PretrainConfig) -> Iterator[tuple[str, str, str]]:
     if model.num_moe_experts is None:
         return
     reason = f"depends on the tokens of a micro-batch, which {FLAG} chooses"
-    if set(model.moe_router_load_balancing_type) != {"none"}:
-        yield "moe_router_load_balancing_type", reason, "use none, with --moe-router-enable-expert-bias"
-    if model.moe_z_loss_coeff:
-        yield "moe_z_loss_coeff", reason, "remove it"
+    if set(model.moe_router_load_balancing_type) - _OF_SAMPLES:
+        fix = "use seq_aux_loss, global_aux_loss, or none with --moe-router-enable-expert-bias"
+        yield "moe_router_load_balancing_type", reason, fix
     if model.moe_expert_capacity_factor:
         yield "moe_expert_capacity_factor", reason, "remove it"
     if model.moe_router_force_load_balancing:
@@ -88,6 +86,11 @@ def samples_fit_ranks(cfg: PretrainConfig) -> Problems:
     if cfg.model.hybrid_context_parallel and ranks.count > 1 and ranks.count % 2:
         reason = f"requires an even number of data- and context-parallel ranks, not {ranks.count}"
         yield problem(cfg, "hybrid_context_parallel", reason, "change the number of ranks, or remove it")
+        return
+    least = ranks.smallest
+    if cfg.model.hybrid_context_parallel and (least & (least - 1) or ranks.count % least):
+        reason = f"must be a power of two that divides the {ranks.count} data- and context-parallel ranks"
+        yield problem(cfg, "min_dynamic_context_parallel_size", reason, "set 1")
         return
     most = ranks.largest_block * limit
     if cfg.data.seq_length > most:

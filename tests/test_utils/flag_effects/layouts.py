@@ -144,6 +144,8 @@ TENSOR_AND_CONTEXT = [
     row("--max-seqlen-per-dp-cp-rank 64", changes("outputs"), keeps_to_rounding("losses"), base=VARLEN),
     row("--hybrid-context-parallel", changes("collectives"), keeps_to_rounding("losses"), ranks=2,
         base=f"{VARLEN} {CP} --max-seqlen-per-dp-cp-rank 16"),
+    row("--min-dynamic-context-parallel-size 2", changes("collectives"), keeps_to_rounding("losses"), ranks=2,
+        base=f"{VARLEN} --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16"),
     row('--varlen-mock-dataset-config-json \'{{"p50": 4, "p95": 9, "max_seq_len": 16}}\'', changes("losses"),
         base=f"{VARLEN} --mock-data", without="--data-path"),
     row("--distribute-saved-activations", calls("split_along_first_dim"), keeps("weights"), base=f"{TP} {FULL}",

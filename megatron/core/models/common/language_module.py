@@ -233,18 +233,20 @@ class LanguageModule(MegatronModule):
 
         Raises:
             ValueError: ``documents`` describe another number of tokens.
-            UserError: packed samples with attention dropout in training, which identifies samples by row.
+            UserError: packed samples with attention dropout in training, which identifies samples by row, unless
+                ``documents.samples`` does.
         """
         batch, length, device = self.local_shape(input_ids)
-        layout = self.layout
+        layout = self.micro_batch_layout(documents)
         if isinstance(documents, TokenLayout):
-            layout, documents = documents, documents.documents
+            documents = documents.documents
         full_length = layout.full_length(length)
         if documents is not None:
             documents = documents.documents(batch * full_length, layout.group.size)
             documents.check(batch, full_length)
         layout = layout.with_documents(documents)
-        if position_ids is not None and self.training and self.config.attention_dropout:
+        anonymous = documents is None or documents.samples is None
+        if position_ids is not None and self.training and self.config.attention_dropout and anonymous:
             raise UserError("position_ids: samples that share a row train with attention_dropout 0")
         embeddings = self.rotary_pos_emb, self.rotary_pos_emb_local
         if position_ids is None:
@@ -256,6 +258,21 @@ class LanguageModule(MegatronModule):
         return ForwardContext(
             layout=layout, rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, dropout=dropout, **more
         )
+
+    def micro_batch_layout(self, documents: PackedSeqParams | TokenLayout | None) -> TokenLayout:
+        """Return the layout of a micro-batch: ``documents`` itself, the layout of ``local_cp_size`` ranks, or the
+        program's layout. Raises UserError for a size without groups."""
+        if isinstance(documents, TokenLayout):
+            return documents
+        if documents is None or (size := documents.local_cp_size) is None:
+            return self.layout
+        steps = parallel_state.get_step_groups()
+        if size not in steps:
+            raise UserError(
+                f"packed_seq_params: local_cp_size {size}: no groups of this size, only of {sorted(steps)}; call "
+                "initialize_model_parallel(hybrid_context_parallel=True), or use another size"
+            )
+        return TokenLayout.of_step(steps[size], self.layout.stream)
 
     def _default_positions(self, input_ids: Tensor, layout: TokenLayout) -> Tensor:
         """Return int64 positions [b, s] of full rows; raise UserError if the embedding has learned positions."""

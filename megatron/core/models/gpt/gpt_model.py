@@ -114,12 +114,14 @@ class GPTModel(LanguageModule):
         ``packed_seq_params`` separates them. It may be a layout, if other ranks than the context-parallel ranks of the
         program share this micro-batch.
         """
-        batch, _, device = self.local_shape(input_ids)
+        batch, length, device = self.local_shape(input_ids)
         packed = sample_index is not None and sample_index.dim() > 1
         aux_losses = None
         if self._has_side_losses and self.training and torch.is_grad_enabled():
-            layout = packed_seq_params if isinstance(packed_seq_params, TokenLayout) else self.layout
+            layout = self.micro_batch_layout(packed_seq_params)
             aux_losses = (main_loss or MainLoss()).aux_weights(loss_mask, device, batch, layout.group)
+            if packed and len(aux_losses.tokens_b) > batch:  # of each sample
+                aux_losses = aux_losses._replace(samples=layout.sample_numbers(length, device))
         context = self.forward_context(
             input_ids,
             sample_index,

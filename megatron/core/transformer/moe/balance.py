@@ -78,13 +78,30 @@ class SideLossRule:
         return dict.fromkeys(names, 2)
 
 
+Samples = tuple[Tensor, Tensor] | None
+"""Samples that are packed into one row, as :attr:`AuxLossWeights.samples`; None: each row is a sample."""
+
+
+def sample_sums(x: Tensor, samples: Samples) -> Tensor:
+    """Return the sums over the tokens of each sample, [b, ...], of ``x`` [s, b, ...], or [s, 1, ...] with ``samples``.
+    Samples are summed by a GEMM, whose order of additions is fixed, unlike that of atomics. Differentiable."""
+    if samples is None:
+        return x.sum(0)
+    numbers, lengths = samples
+    # the last column is padding
+    members_sb = torch.nn.functional.one_hot(numbers, len(lengths) + 1)[:, :-1].to(x.dtype)
+    return (members_sb.t() @ x.flatten(1)).view(len(lengths), *x.shape[2:])
+
+
 @torch.no_grad()
-def choice_counts(experts: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return counts [b, e] of how often each sequence chose each expert, in ``dtype`` (exact below 2^24 in fp32), from
+def choice_counts(
+    experts: Tensor, num_experts: int, dtype: torch.dtype = torch.float32, samples: Samples = None
+) -> Tensor:
+    """Return counts [b, e] of how often each sample chose each expert, in ``dtype`` (exact below 2^24 in fp32), from
     ``experts`` int64 [s, b, k], distinct per token. Choices of the index ``num_experts`` are dropped and not counted.
     """
     chosen_sbe = torch.zeros((*experts.shape[:2], num_experts + 1), dtype=dtype, device=experts.device)
-    return chosen_sbe.scatter_(-1, experts, 1.0).sum(0)[:, :num_experts]
+    return sample_sums(chosen_sbe.scatter_(-1, experts, 1.0), samples)[:, :num_experts]
 
 
 def normalize_counts(counts: Tensor) -> Tensor:
@@ -95,13 +112,13 @@ def normalize_counts(counts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fractions(
-    rule: SideLossRule, counts_be: Tensor, num_choices: int, last_batch_e: Tensor | None, sharers: Group
+    rule: SideLossRule, counts_be: Tensor, num_choices: int | Tensor, last_batch_e: Tensor | None, sharers: Group
 ) -> dict[str, Tensor]:
     """Return f of every type in ``rule``, [b, e] or [1, e], in the dtype of ``counts_be``, this rank's choices per
     sequence. All-reduces the counts over ``sharers`` for ``aux_loss`` and ``seq_aux_loss``.
 
-    ``num_choices`` counts the choices of a full sequence, ``sharers`` hold the other tokens of the same sequences,
-    ``last_batch_e`` are the choices of the last complete global batch.
+    ``num_choices`` counts the choices of a full sequence (int, or [b, 1]), ``sharers`` hold the other tokens of the
+    same sequences, ``last_batch_e`` are the choices of the last complete global batch.
     """
     types = rule.coefficient_of
     if sharers.size > 1 and ("aux_loss" in types or "seq_aux_loss" in types):
@@ -118,29 +135,35 @@ def fractions(
     return result
 
 
-def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction) -> Summary:
-    """Return sums over the tokens of ``logits`` [s, b, e] and their ``experts`` int64 [s, b, k], per sequence, in fp32
+def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction, samples: Samples = None) -> Summary:
+    """Return sums over the tokens of ``logits`` [s, b, e] and their ``experts`` int64 [s, b, k], per sample, in fp32
     (fp64 for fp64 logits): normalized scores [b, e], choices [b, e], squared log-sum-exp [b], non-finite logits [b].
     Reference of ``weigh_triton``; differentiable in scores and log-sum-exp."""
     dtype = maths_dtype(logits)
     return Summary(
-        balanced_scores(logits, function).sum(0),
-        choice_counts(experts, logits.shape[-1], dtype),
-        logits.to(dtype).logsumexp(-1).square().sum(0),
-        logits.detach().isfinite().logical_not_().sum((0, 2)).to(dtype),
+        sample_sums(balanced_scores(logits, function), samples),
+        choice_counts(experts, logits.shape[-1], dtype, samples),
+        sample_sums(logits.to(dtype).logsumexp(-1).square(), samples),
+        sample_sums(logits.detach().isfinite().logical_not_().sum(2).to(dtype), samples),
     )
 
 
 def side_loss(
-    rule: SideLossRule, sums: Summary, fractions: dict[str, Tensor], tokens_b: Tensor, lengths: tuple[int, int]
+    rule: SideLossRule,
+    sums: Summary,
+    fractions: dict[str, Tensor],
+    tokens_b: Tensor,
+    lengths: tuple[int, int],
+    samples: Samples = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (this rank's share of the sum of all losses, with coefficients and token weights; statistics). Needs at
     least one configured loss.
 
-    ``tokens_b`` [b] is as in :class:`AuxLossWeights`; ``lengths`` are the local and the full sequence length. A
+    ``tokens_b`` [b] is as in :class:`AuxLossWeights`; ``lengths`` are the local and the full length of a row. A
     statistic is (share of the loss without coefficient, times its tokens; share of its tokens), 2 values by name."""
     local, whole = lengths
     tokens_b = tokens_b.to(sums.z_b.dtype)
+    length_b = whole if samples is None else samples[1]
     count = tokens_b.sum() * (local / whole)
     losses, statistics = [], {}
 
@@ -151,8 +174,8 @@ def side_loss(
     for name, f_be in fractions.items():
         # the micro-batch loss belongs to no sequence: weight all sequences equally
         weight_b = tokens_b.mean().expand_as(tokens_b) if name == "aux_loss" else tokens_b
-        share = (f_be * sums.scores_be * weight_b[:, None]).sum() * (f_be.shape[-1] / whole)
+        share = (f_be * sums.scores_be * (weight_b / length_b)[:, None]).sum() * f_be.shape[-1]
         add(STATISTICS[name], rule.coefficient_of[name], share)
     if rule.z_coefficient:
-        add("z_loss", rule.z_coefficient, (sums.z_b * tokens_b).sum() / whole)
+        add("z_loss", rule.z_coefficient, (sums.z_b * (tokens_b / length_b)).sum())
     return sum(losses[1:], losses[0]), statistics

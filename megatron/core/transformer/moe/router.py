@@ -171,7 +171,7 @@ class TopKRouter(nn.Module):
         weights, sums = self._weigh(logits, experts, self.training)
         kept_experts, weights = self._within_capacity(experts.flatten(0, 1), weights.flatten(0, 1))
         if sums is not None:
-            weights = self._with_side_losses(weights, logits, sums, ctx)
+            weights = self._with_side_losses(weights, logits, experts, sums, ctx)
             if not is_recomputing():
                 self._count(logits, sums, kept_experts, ctx.layout)
         return routing.Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
@@ -240,7 +240,9 @@ class TopKRouter(nn.Module):
         kept = choose(lambda: routing.within_capacity(experts, by_weight, self.num_experts, capacity))
         return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
 
-    def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
+    def _with_side_losses(
+        self, weights: Tensor, logits: Tensor, experts: Tensor, sums: Summary, ctx: ForwardContext
+    ) -> Tensor:
         """Return ``weights`` with the auxiliary losses attached to their backward, and add the losses to the
         statistics, except during recomputation. Without ``ctx.aux_losses`` attaches nothing and adds zero tokens;
         without losses returns ``weights``. All-reduces choice counts over the layout's ``sharers`` for ``aux_loss`` and
@@ -249,16 +251,21 @@ class TopKRouter(nn.Module):
         side, (length, batch), sharers = ctx.aux_losses, logits.shape[:2], ctx.layout.sharers
         if not rule.statistics:
             return weights
+        samples = None if side is None else side.samples
+        if samples is not None:
+            sums = summarize(logits, experts, self.rule.score_function, samples)
         if rule.coefficient_of:
             choices_be = sums.choices_be
             if not self._choice_is_plain:
-                choices_be = choice_counts(choose(lambda: routing.top_k(logits.detach(), self.k)), self.num_experts)
+                chosen = choose(lambda: routing.top_k(logits.detach(), self.k))
+                choices_be = choice_counts(chosen, self.num_experts, samples=samples)
             if counting and self.counts_choices:
                 self.statistics.add("_choices_per_expert", choices_be.sum(0))
-            num_choices = length * sharers.size * self.k
+            lengths = length * sharers.size if samples is None else samples[1][:, None]
+            num_choices = lengths * self.k
             shares = fractions(rule, choices_be.to(sums.z_b.dtype), num_choices, self.last_choices, sharers)
         tokens_b = sums.z_b.new_zeros(batch) if side is None else side.tokens_b
-        loss, statistics = side_loss(rule, sums, shares, tokens_b, (length, length * sharers.size))
+        loss, statistics = side_loss(rule, sums, shares, tokens_b, (length, length * sharers.size), samples)
         for name, values in statistics.items() if counting else ():
             self.statistics.add(name, values)
         return weights if side is None else attach_loss(weights, loss, side.scale)

@@ -104,8 +104,6 @@ def test_documents_that_cannot_be_are_rejected():
         padded([0, 5, 7], [0, 4, 8]).documents(8)
     with pytest.raises(ValueError, match="cu_seqlens_kv: must equal"):
         of([0, 4, 8], [0, 5, 8]).documents(8)
-    with pytest.raises(UserError, match="local_cp_size 2"):
-        PackedSeqParams("thd", local_cp_size=2)
 
 
 def test_documents_that_a_program_splits_over_context_parallel_ranks_are_rejected():

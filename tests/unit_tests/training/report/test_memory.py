@@ -246,6 +246,15 @@ def test_kept_activations_of_encoders_are_near_the_estimate(gloo_pool, name):
     assert found == pytest.approx(expected, rel=0.2), found / expected
 
 
+def test_activations_of_packed_samples_are_those_of_the_longest_row():
+    rows = "--use-varlen-dataset --hybrid-context-parallel --micro-batch-size 1 --max-seqlen-per-dp-cp-rank"
+    found = []
+    for limit in (64, 128):
+        cfg = settings(f"{WIDE}{LLAMA} {rows} {limit}", 4)
+        found.append(stage_activations(cfg, cfg.describe(512), run_stages(cfg, 512)[0]))
+    assert found[1] == 2 * found[0] > 0
+
+
 @pytest.mark.parametrize("text, modules", [
     (f"{LLAMA} --tensor-model-parallel-size 2", "attn_norm qkv_linear core_attn attn_proj mlp_norm"),
     (f"{LLAMA} {WIDE_EXPERTS} --pipeline-model-parallel-size 2", "mlp_norm expert_fc1 moe_act"),

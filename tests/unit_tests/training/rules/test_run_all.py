@@ -235,7 +235,6 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
 @pytest.mark.parametrize(
     ("text", "world_size", "problem"),
     [
-        ("--qk-clip --context-parallel-size 2", 2, "--qk-clip: is not supported with context parallelism"),
         ("--qk-clip --tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2,
          "--qk-clip: is not supported with 1 query groups on 2 tensor-parallel ranks, which share a key"),
         ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", 2,

@@ -30,17 +30,19 @@ def configure(text, world_size=4):
     (f"{ON} --reset-attention-mask", 1, "--reset-attention-mask: contradicts --use-varlen-dataset, whose samples"),
     (f"{ON} --reset-position-ids", 1, "--reset-position-ids: contradicts --use-varlen-dataset"),
     (f"{ON} --micro-batch-size 2", 1, "--micro-batch-size 2: must be 1 with --use-varlen-dataset"),
-    (f"{ON} --attention-dropout 0.1", 1, "--attention-dropout 0.1: is not supported with --use-varlen-dataset; set 0"),
-    (f"{ON} --qk-clip", 1, "--qk-clip: is not supported with --use-varlen-dataset: maxima would span the samples"),
     (f"{ON} --cuda-graph-impl local", 1, "--cuda-graph-impl local: is not supported with --use-varlen-dataset: the"),
     (f"{DYNAMIC} {LIMIT} 8", 4, f"{LIMIT}: a sample of --seq-length 48 does not fit 4 ranks of 8 tokens; at least 12"),
     (f"{DYNAMIC} {LIMIT} 8", 6, f"{LIMIT}: a sample of --seq-length 48 does not fit 4 ranks of 8 tokens; at least 12"),
     (f"{ON} --context-parallel-size 2 {LIMIT} 16", 2, f"{LIMIT}: a sample of --seq-length 48 does not fit 2 ranks"),
     (f"{DYNAMIC} {LIMIT} 48", 3, "--hybrid-context-parallel: requires an even number of data- and context-par"),
+    (f"{ON} --min-dynamic-context-parallel-size 2", 2, "--min-dynamic-context-parallel-size 2: requires --hybrid-"),
+    ("--min-dynamic-context-parallel-size 2", 2, "--min-dynamic-context-parallel-size 2: requires --hybrid-context"),
+    (f"{DYNAMIC} {LIMIT} 48 --min-dynamic-context-parallel-size 3", 6, "--min-dynamic-context-parallel-size 3: must"),
+    (f"{DYNAMIC} {LIMIT} 48 --min-dynamic-context-parallel-size 4", 6, "--min-dynamic-context-parallel-size 4: must"),
     (f"{DYNAMIC} {LIMIT} 25", 2, f"{LIMIT} 25: is not a multiple of 2, by which context"),
     (f"{DYNAMIC} --cp-comm-type a2a --num-attention-heads 6", 4, "--num-attention-heads 6: is not a multiple of --ten"),
     (EXPERTS, 2, "--moe-router-load-balancing-type aux_loss: depends on the tokens of a micro-batch"),
-    (f"{EXPERTS} {NONE} --moe-z-loss-coeff 0.1", 2, "--moe-z-loss-coeff 0.1: depends on the tokens"),
+    (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", 2, "--moe-router-load-balancing-type sinkhorn: depends"),
     (f"{EXPERTS} {NONE} --moe-expert-capacity-factor 1", 2, "--moe-expert-capacity-factor 1.0: depends on the tokens"),
 ])  # fmt: skip
 def test_a_contradiction_is_named_with_its_fix(text, ranks, expected):
@@ -51,7 +53,11 @@ def test_a_contradiction_is_named_with_its_fix(text, ranks, expected):
 
 @pytest.mark.parametrize("text, ranks", [
     (ON, 1), (f"{ON} --context-parallel-size 2", 4), (f"{DYNAMIC} {LIMIT} 12", 4), (f"{DYNAMIC} {LIMIT} 12", 6),
-    (f"{EXPERTS} {NONE}", 2), (f"{DYNAMIC} --pipeline-model-parallel-size 2", 8),
+    (f"{EXPERTS} {NONE}", 2), (f"{ON} --attention-dropout 0.1 --qk-clip", 2),
+    (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1"
+     " --moe-z-loss-coeff 0.1", 2),
+    (f"{ON} --dynamic-context-parallel {LIMIT} 24 --min-dynamic-context-parallel-size 2", 4),
+    (f"{DYNAMIC} --pipeline-model-parallel-size 2", 8),
 ])  # fmt: skip
 def test_what_works_has_no_problem(text, ranks):
     assert check(configure(text, ranks)) == []
@@ -72,6 +78,7 @@ def test_the_default_limit_is_a_rank_s_part_of_the_longest_sample():
 
 @pytest.mark.parametrize("text, ranks, expected", [
     (ON, 4, (4, 1, 1, 0)), (f"{ON} --context-parallel-size 2", 4, (4, 2, 2, 0)), (DYNAMIC, 4, (4, 1, None, 0)),
+    (f"{DYNAMIC} --min-dynamic-context-parallel-size 2", 4, (4, 2, None, 0)),
     (f"{DYNAMIC} --pipeline-model-parallel-size 2", 8, (4, 1, None, 1)),
     (f"{DYNAMIC} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 8, (4, 1, None, 2)),
     (f"{DYNAMIC} --use-torch-fsdp2", 2, (2, 1, None, 1)),

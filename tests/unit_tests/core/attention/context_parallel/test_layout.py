@@ -13,12 +13,14 @@ from megatron.core.attention.context import AttentionContext
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.forms import kernel_needs, layer_comm_type
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
 from megatron.core.models.registry import get_family
 from megatron.training.tasks.gpt import GPTTask
+from tests.test_utils.training_steps import build
 
 
 def two_levels(rank, size):
@@ -166,3 +168,28 @@ def test_only_rings_and_gathers_merge_blocks(kind, levels, needs):
     }
     assert kernel_needs(kind, TokenLayout.of(replace(SINGLE_PROCESS, **groups)), sink=False) == needs
     assert kernel_needs(kind, TokenLayout(), sink=False) == "whole"
+
+
+def losses_by_local_size(rank, size, packed):
+    groups = parallel_state.initialize_model_parallel(hybrid_context_parallel=True)
+    model = build(groups, {"position_embedding_type": "rope"}, hybrid_context_parallel=True, hidden_dropout=0.0,
+                  attention_dropout=0.0, normalization="RMSNorm")  # fmt: skip
+    tokens = torch.arange(16).view(1, 16) * 7 % 53
+    bounds = torch.tensor([0, 6, 16], dtype=torch.int32) if packed else None
+    found = {}
+    for local_size in (1, 2, 4):
+        documents = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, local_cp_size=local_size)
+        layout = model.micro_batch_layout(documents)
+        part = layout.local(tokens, 1)
+        losses = model(part, None, labels=part, packed_seq_params=documents)
+        found[local_size] = layout.full(losses, 1).detach()
+    with pytest.raises(UserError, match="local_cp_size 8: no groups of this size, only of .1, 2, 4."):
+        model(tokens, None, labels=tokens, packed_seq_params=PackedSeqParams(local_cp_size=8))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_micro_batch_names_its_context_parallel_size(gloo_pool, packed):
+    for found in gloo_pool.run(losses_by_local_size, 4, packed):
+        for size in (2, 4):
+            torch.testing.assert_close(found[size], found[1])

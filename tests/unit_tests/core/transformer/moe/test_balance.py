@@ -100,6 +100,41 @@ def test_losses_and_their_gradients_follow_the_definition(setting, function):
         assert count == TOKENS.sum() and (total / count).item() == pytest.approx(logged[name].item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("setting", [
+    (("seq_aux_loss",), (0.3,), 0.0), (("global_aux_loss",), (0.3,), 0.0),
+    (("seq_aux_loss", "global_aux_loss"), (0.5, 0.7), 0.2),
+])  # fmt: skip
+def test_packed_samples_have_the_losses_of_separate_rows(setting):
+    """Samples of different lengths in one row with padding; the second of two ranks holds the odd tokens."""
+    lengths, tokens = [5, 9, 3], torch.tensor([4.0, 7.0, 0.0], dtype=DOUBLE)
+    padding, total = 7, 24
+    rule = SideLossRule(*setting, "softmax")
+    logits = (2 * torch.randn(total, 1, E, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))).requires_grad_()
+    expected, counts = torch.zeros((), dtype=DOUBLE), []
+    for sample, weight in zip(logits.split([*lengths, padding])[:3], tokens):
+        sums = summarize(sample, top_k(sample.detach(), K), "softmax")
+        f = fractions(rule, sums.choices_be, len(sample) * K, LAST, SINGLE_PROCESS.tp_cp)
+        expected = expected + side_loss(rule, sums, f, weight[None], (len(sample), len(sample)))[0]
+        counts.append(sums.choices_be)
+    (gradient,) = torch.autograd.grad(expected, logits)
+
+    numbers = torch.repeat_interleave(torch.tensor([0, 1, 2, 4]), torch.tensor([*lengths, padding]))
+    sizes, valid = torch.tensor([*lengths, padding]), torch.cat((tokens, tokens.new_zeros(1)))
+    halves = []
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        samples = numbers[part], sizes
+        sums = summarize(logits[part], top_k(logits[part].detach(), K), "softmax", samples)
+        halves.append((sums, samples))
+    all_choices = halves[0][0].choices_be + halves[1][0].choices_be
+    assert torch.equal(all_choices, torch.cat([*counts, torch.zeros(1, E, dtype=DOUBLE)]))
+    f = fractions(rule, all_choices, sizes[:, None] * K, LAST, SINGLE_PROCESS.tp_cp)
+    shares = [side_loss(rule, sums, f, valid, (total // 2, total), samples) for sums, samples in halves]
+    torch.testing.assert_close(shares[0][0] + shares[1][0], expected)
+    torch.testing.assert_close(torch.autograd.grad(shares[0][0] + shares[1][0], logits)[0], gradient)
+    for name in rule.statistics:
+        assert sum(float(each[1][name][1]) for each in shares) == pytest.approx(11.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equal_loads_are_1_in_every_dtype(dtype):
     rule = SideLossRule(("aux_loss", "seq_aux_loss", "global_aux_loss"), (1.0, 1.0, 1.0), 1.0)
