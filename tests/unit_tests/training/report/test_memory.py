@@ -139,6 +139,7 @@ ACTIVATIONS = {
     "unfused": ("--hidden-dropout 0 --attention-dropout 0.1", 1),
     "llama": (LLAMA, 1),
     "bf16": (f"{LLAMA} --bf16", 1),
+    "fp8": (f"{LLAMA} --bf16 --ffn-hidden-size 256 --fp8-format hybrid --fp8-recipe tensorwise", 1),
     "full": (f"{LLAMA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
     "block": (f"{LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 1", 1),
     "mlp": (f"{LLAMA} --recompute-granularity selective --recompute-modules mlp layernorm", 1),
