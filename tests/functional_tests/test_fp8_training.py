@@ -52,7 +52,7 @@ def test_resuming_changes_no_bit(gloo_pool, dataset, tmp_path, recipe, ranks, mo
 
 
 WIDE_EXPERTS = [
-    "--num-experts", "4", "--moe-ffn-hidden-size", "2048", "--moe-token-dispatcher-type", "alltoall",
+    "--num-experts", "4", "--moe-ffn-hidden-size", "6144", "--moe-token-dispatcher-type", "alltoall",
 ]  # fmt: skip
 
 

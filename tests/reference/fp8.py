@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.reference.settings import Settings
 
 BLOCK = 128
-EXPERT_WIDTH = 2048
+EXPERT_WIDTH = 6144
 FP32_MAX = float(torch.finfo(torch.float32).max)
 
 

@@ -23,7 +23,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import select_weighted_activation
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.batch_invariant import multiply_experts
-from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
+from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear, GroupedProducts
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.offload import offload_policy
@@ -45,7 +45,7 @@ class SequentialExperts(nn.Module):
         assert width is not None and hidden is not None
         products = self.products
         if config.batch_invariant_mode:
-            products = products._replace(multiply=multiply_experts)
+            products = GroupedProducts(multiply_experts, products.weight_gradient)
         shared: dict[str, Any] = {"config": config, "products": products, "groups": groups}
         fc1_width = StackedSize((2, width), 1) if config.gated_linear_unit else width
         self.linear_fc1 = GroupedLinear(hidden, fc1_width, init_method=weight_init(config), **shared)

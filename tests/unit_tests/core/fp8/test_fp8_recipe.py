@@ -68,7 +68,7 @@ def test_experts_routers_output_layer_and_further_prediction_stay():
 
 
 @pytest.mark.parametrize("recipe, width, in_fp8", [
-    ("tensorwise", 2048, True), ("delayed", 2048, True), ("tensorwise", 2032, False), ("blockwise", 2048, False),
+    ("tensorwise", 6144, True), ("delayed", 6144, True), ("tensorwise", 6128, False), ("blockwise", 6144, False),
 ])  # fmt: skip
 def test_wide_experts_are_in_fp8_with_one_scale_per_matrix(recipe, width, in_fp8, caplog):
     experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": width, "moe_layer_freq": [0, 1, 1]}

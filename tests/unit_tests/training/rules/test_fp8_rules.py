@@ -32,7 +32,7 @@ WIDE_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size"
     (f"{DELAYED} --no-fp8-wgrad --seq-length 31 --micro-batch-size 1", 1),
     ("--fp8-format e4m3 --bf16 --use-torch-fsdp2", 2),
     (f"{FP8} {WIDE_EXPERTS} 2047 {MODULES} moe_act", 1),
-    (f"{FP8} {WIDE_EXPERTS} 2048 {TP2} --sequence-parallel", 2),
+    (f"{FP8} {WIDE_EXPERTS} 6144 {TP2} --sequence-parallel", 2),
 ])  # fmt: skip
 def test_consistent_settings_pass(text, ranks):
     assert problems(text, ranks) == []
@@ -60,9 +60,9 @@ def test_consistent_settings_pass(text, ranks):
     (f"{FP8} {LATENT} --qk-head-dim 18", 1, "--qk-head-dim 18: with --qk-pos-emb-head-dim, x heads, is 136 per rank"),
     (f"{FP8} --num-experts 4 --moe-shared-expert-intermediate-size 24", 1,
      "--moe-shared-expert-intermediate-size 24: is 24 per rank"),
-    (f"{FP8} {WIDE_EXPERTS} 2056", 1, "--moe-ffn-hidden-size 2056: is 2056 per rank; --fp8-format requires multiples "
-     "of 16; nearest: 2048 or 2064"),
-    (f"{FP8} {WIDE_EXPERTS} 2064 {TP2} --sequence-parallel", 2, "--moe-ffn-hidden-size 2064: is 1032 per rank"),
+    (f"{FP8} {WIDE_EXPERTS} 6152", 1, "--moe-ffn-hidden-size 6152: is 6152 per rank; --fp8-format requires multiples "
+     "of 16; nearest: 6144 or 6160"),
+    (f"{FP8} {WIDE_EXPERTS} 6160 {TP2} --sequence-parallel", 2, "--moe-ffn-hidden-size 6160: is 3080 per rank"),
     # tokens
     (f"{DELAYED} --seq-length 30", 1, "--seq-length 30: gives 60 tokens per rank and micro-batch; --fp8-recipe delayed "
      "requires multiples of 16; change it or --micro-batch-size"),
@@ -86,7 +86,7 @@ def test_consistent_settings_pass(text, ranks):
     # recomputation
     (f"{FP8} {MODULES} layernorm core_attn", 1, "--recompute-modules layernorm core_attn: layernorm would save no"),
     (f"{FP8} {MODULES} mlp_act layernorm", 1, "--recompute-modules mlp_act layernorm: "),
-    (f"{FP8} {WIDE_EXPERTS} 2048 {MODULES} moe_act", 1, "--recompute-modules moe_act: moe_act would save no memory"),
+    (f"{FP8} {WIDE_EXPERTS} 6144 {MODULES} moe_act", 1, "--recompute-modules moe_act: moe_act would save no memory"),
     # gathers of fp8 weights
     ("--fp8-param-gather --bf16 --use-distributed-optimizer", 2, "--fp8-param-gather: gathers weights of fp8 layers,"),
     (f"{FP8} --fp8-param-gather --bf16", 2, "--fp8-param-gather: requires sharded optimizer state; add"),
@@ -169,6 +169,6 @@ def test_cuda_graphs_record_fp8_without_gathered_copies(monkeypatch):
 
 def test_cuda_graphs_record_experts_only_if_they_are_not_in_fp8():
     graphs = f"{FP8} --bf16 --cuda-graph-impl local --dry-run --num-experts 4 --moe-ffn-hidden-size"
-    assert problems(f"{graphs} 2032") == []
-    (found,) = problems(f"{graphs} 2048")
+    assert problems(f"{graphs} 6128") == []
+    (found,) = problems(f"{graphs} 6144")
     assert "reads the number of tokens per expert (--fp8-format with wide experts)" in found
