@@ -46,6 +46,8 @@ class TrainedModel:
     model: nn.Module
     cuda_graphs: bool = True
     """Whether generation may record its steps."""
+    num_ranks: int = 1
+    """Ranks that each hold a part of the model."""
 
 
 def load_trained_model(
@@ -121,4 +123,5 @@ def _build(cfg: PretrainConfig, groups: ProcessGroups) -> TrainedModel:
     """Build this rank's part of the model of resolved settings, with initial weights, on this process's device."""
     tokenizer = build_tokenizer(cfg.tokenizer)
     provider = task_class(cfg.model_family)(cfg, tokenizer).model_provider
-    return TrainedModel(cfg, tokenizer, provider(groups.pp.is_first, groups.pp.is_last).to(training_device()).eval())
+    model = provider(groups.pp.is_first, groups.pp.is_last).to(training_device()).eval()
+    return TrainedModel(cfg, tokenizer, model, num_ranks=groups.world.size)

@@ -132,7 +132,7 @@ def index_arrays(
 
 @dataclass(frozen=True, eq=False)
 class CachedLayout(TokenLayout):
-    """New tokens of several sequences on this rank. Build it by :meth:`of_step`."""
+    """New tokens of several sequences on this rank. Build it by :meth:`of_indices`."""
 
     cache: PagedCache = field(default_factory=lambda: PagedCache(1, 1))
     chunks: tuple[Chunk, ...] = ()
@@ -145,7 +145,7 @@ class CachedLayout(TokenLayout):
     """Cached results of :meth:`_key_slots`; shared by copies."""
 
     @classmethod
-    def of_step(
+    def of_indices(
         cls,
         base: TokenLayout,
         cache: PagedCache,
@@ -169,7 +169,7 @@ class CachedLayout(TokenLayout):
 
     @property
     def _at(self) -> StepIndices:
-        assert self.indices is not None, "built by CachedLayout.of_step"
+        assert self.indices is not None, "built by CachedLayout.of_indices"
         return self.indices
 
     @property
@@ -220,7 +220,8 @@ class CachedLayout(TokenLayout):
     def _write(self, layer: int, tensors: Sequence[Tensor]) -> None:
         pools = self.cache.tensors(layer, tensors)
         if all(x.dim() == 4 and len(x) == self.num_rows and _kernel_serves(x) for x in tensors):
-            write_pages(*pools, self._at.slots, *(x[:, 0] for x in tensors))
+            (keys, values), (key, value) = pools, tensors
+            write_pages(keys, values, self._at.slots, key[:, 0], value[:, 0])
             return
         for pool, x in zip(pools, tensors, strict=True):
             if len(x) < self.num_rows:

@@ -106,11 +106,10 @@ class Runner:
         num_outputs, is_decode = len(plan.outputs), plan.is_decode
         short = is_decode or (self.pads_prompts and plan.is_short)
         plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size), short=short)
-        size, rows, settings = self.cache.page_size, len(plan.tokens), {"direct": short}
+        size, rows = self.cache.page_size, len(plan.tokens)
         replays = self.graphs is not None and short and plan.only_samples
-        if replays:
-            settings |= {"num_pages": -(-self.max_length // size), "num_sequences": rows}
-        arrays, form = step_arrays(plan, size, **settings)
+        tables = {"num_pages": -(-self.max_length // size), "num_sequences": rows} if replays else {}
+        arrays, form = step_arrays(plan, size, direct=short, **tables)
         if replays:
             splits = arrays["splits"]
             capacity = max(power_of_two(len(splits)), (16 if is_decode else 4) * rows)
@@ -128,7 +127,7 @@ class Runner:
     ) -> Tensor:
         """Return the results of :meth:`run` on the device, from the packed ``arrays``."""
         step = unpack(values, arrays)
-        layout = CachedLayout.of_step(
+        layout = CachedLayout.of_indices(
             self._layout,
             self.cache,
             chunks,

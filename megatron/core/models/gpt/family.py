@@ -60,7 +60,7 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
 
     tokenizer, length = trained.tokenizer, trained.cfg.data.seq_length
     texts = [tokenizer.tokenize(prompt) or [tokenizer.eod] for prompt in prompts]
-    problem, several = model_problem(trained.model), trained.model.groups.world.size > 1
+    problem, several = model_problem(trained.model), trained.num_ranks > 1
     longest = length if problem is None else -1
     if several and (problem or max(map(len, texts)) > length):
         problem = problem or f"a prompt has {max(map(len, texts))} tokens, the model takes {length}"

@@ -60,8 +60,8 @@ def generate(trained: TrainedModel, prompts: Sequence[str], max_new_tokens: int,
     from megatron.core.inference.sampling import generate_seq2seq  # imports torch
 
     tokenizer = trained.tokenizer
-    if (ranks := trained.model.groups.world.size) > 1:
-        raise UserError(f"encoder-decoder models generate on one rank, not on {ranks}; start it without torchrun")
+    if trained.num_ranks > 1:
+        raise UserError(f"T5 generates on one rank, not on {trained.num_ranks}; start it without torchrun")
     start = tokenizer.special_ids["bos"] if "bos" in tokenizer.special_ids else tokenizer.pad  # noqa: SIM401  (raises)
     for prompt in prompts:
         tokens = generate_seq2seq(
