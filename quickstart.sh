@@ -24,11 +24,11 @@ once() {  # FILE COMMAND...: run COMMAND unless an earlier call completed it; FI
     if [ -e "$1" ]; then echo "complete since an earlier call: ${*:2}"; else run "${@:2}" && touch "$1"; fi
 }
 
-step "corpus: the English documentation of Python's standard library, which every machine has"
-once "$OUT/.corpus" "$PYTHON" tools/make_corpus.py --documents docs --output "$OUT/corpus.jsonl"
+step "corpus: 5,000 short stories from a grammar, the same on every machine"
+once "$OUT/.corpus" "$PYTHON" tools/make_corpus.py --documents stories --max-bytes 3000000 --output "$OUT/corpus.jsonl"
 
 step "tokenizer: a byte-level BPE trained on it"
-once "$OUT/.tokenizer" "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 4096 --output "$OUT/tokenizer"
+once "$OUT/.tokenizer" "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 2048 --output "$OUT/tokenizer"
 
 step "tokens: .bin and .idx files, as Megatron-LM writes them"
 once "$OUT/.tokens" "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" --overwrite \
@@ -58,7 +58,7 @@ step "the same validation tokens under a unigram model of the training tokens"
 run "$PYTHON" tools/unigram_baseline.py "${FLAGS[@]}" --metrics "$OUT/checkpoints/metrics.jsonl"
 
 step "a sample"
-run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "This function returns" --max-new-tokens 80 --seed 1
+run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "Once upon a time" --max-new-tokens 200 --seed 1
 
 step "the loss curve"
 run "$PYTHON" tools/plot_metrics.py "$OUT/checkpoints" --output "$OUT/loss.png" --text
