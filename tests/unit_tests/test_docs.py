@@ -128,6 +128,16 @@ def test_a_missing_file_is_found(files):
     assert set(missing(text, files)) == {"fusions/{adam,nothing}.py", "tests/no.py"}
 
 
+def test_every_term_of_the_glossary_is_used_elsewhere():
+    glossary = ROOT / "docs" / "glossary.md"
+    terms = re.findall(r"^\| (?!term|---)(.+?)(?: \((\w+)\))? \|", glossary.read_text(encoding="utf-8"), re.MULTILINE)
+    names = [term for term, _ in terms]
+    assert len(names) > 40 and names == sorted(names, key=str.lower)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page != glossary).lower()
+    used = [any(re.search(rf"\b{re.escape(name.lower())}", text) for name in pair if name) for pair in terms]
+    assert [name for name, found in zip(names, used, strict=True) if not found] == []
+
+
 def missing_checks(text):
     """Tests, injected faults and rows of the matrix in code spans that do not exist."""
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
