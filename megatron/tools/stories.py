@@ -41,8 +41,7 @@ def story(rng: random.Random) -> str:
     slots, plots = grammar()
     values = {name: rng.choice(choices) for name, choices in slots.items()}
     child = rng.choice(sorted(PRONOUNS))
-    names = [name for kind in sorted(PRONOUNS) for name in slots[kind] if name != values[child]]
-    values |= {"hero": values[child], "child": child, "friend": rng.choice(names), **PRONOUNS[child]}
+    values |= {"hero": values[child], "child": child, **PRONOUNS[child]}
     sentences = [rng.choice(alternatives) for alternatives in rng.choice(plots)]
     return SLOT.sub(lambda slot: _filled(slot[1], values), " ".join(sentences))
 
