@@ -59,7 +59,7 @@ step "the same validation tokens under a unigram model of the training tokens"
 run "$PYTHON" tools/unigram_baseline.py "${FLAGS[@]}" --metrics "$OUT/checkpoints/metrics.jsonl"
 
 step "a sample"
-run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "Once upon a time" --max-new-tokens 200 --seed 1
+run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.4 --seed 2
 
 step "the loss curve"
 run "$PYTHON" tools/plot_metrics.py "$OUT/checkpoints" --output "$OUT/loss.png" --text
