@@ -10,7 +10,7 @@ cd "$(dirname "$0")"
 . scripts/environment.sh
 
 OUT=${1:-quickstart_run}
-ITERS=${QUICKSTART_ITERS:-160}
+ITERS=${QUICKSTART_ITERS:-600}
 PROCESSES=${QUICKSTART_PROCESSES:-2}
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
@@ -24,11 +24,11 @@ once() {  # FILE COMMAND...: run COMMAND unless an earlier call completed it; FI
     if [ -e "$1" ]; then echo "complete since an earlier call: ${*:2}"; else run "${@:2}" && touch "$1"; fi
 }
 
-step "corpus: the English documentation of Python's standard library, which every machine has"
-once "$OUT/.corpus" "$PYTHON" tools/make_corpus.py --documents docs --output "$OUT/corpus.jsonl"
+step "corpus: 5,000 short stories from a grammar, the same on every machine"
+once "$OUT/.corpus" "$PYTHON" tools/make_corpus.py --documents stories --max-bytes 3000000 --output "$OUT/corpus.jsonl"
 
 step "tokenizer: a byte-level BPE trained on it"
-once "$OUT/.tokenizer" "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 4096 --output "$OUT/tokenizer"
+once "$OUT/.tokenizer" "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 2048 --output "$OUT/tokenizer"
 
 step "tokens: .bin and .idx files, as Megatron-LM writes them"
 once "$OUT/.tokens" "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" --overwrite \
@@ -36,15 +36,16 @@ once "$OUT/.tokens" "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.json
 
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$GPUS" -gt 0 ]; then PROCESSES=$((GPUS < PROCESSES ? GPUS : PROCESSES)); fi
-FLAGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
+FLAGS=(--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 192 --max-position-embeddings 192
+    --reset-attention-mask --reset-position-ids  # a sequence holds several stories, which do not see each other
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 8 --global-batch-size 16 --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine
-    --train-iters "$ITERS" --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+    --micro-batch-size 4 --global-batch-size 8 --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine
+    --train-iters "$ITERS" --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer"
     --data-path "$OUT/corpus_text_document" --split 95,4,1 --num-workers 0
-    --eval-interval 40 --eval-iters 8 --log-interval 20 --log-throughput
-    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 40 --tensorboard-dir "$OUT/tensorboard")
+    --eval-interval 150 --eval-iters 8 --log-interval 50 --log-throughput
+    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 150 --tensorboard-dir "$OUT/tensorboard")
 TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$PROCESSES" pretrain_gpt.py "${FLAGS[@]}")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
@@ -58,7 +59,7 @@ step "the same validation tokens under a unigram model of the training tokens"
 run "$PYTHON" tools/unigram_baseline.py "${FLAGS[@]}" --metrics "$OUT/checkpoints/metrics.jsonl"
 
 step "a sample"
-run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "This function returns" --max-new-tokens 80 --seed 1
+run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.4 --seed 2
 
 step "the loss curve"
 run "$PYTHON" tools/plot_metrics.py "$OUT/checkpoints" --output "$OUT/loss.png" --text

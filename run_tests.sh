@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/environment.sh
-use_environment mlm,dev tokenizers tiktoken sentencepiece matplotlib tensorboard pyarrow orjson zstandard yaml pytest xdist hypothesis ruff mypy pybind11 transformers starlette uvicorn openai lm_eval
+use_environment mlm,dev tokenizers tiktoken sentencepiece matplotlib tensorboard pyarrow orjson zstandard yaml pytest xdist hypothesis ruff mypy pybind11 transformers starlette uvicorn openai lm_eval material
 export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE  # cached bytecode saves 6 s per pytest process and 0.3 s per program
 [ $# -eq 0 ] || exec "$PYTHON" -m pytest "$@"

@@ -21,7 +21,7 @@ TOOLS = {
     "train-tokenizer": ("train_tokenizer", "train a byte-level BPE or WordPiece tokenizer"),
     "check-data": ("check_dataset", "check tokenized data sets and print their contents"),
     "merge-data": ("merge_datasets", "join tokenized data sets"),
-    "make-corpus": ("make_corpus", "write a sample corpus from Python's standard library"),
+    "make-corpus": ("make_corpus", "write a sample corpus: stories, or text of Python's standard library"),
     "convert": ("checkpoint.convert", "convert checkpoints: Hugging Face, Megatron-LM, native, safetensors"),
     "inspect": ("checkpoint.inspect_checkpoint", "print the tensors of a checkpoint, or compare two"),
     "verify": ("checkpoint.verify", "check that a checkpoint is complete and undamaged"),

@@ -1,8 +1,8 @@
-"""Write generated pages of docs/reference: ``python tools/generate_docs.py [--check]``.
+"""Write generated pages and pictures of docs/: ``python tools/generate_docs.py [--check]``.
 
 ``flags.md`` lists every flag with its type, default, availability and help text, and the retired spellings, from the
 settings' dataclasses. ``hugging_face_families.md`` lists the families of models that can be converted, from their
-tables. ``--check`` only compares and exits with 1 if a page is out of date.
+tables. ``docs_pictures.py`` draws docs/pictures. ``--check`` only compares and exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # run as a program from anywhere
     sys.path.insert(0, str(ROOT))
 
+from docs_pictures import PICTURES  # noqa: E402
+
 from megatron.core.config import absent  # noqa: E402
 from megatron.core.config.cli import FlagSpec, show  # noqa: E402
 from megatron.export.hf.family import PASSIVE, Family  # noqa: E402
 from megatron.export.hf.registry import known_families  # noqa: E402
 from megatron.training.arguments import flag_specs  # noqa: E402
 
-REFERENCE = ROOT / "docs" / "reference"
+DOCS = ROOT / "docs"
 
 INTRODUCTION = """# Flags
 
@@ -127,7 +129,11 @@ def flag_limits(family: Family) -> list[str]:
     return list(dict.fromkeys(every))
 
 
-PAGES = {"flags.md": flags_page, "hugging_face_families.md": families_page}
+PAGES = {
+    "reference/flags.md": flags_page,
+    "reference/hugging_face_families.md": families_page,
+    **{f"pictures/{name}": picture for name, picture in PICTURES.items()},
+}
 
 
 def main(argv: list[str]) -> int:
@@ -139,12 +145,13 @@ def main(argv: list[str]) -> int:
     check = parser.parse_args(argv).check
     outdated = 0
     for name, page in PAGES.items():
-        path, text = REFERENCE / name, page()
+        path, text = DOCS / name, page()
         if not check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
-            print(f"docs/reference/{name} is out of date: run python tools/generate_docs.py")
+            print(f"docs/{name} is out of date: run python tools/generate_docs.py")
             outdated = 1
     return outdated
 

@@ -1,10 +1,11 @@
-"""Write a JSONL corpus from text that every machine has: sources or documentation of Python's standard library.
+"""Write a JSONL corpus without a download: short stories, or sources or documentation of Python's standard library.
 
     python tools/make_corpus.py --output corpus.jsonl
 
 Writes one line per file, ``{"text": …, "path": …}``, in a seeded random order, so that every split contains all kinds
 of modules. ``--documents functions`` writes one line per function: short, complete documents for sentence pairs (BERT).
-``--documents docs`` writes English prose: the topics of Python's ``help()`` and the longer docstrings.
+``--documents docs`` writes English prose: the topics of Python's ``help()`` and the longer docstrings. ``--documents
+stories`` writes short stories from a grammar, the same on every machine; a small model learns them in minutes.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from megatron.core.config.commands import as_typed
 from megatron.core.config.errors import UserError
+from megatron.tools.stories import stories
 
 SHORTEST = 200
 
@@ -88,8 +90,10 @@ def docstrings(document: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[Iterable[dict[str, str]]]:
-    """Yield the documents of --documents ``kind`` (files, functions, docs), grouped by source file. Docs (docstrings
-    and help topics) are read completely first and yielded one by one in an order from ``seed``."""
+    """Yield the documents of --documents ``kind``, grouped by source file. Docs (docstrings and help topics) are read
+    completely first and yielded one by one in an order from ``seed``. Stories come from ``seed`` and never end."""
+    if kind == "stories":
+        yield from ([document] for document in stories(seed))
     if kind == "docs":
         prose = [*topics(), *(each for file in files for each in docstrings(file))]
         random.Random(seed).shuffle(prose)
@@ -100,16 +104,16 @@ def groups(kind: str, files: Iterator[dict[str, str]], seed: int) -> Iterator[It
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the corpus of this Python's standard library to --output of ``argv``, replacing it, and print its size;
-    return 0. Stops after the file or docstring that reaches --max-bytes of text. Raises UserError without sources."""
+    """Write the corpus to --output of ``argv``, replacing it, and print its size; return 0. Stops after the file,
+    docstring or story that reaches --max-bytes of text. Raises UserError without sources."""
     parser = argparse.ArgumentParser(
         description=as_typed(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this many bytes")
-    kinds = ("files", "functions", "docs")
+    kinds = ("files", "functions", "docs", "stories")
     parser.add_argument("--documents", choices=kinds, default="files", help="content of a line")
-    parser.add_argument("--seed", type=int, default=1234, help="of the document order")
+    parser.add_argument("--seed", type=int, default=1234, help="of the order of documents, and of stories")
     args = parser.parse_args(argv)
     root = Path(sysconfig.get_path("stdlib"))
     paths = source_files(root)
@@ -125,5 +129,6 @@ def main(argv: Sequence[str]) -> int:
                 break
     if not count:
         raise UserError(f"no Python sources below {root}; give another corpus to tools/preprocess_data.py")
-    print(f"{args.output}: {count} documents, {size / 1e6:.1f} MB of text from {root}")
+    source = "a grammar" if args.documents == "stories" else root
+    print(f"{args.output}: {count} documents, {size / 1e6:.1f} MB of text from {source}")
     return 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 
 from megatron.core.config.commands import as_typed
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     vocab_size = known_vocab_size(cfg)[0]
     if vocab_size is None:
         raise UserError("--vocab-size: required, because the output layer is part of the time; add it")
-    found = search(cfg, cluster, vocab_size)
+    found = search(cfg, cluster, vocab_size, lambda text: print(text, file=sys.stderr))
     if not found.layouts:
         raise UserError(none_found(found, cluster))
     best = found.layouts[: options.best]
@@ -107,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     print(
         f"{cluster.world_size} x {cluster.gpu.name}: {found.tried:,} candidates, {found.rejected:,} rejected by"
-        f" rules, {found.too_large:,} too large for {cluster.gpu.memory_gib:g} GiB"
+        f" rules, {found.too_large:,} too large for {cluster.gpu.memory_gib:g} GiB, {found.slower:,} slower"
     )
     print(layout_table(records, len(found.ties())))
     for row in losses:

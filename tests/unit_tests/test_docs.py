@@ -13,6 +13,8 @@ from megatron.core.config.cli import group_flags, normalize
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.models.registry import programs
 from megatron.training.arguments import flag_specs
+from tests.test_utils.layout_suite import EXTENDED
+from tests.test_utils.layout_table import MODELS, TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {".git", ".venv", "build", "quickstart_run", ".pytest_cache"}
@@ -124,6 +126,44 @@ def test_files_exist(page, files):
 def test_a_missing_file_is_found(files):
     text = "`config/cli.py` `cli.py` `fusions/{adam,nothing}.py` `tests/no.py` `fusions/rms_*.py`"
     assert set(missing(text, files)) == {"fusions/{adam,nothing}.py", "tests/no.py"}
+
+
+def test_every_term_of_the_glossary_is_used_elsewhere():
+    glossary = ROOT / "docs" / "glossary.md"
+    terms = re.findall(r"^\| (?!term|---)(.+?)(?: \((\w+)\))? \|", glossary.read_text(encoding="utf-8"), re.MULTILINE)
+    names = [term for term, _ in terms]
+    assert len(names) > 40 and names == sorted(names, key=str.lower)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page != glossary).lower()
+    used = [any(re.search(rf"\b{re.escape(name.lower())}", text) for name in pair if name) for pair in terms]
+    assert [name for name, found in zip(names, used, strict=True) if not found] == []
+
+
+def missing_checks(text):
+    """Tests, injected faults and rows of the matrix in code spans that do not exist."""
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    for name in re.findall(r"`([\w*-]+)`", text):
+        if re.fullmatch(r"test_\w+|[a-z0-9]+(?:_[a-z0-9]+){2,}", name):
+            found = f"def {name}(" in sources
+        elif re.fullmatch(r"[a-z0-9*]+(?:-[a-z0-9*]+)*", name):
+            found = any(fnmatch(row, name) for row in (*TABLE, *EXTENDED, *MODELS))
+        else:
+            continue
+        if not found:
+            yield name
+
+
+def test_checks_named_by_the_page_on_silent_errors_exist():
+    text = (ROOT / "docs" / "guides" / "silent_errors.md").read_text(encoding="utf-8")
+    assert list(missing_checks(text)) == []
+    tables = text[text.index("## Losses") :]
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and not line.startswith("| error")]
+    held = re.compile(r"`[\w*-]+`|test_\w+\.py|cannot happen|not excluded")
+    assert len(rows) > 35 and [row for row in rows if not held.search(row.rpartition(" | ")[2])] == []
+
+
+def test_a_missing_check_is_found():
+    text = "`full-*` `nothing-*` `test_nothing` `loss_is_a_mean_of_means` `a_fault_of_nothing` `vocab_size` `--flag`"
+    assert list(missing_checks(text)) == ["nothing-*", "test_nothing", "a_fault_of_nothing"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ class StageContents:
     num_mtp: int = 0
     """Number of multi-token prediction layers."""
 
-    @property
+    @cached_property
     def parts(self) -> list[LayerPart]:
         """Branches of the stage, grouped by layer."""
         return list(layer_parts(self.branches, self.names))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 ALIGNMENT = 64  # elements: every parameter's gradient starts on a 256-byte boundary in fp32
@@ -146,16 +147,22 @@ def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> lis
     """Return, for each of ``num_shards`` ranks, the number of parameter elements in its shards, summed over all buckets
     of ``cut`` and without padding. ``sizes``: elements of each parameter, as for :func:`cut_buffer`."""
     owned = [0] * num_shards
+    steps = [0] * (num_shards + 1)  # differences of the elements in shards that one parameter fills
     first = 0
     for stop, begin, end in cut.buckets:
         length = (end - begin) // num_shards
         for index in range(first, stop):
             if not sizes[index]:  # the vocabulary size may be unknown yet (0); its bucket may be empty
                 continue
-            low = cut.starts[index]
+            low = cut.starts[index] - begin
             high = low + sizes[index]
-            for shard in range((low - begin) // length, -(-(high - begin) // length)):
-                left = begin + shard * length
-                owned[shard] += min(high, left + length) - max(low, left)
+            head, tail = low // length, (high - 1) // length
+            if head == tail:
+                owned[head] += high - low
+                continue
+            owned[head] += (head + 1) * length - low
+            owned[tail] += high - tail * length
+            steps[head + 1] += length
+            steps[tail] -= length
         first = stop
-    return owned
+    return [each + inner for each, inner in zip(owned, accumulate(steps))]

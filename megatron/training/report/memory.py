@@ -62,10 +62,11 @@ class RankMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
-def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
-    """Return the memory of each pipeline rank. ``vocab_size`` is unpadded; 0 means unknown and adds no bytes."""
-    ranks, model = cfg.model.pipeline_model_parallel_size, cfg.describe(vocab_size)
-    stages = run_stages(cfg, vocab_size or None)
+def estimate_memory(cfg: PretrainConfig, vocab_size: int, model: ModelDescription | None = None) -> list[RankMemory]:
+    """Return the memory of each pipeline rank. ``vocab_size`` is unpadded; 0 means unknown and adds no bytes.
+    ``model``: the description of ``cfg``, if the caller has it."""
+    ranks, model = cfg.model.pipeline_model_parallel_size, model or cfg.describe(vocab_size)
+    stages = run_stages(cfg, vocab_size or None, model)
     schedule = run_schedule(cfg, enough_microbatches(cfg))
     # once per stage: a schedule has thousands of actions
     kept, host = (
@@ -205,7 +206,8 @@ def _one_buffer_state(
     cut = cut_buffer(sizes, alone, bucket_size, rule)
     elements = cut.total if distributed.use_distributed_optimizer else sum(sizes)
     updated = owned_elements(sizes, cut, shards) if distributed.use_distributed_optimizer else [sum(sizes)]
-    optimizer = [count * (moment_bytes(cfg, full) + master_bytes(cfg)) for count in updated]
+    width = moment_bytes(cfg, full) + master_bytes(cfg)
+    optimizer = [count * width for count in updated]
     return elements * activation_bytes(cfg.model), cut.total * gradient_bytes(cfg), optimizer
 
 

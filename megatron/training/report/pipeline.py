@@ -14,9 +14,12 @@ from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stage
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def run_stages(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
-    """Return the stages of a run. With unknown ``vocab_size`` all layers have equal cost and are not split."""
-    costs = cfg.describe(vocab_size or 0).costs
+def run_stages(
+    cfg: PretrainConfig, vocab_size: int | None, model: ModelDescription | None = None
+) -> list[StageContents]:
+    """Return the stages of a run. With unknown ``vocab_size`` all layers have equal cost and are not split. ``model``:
+    the description of ``cfg``, if the caller has it."""
+    costs = (cfg.describe(vocab_size or 0) if model is None else model).costs
     return pipeline_stages(cfg.model, costs._replace(layers=None) if vocab_size is None else costs)
 
 

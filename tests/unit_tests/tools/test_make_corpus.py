@@ -1,11 +1,13 @@
-"""tools/make_corpus.py: sample corpora from Python's standard library."""
+"""tools/make_corpus.py: sample corpora of stories and from Python's standard library."""
 
 import json
+import re
 
 import pytest
 
 from megatron.console import run_tool
 from megatron.tools.make_corpus import docstrings
+from megatron.tools.stories import grammar
 
 
 def corpus(folder, *flags):
@@ -27,3 +29,20 @@ def test_long_docstrings_outside_of_tests_are_taken(path, count):
     source = f'"""{"A long text. " * 20}"""\ndef f():\n    """Short."""\n'
     found = list(docstrings({"path": path, "text": source}))
     assert len(found) == count and all(each["text"].startswith("A long text.") for each in found)
+
+
+def test_stories_are_complete_sentences_of_one_child(tmp_path):
+    rows = corpus(tmp_path, "--documents", "stories")
+    assert rows == corpus(tmp_path, "--documents", "stories")
+    assert rows != corpus(tmp_path, "--documents", "stories", "--seed", "1")
+    texts = [row["text"] for row in rows]
+    assert sum(map(len, texts)) >= 400_000 and len(set(texts)) == len(texts)
+    for text in texts:
+        assert text[0] in '"' + text[0].upper() and text[-1] in '.!?"' and not re.search(r"[{}|]|  | a [aeiou]", text)
+
+
+def test_every_slot_of_a_plot_has_a_value():
+    slots, plots = grammar()
+    used = {slot.lower() for plot in plots for part in plot for text in part for slot in re.findall(r"{(\w+)}", text)}
+    others = {"hero", "child", "she", "her", "them", "self"}
+    assert used - others == set(slots) - {"girl", "boy"} and len(plots) == 10

@@ -1,7 +1,8 @@
-"""Search for layouts: enumerate, prune by divisibility, rules and memory, then rank by predicted time. Torch-free."""
+"""Search for layouts: enumerate, prune by divisibility, bounds, rules and memory, rank by time. Torch-free."""
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import resolve
 from megatron.training.report.advice import LIBRARIES_GIB
 from megatron.training.report.memory import estimate_memory
+from megatron.training.report.plan.bounds import Bounds
 from megatron.training.report.plan.cluster import Cluster
 from megatron.training.report.plan.step_time import StepTime, predict_step
 from megatron.training.rules.run_all import check
@@ -34,7 +36,6 @@ RECOMPUTATION: tuple[dict[str, object], ...] = (
 """From the fastest to the one that saves the most memory."""
 
 Values = dict[str, object]
-NOT_PREDICTED = StepTime(float("inf"), {}, 0.0)
 
 
 def _default(field: str) -> object:
@@ -80,6 +81,8 @@ class Search:
     tried: int = 0
     rejected: int = 0
     too_large: int = 0
+    slower: int = 0
+    """Candidates that are slower than the layouts that are kept."""
     smallest: float = float("inf")
     """Bytes of the candidate that needs the least memory."""
     reason: str = ""
@@ -174,72 +177,153 @@ def apply(cfg: FlatConfig, values: Mapping[str, object], world_size: int) -> Pre
     return str(problems[0]) if problems else found
 
 
+class _Best:
+    """The :data:`REFINED` fastest layouts so far, by (closed-form seconds, index of the candidate)."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[float, int, Layout]] = []
+
+    @property
+    def limit(self) -> float:
+        """Seconds above which a layout is not among them."""
+        return self.items[-1][0] if len(self.items) == REFINED else float("inf")
+
+    def add(self, index: int, layout: Layout) -> None:
+        bisect.insort(self.items, (layout.time.seconds, index, layout), key=lambda each: each[:2])
+        del self.items[REFINED:]
+
+
 def search(
     cfg: FlatConfig, cluster: Cluster, vocab_size: int, notify: Callable[[str], None] = lambda text: None
 ) -> Search:
-    """Return the layouts of the model in ``cfg`` that fit the cluster, fastest first. Raises UserError if the model's
-    own settings are wrong."""
+    """Return the fastest layouts of the model in ``cfg`` that fit the cluster. Candidates are predicted in the order of
+    a lower bound on their time, until the bound exceeds the time of the slowest layout that is kept; the result is the
+    one of predicting all candidates. Raises UserError if the model's own settings are wrong."""
     base = resolve(cfg, cluster.world_size, gpus=True)
-    found, large = Search([]), None
     levels: Sequence[Values] = [{}] if "recompute_granularity" in cfg.explicit else RECOMPUTATION
-    for sizes in layout_sizes(cfg, base, cluster):
-        axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-        dp = cluster.world_size
-        for axis in axes:
-            dp //= int(str(sizes[axis]))
-        for values in layout_variants(cfg, base, sizes, dp):
-            if found.tried >= MOST_LAYOUTS:
-                notify(f"stopped after {MOST_LAYOUTS:,} candidates: fix some sizes on the command line")
-                return _ranked(found, cluster, vocab_size)
-            found.tried += 1
-            # a micro-batch that does not fit excludes larger ones of the same layout, which follow it
-            kind = tuple((name, str(value)) for name, value in values.items() if "micro_batch_size" not in name)
-            if kind == large:
-                found.too_large += 1
-            elif not _add_fitting(found, cfg, values, levels, cluster, vocab_size):
-                large = kind
+    bounds = Bounds(base, cluster, vocab_size, lambda values: apply(cfg, {**values, **levels[0]}, cluster.world_size))
+    found, best = Search([]), _Best()
+    candidates = list(itertools.islice(_candidates(cfg, base, cluster), MOST_LAYOUTS + 1))
+    if len(candidates) > MOST_LAYOUTS:
+        notify(f"only the first {MOST_LAYOUTS:,} candidates are searched: fix some sizes on the command line")
+        del candidates[MOST_LAYOUTS:]
+    found.tried = len(candidates)
+    room = _room(cluster)
+    pruned = [index for index, values in enumerate(candidates) if bounds.bytes(values) > room]
+    order = sorted((bounds.seconds(candidates[index]), index) for index in {*range(found.tried)} - {*pruned})
+    smallest_too_large: dict[object, int] = {}
+    for number, (seconds, index) in enumerate(order):
+        if seconds > best.limit:
+            found.slower += len(order) - number
+            break
+        values = candidates[index]
+        # a micro-batch that does not fit excludes larger ones of the same layout
+        kind = tuple((name, str(value)) for name, value in values.items() if "micro_batch_size" not in name)
+        size = int(str(values["micro_batch_size"]))
+        if size > smallest_too_large.get(kind, size):
+            found.too_large += 1
+        elif not _add_fitting(found, best, index, _Trial(cfg, values, levels, bounds)):
+            smallest_too_large[kind] = size
+    found.too_large += len(pruned)
+    if not best.items:
+        _find_smallest(found, [_Trial(cfg, candidates[index], levels, bounds) for index in pruned])
+    found.layouts = [layout for _, _, layout in best.items]
     return _ranked(found, cluster, vocab_size)
 
 
-def _add_fitting(
-    found: Search, cfg: FlatConfig, values: Values, levels: Sequence[Values], cluster: Cluster, vocab_size: int
-) -> bool:
-    """Add the layout with the least recomputation that fits. Return False if it is too large at every level. The last
-    level, which needs the least memory, is tried second, so that most layouts that cannot fit take two estimates."""
-    room, fits = HEADROOM * (cluster.gpu.memory_gib - LIBRARIES_GIB) * 2**30, False
-    known: dict[int, Layout | None] = {}
-    for index in dict.fromkeys([0, len(levels) - 1, *range(len(levels))]):
-        changed = apply(cfg, {**values, **levels[index]}, cluster.world_size)
-        if isinstance(changed, str):
-            found.reason = changed
+def _room(cluster: Cluster) -> float:
+    """Return the bytes of a GPU that a plan fills."""
+    return HEADROOM * (cluster.gpu.memory_gib - LIBRARIES_GIB) * 2**30
+
+
+def _candidates(cfg: FlatConfig, base: PretrainConfig, cluster: Cluster) -> Iterator[Values]:
+    """Yield the values of every layout that divides the model and the cluster."""
+    for sizes in layout_sizes(cfg, base, cluster):
+        dp = cluster.world_size
+        for axis in ("tensor_model", "context", "pipeline_model"):
+            dp //= int(str(sizes[f"{axis}_parallel_size"]))
+        yield from layout_variants(cfg, base, sizes, dp)
+
+
+@dataclass
+class _Trial:
+    """A candidate, with its settings at each level of recomputation."""
+
+    cfg: FlatConfig
+    values: Values
+    levels: Sequence[Values]
+    bounds: Bounds
+
+    def at(self, index: int) -> PretrainConfig | str:
+        """Return the settings at a level, or the message of a rule that rejects them."""
+        return apply(self.cfg, {**self.values, **self.levels[index]}, self.bounds.cluster.world_size)
+
+    def layout(self, cfg: PretrainConfig, index: int, memory: int) -> Layout:
+        """Return the layout with the time of the closed form."""
+        values, bounds = {**self.values, **self.levels[index]}, self.bounds
+        model = bounds.describe(cfg, values)
+        time = predict_step(cfg, bounds.cluster, bounds.vocab_size, rough=True, model=model)
+        return Layout(values, cfg, memory, time)
+
+    def memory(self, cfg: PretrainConfig, index: int) -> int:
+        """Return the bytes on the fullest rank."""
+        model = self.bounds.describe(cfg, {**self.values, **self.levels[index]})
+        return max(rank.total for rank in estimate_memory(cfg, self.bounds.vocab_size, model))
+
+
+def _add_fitting(found: Search, best: _Best, index: int, trial: _Trial) -> bool:
+    """Add the candidate with the least recomputation that fits, unless that is too slow. Return False if it is too
+    large at every level. More recomputation is never faster. The last level, which needs the least memory, is tried
+    second, so that most candidates that cannot fit take two estimates."""
+    room, last = _room(trial.bounds.cluster), len(trial.levels) - 1
+    known: dict[int, tuple[PretrainConfig, int]] = {}
+    rejected = timed = False
+    for level in dict.fromkeys([0, last, *range(last)]):
+        cfg = trial.at(level)
+        if isinstance(cfg, str):
+            found.reason, rejected = cfg, True
             continue
-        ranks = estimate_memory(changed, vocab_size)
-        memory = max(rank.total for rank in ranks)
+        if not timed and level < last and trial.layout(cfg, level, 0).time.seconds > best.limit:
+            found.slower += 1
+            return True
+        timed = timed or level < last
+        memory = trial.memory(cfg, level)
         found.smallest = min(found.smallest, memory)
         if memory <= room:
-            known[index], fits = Layout({**values, **levels[index]}, changed, memory, NOT_PREDICTED), True
-            if index != len(levels) - 1 or index == 0:
+            known[level] = cfg, memory
+            if level != last or last == 0:
                 break
+        elif level == last:
+            found.too_large += 1
+            return False
         else:
-            known[index] = None
-            if index == len(levels) - 1:
-                break  # no level needs less
-    if not fits:
-        found.too_large += bool(known)
-        found.rejected += not known
-        return not known
-    first = next(known[index] for index in sorted(known) if known[index] is not None)
-    assert first is not None
-    found.layouts.append(replace(first, time=predict_step(first.cfg, cluster, vocab_size, rough=True)))
+            rejected = False
+    if not known:
+        found.rejected += rejected
+        found.too_large += not rejected
+        return rejected
+    level = min(known)
+    layout = trial.layout(known[level][0], level, known[level][1])
+    if layout.time.seconds <= best.limit:
+        best.add(index, layout)
+    else:
+        found.slower += 1
     return True
 
 
+def _find_smallest(found: Search, trials: Sequence[_Trial]) -> None:
+    """Set the memory of the smallest candidate, for the message if none fits; ``trials`` have no estimates yet."""
+    for bound, trial in sorted(((each.bounds.bytes(each.values), each) for each in trials), key=lambda each: each[0]):
+        if bound >= found.smallest:
+            return
+        level = len(trial.levels) - 1
+        cfg = trial.at(level)
+        if not isinstance(cfg, str):
+            found.smallest = min(found.smallest, trial.memory(cfg, level))
+
+
 def _ranked(found: Search, cluster: Cluster, vocab_size: int) -> Search:
-    """Sort by predicted time, the first after a simulation of their pipelines; of equal times the simplest first."""
-    found.layouts.sort(key=lambda each: each.time.seconds)
-    best = [
-        Layout(each.values, each.cfg, each.memory, predict_step(each.cfg, cluster, vocab_size))
-        for each in found.layouts[:REFINED]
-    ]
+    """Sort by predicted time after a simulation of the pipelines; of equal times the simplest first."""
+    best = [replace(each, time=predict_step(each.cfg, cluster, vocab_size)) for each in found.layouts]
     found.layouts = sorted(best, key=lambda each: (each.time.seconds, len(each.values)))
     return found

@@ -97,6 +97,11 @@ def calibration_kinds(cfg: PretrainConfig, gpu: Gpu) -> list[str]:
     return [f"{kind} on {gpu.name}", kind, kind.partition(", fp8")[0], "dense"]
 
 
+def calibration_factor(cfg: PretrainConfig, gpu: Gpu, factors: Mapping[str, float]) -> float:
+    """Return measured over predicted time of the most similar kind of model in ``factors``; 1 without one."""
+    return next((factors[key] for key in calibration_kinds(cfg, gpu) if key in factors), 1.0)
+
+
 def predict_step(
     cfg: PretrainConfig,
     cluster: Cluster,
@@ -104,12 +109,13 @@ def predict_step(
     factors: Mapping[str, float] | None = None,
     *,
     rough: bool = False,
+    model: ModelDescription | None = None,
 ) -> StepTime:
     """Predict one step of a resolved configuration. ``factors`` replaces the packaged calibration. ``rough`` replaces
-    the simulation of the pipeline by a closed form."""
-    model, stages = cfg.describe(vocab_size), run_stages(cfg, vocab_size or None)
-    factors = calibration() if factors is None else factors
-    factor = next((factors[key] for key in calibration_kinds(cfg, cluster.gpu) if key in factors), 1.0)
+    the simulation of the pipeline by a closed form. ``model``: the description of ``cfg``, if the caller has it."""
+    model = model or cfg.describe(vocab_size)
+    stages = run_stages(cfg, vocab_size or None, model)
+    factor = calibration_factor(cfg, cluster.gpu, calibration() if factors is None else factors)
     costs = [_scaled(stage_times(cfg, model, stage, cluster), factor) for stage in stages]
     duration, bubble = _pipeline(cfg, costs, cluster, rough)
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
@@ -272,10 +278,24 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
 
 def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster) -> Times:
     """Return the times of one micro-batch on a stage. A stage is at least as slow as the host starts its kernels."""
+    pieces = stage_pieces(model, stage)
+    found = summed_times(cfg, model, pieces, cluster)
+    branches = sum(piece.is_branch for piece in pieces)
+    if cfg.distributed.use_torch_fsdp2:
+        _add_fsdp(cfg, model, stage, cluster, found)
+    total, graphs = sum(found.values()), cfg.flat.cuda_graph_impl not in (None, "none")
+    if not graphs and total < branches / 2 * HOST_LAYER:
+        missing = branches / 2 * HOST_LAYER - total
+        found["F", "host"] += missing / 3
+        found["I", "host"] += missing * 2 / 3
+    return found
+
+
+def summed_times(cfg: PretrainConfig, model: ModelDescription, pieces: Sequence[Piece], cluster: Cluster) -> Times:
+    """Return the compute and exposed collectives of ``pieces`` for one micro-batch; equal pieces are computed once."""
     found: Times = Seconds()
     known: dict[object, Times] = {}
-    branches = 0
-    for piece in stage_pieces(model, stage):
+    for piece in pieces:
         key = (piece.name, tuple((op.name, op.flops, op.gemm, op.traffic) for op in piece.ops))
         if key not in known:
             times = piece_times(cfg, piece, cluster.gpu, head=piece is model.head, layer=piece.is_branch)
@@ -284,14 +304,6 @@ def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageConten
                 times.add(_layer_communication(cfg, piece, cluster, attention))
             known[key] = times
         found.add(known[key])
-        branches += piece.is_branch
-    if cfg.distributed.use_torch_fsdp2:
-        _add_fsdp(cfg, model, stage, cluster, found)
-    total, graphs = sum(found.values()), cfg.flat.cuda_graph_impl not in (None, "none")
-    if not graphs and total < branches / 2 * HOST_LAYER:
-        missing = branches / 2 * HOST_LAYER - total
-        found["F", "host"] += missing / 3
-        found["I", "host"] += missing * 2 / 3
     return found
 
 

@@ -1,6 +1,7 @@
 """Planner: clusters, step times, search, goodput, and the command."""
 
 import json
+import math
 
 import pytest
 
@@ -9,10 +10,14 @@ from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import simulate, unit_costs
 from megatron.training.arguments import parse_args
+from megatron.training.config.resolve import resolve
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
+from megatron.training.report.memory import estimate_memory
+from megatron.training.report.plan import search as search_module
+from megatron.training.report.plan.bounds import Bounds
 from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_kinds, kind_of_device
 from megatron.training.report.plan.goodput import expected_maximum, goodput, simulate_ranks
-from megatron.training.report.plan.search import HEADROOM, apply, search
+from megatron.training.report.plan.search import HEADROOM, RECOMPUTATION, apply, layout_sizes, layout_variants, search
 from megatron.training.report.plan.step_time import gemm_seconds, predict_step
 from megatron.training.report.plan.summary import prediction_rows
 from megatron.training.report.plan.trials import try_layout
@@ -126,6 +131,75 @@ def test_proposed_layouts_pass_the_rules_and_fit(flags):
         typed = settings(f"{flags} {layout.flags}")
         assert not isinstance(apply(typed, {}, 8), str)
         assert predict_step(apply(typed, {}, 8), cluster, 32000).seconds == pytest.approx(layout.time.seconds)
+
+
+def exhaustive(cfg, cluster, keep):
+    """Predict every candidate at its first level of recomputation that fits; return the fastest, as the search."""
+    base = resolve(cfg, cluster.world_size, gpus=True)
+    room = HEADROOM * (cluster.gpu.memory_gib - LIBRARIES_GIB) * 2**30
+    rough = []
+    for sizes in layout_sizes(cfg, base, cluster):
+        axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        dp = cluster.world_size // math.prod(sizes[axis] for axis in axes)
+        for values in layout_variants(cfg, base, sizes, dp):
+            for level in RECOMPUTATION:
+                changed = apply(cfg, {**values, **level}, cluster.world_size)
+                if isinstance(changed, str) or max(rank.total for rank in estimate_memory(changed, 32000)) > room:
+                    continue
+                rough.append((predict_step(changed, cluster, 32000, rough=True).seconds, len(rough), changed, values))
+                break
+    best = [(predict_step(each, cluster, 32000).seconds, len(values)) for *_, each, values in sorted(rough)[:keep]]
+    return [seconds for seconds, _ in sorted(best)]
+
+
+@pytest.mark.parametrize(
+    "flags, memory, nodes",
+    [
+        (f"{SMALL} --micro-batch-size 1", 16, 1), (f"{SMALL} --tensor-model-parallel-size 2", 9, 2),
+        (f"{MOE} --micro-batch-size 2 --context-parallel-size 1", 40, 1),
+        (f"{MOE} --micro-batch-size 1 --pipeline-model-parallel-size 2", 24, 1),
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_predicting_every_candidate_finds(flags, memory, nodes, monkeypatch):
+    monkeypatch.setattr(search_module, "REFINED", 6)  # so that bounds skip candidates
+    cfg, cluster = settings(flags), build_cluster("H100", nodes, 8, memory=float(memory))
+    found = search(cfg, cluster, 32000)
+    assert [each.time.seconds for each in found.layouts] == pytest.approx(exhaustive(cfg, cluster, 6))
+    assert found.slower > 0 and found.tried >= found.slower + found.too_large + found.rejected
+
+
+@pytest.mark.parametrize("flags", [SMALL, MOE], ids=["dense", "experts"])
+def test_no_layout_is_faster_or_smaller_than_its_bounds(flags):
+    cfg, cluster = settings(f"{flags} --micro-batch-size 2"), build_cluster("H100", 1, 8)
+    base = resolve(cfg, 8, gpus=True)
+    bounds = Bounds(base, cluster, 32000, lambda values: apply(cfg, values, 8))
+    checked = 0
+    for sizes in layout_sizes(cfg, base, cluster):
+        axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        for values in layout_variants(cfg, base, sizes, 8 // math.prod(sizes[axis] for axis in axes)):
+            changed = apply(cfg, values, 8)
+            if isinstance(changed, str):
+                continue
+            assert bounds.describe(changed, values) == changed.describe(32000)
+            time = predict_step(changed, cluster, 32000, rough=True).seconds
+            assert 0.2 * time < bounds.seconds(values) <= time * (1 + 1e-9)
+            memory = max(rank.weights + rank.gradients for rank in estimate_memory(changed, 32000))
+            assert bounds.bytes(values) <= memory
+            assert bounds.bytes(values) > 0.4 * memory or "use_torch_fsdp2" in values
+            checked += 1
+    assert checked > 20
+
+
+def test_a_search_for_16384_gpus_predicts_few_candidates(monkeypatch):
+    """Estimates of memory take most of the time of a search; there is no fixed number of seconds on a busy machine."""
+    calls = []
+    monkeypatch.setattr(search_module, "estimate_memory", lambda *args: calls.append(1) or estimate_memory(*args))
+    flags = (
+        "--num-layers 32 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 --max-position-embeddings 8192"
+        " --vocab-size 32000 --global-batch-size 4096"
+    )
+    found = search(settings(f"{flags} --micro-batch-size 1"), build_cluster("H100", 2048, 8), 32000)
+    assert found.layouts and found.tried > 100 and len(calls) < found.tried / 2
 
 
 def test_search_keeps_sizes_of_the_command_line():
