@@ -25,6 +25,7 @@ from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums, global_counts
 from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite, save_record
+from megatron.training.observe.step_parts import Mark, StepMarks, mark
 from megatron.training.start.cuda_graphs import make_forward_backward
 from megatron.training.start.main_loss import supply_main_loss
 
@@ -82,6 +83,7 @@ class Trainer:
             reason = reason or self.unsaved()
             self.between_steps()
         logger.info("%s", reason.message)
+        self.hooks.on_stop(self.state, "finished" if reason.finished else "stopped", reason.message)
         return reason
 
     def train_step(self) -> StepMetrics:
@@ -97,8 +99,9 @@ class Trainer:
         else:
             with self.timers("forward-backward", log_level=1):
                 inputs, counts = self._prepare(size)
+                forward = self._mark()
                 local = LossSums(self.device).add(self.forward_backward(**inputs)).pairs
-            metrics = self._update(size, local, counts)
+            metrics = self._update(size, local, counts, forward)
         metrics.learning_rate = rate
         if self.cfg.schedule.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
@@ -117,13 +120,17 @@ class Trainer:
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
-    def _update(self, size: int, local: dict[str, Tensor], counts: Tensor) -> StepMetrics:
+    def _mark(self) -> Mark:
+        return mark(self.device.type == "cuda")
+
+    def _update(self, size: int, local: dict[str, Tensor], counts: Tensor, forward: Mark) -> StepMetrics:
         """Reduce the gradients and step the optimizer, from this rank's loss sums and the counts over all ranks; return
         the measurements, with a learning rate of 0. With fp16 or --no-check-for-nan-in-loss-and-grad waits for the
         device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
         iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
         the loss."""
-        optimizer = self.parts.optimizer
+        optimizer, device_wait = self.parts.optimizer, 0.0
+        update_start = self._mark()
         sums, counts = self._reduce(local, counts)
         statistics = self.statistics(self.device)
         sums.pairs |= total_losses(statistics)
@@ -162,11 +169,16 @@ class Trainer:
                 counts.sum(),
                 update.found_nonfinite,
             )
+            waits = time.perf_counter()
             self.finite.read(keep=1)
+            device_wait = time.perf_counter() - waits
         if self.parts.qk_clip is not None and self.cfg.model.log_max_attention_logit:
             metrics.statistics = {**metrics.statistics, **self.parts.qk_clip.logged}
         metrics.loss_scale = optimizer.get_loss_scale()
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
+        assert self.parts.reader is not None, "only --skip-train has none"
+        data_wait = self.parts.reader.take_waited()
+        metrics.step_marks = StepMarks(forward, update_start, self._mark(), data_wait, device_wait)
         return metrics
 
     def _prepare(self, size: int) -> tuple[dict[str, object], Tensor]:
@@ -273,7 +285,7 @@ class Trainer:
         iteration, results = self.last_validation
         if iteration != self.state.iteration or self.cfg.data.dataloader_type == "external":  # iterators advanced
             return None
-        return [replace(result, final=True) for result in results]
+        return [replace(result, final=True, seconds=0.0) for result in results]
 
     def save(self, last: bool = False, fast: bool = False) -> None:
         """Write a checkpoint of the current state if --save is set, after a save in progress; the ``last`` one of the
