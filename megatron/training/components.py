@@ -31,7 +31,7 @@ class Components:
     state: TrainState
     checkpointer: Checkpointer
     qk_clip: QKClip | None = None
-    """Maximum attention logits; None with neither --qk-clip nor --log-max-attention-logit."""
+    """Maximum attention logits, for --qk-clip, --log-max-attention-logit and --log-layer-statistics-interval."""
     datasets: tuple[object, object, object] = (None, None, None)
     """Training, validation and test data, as provided by the task."""
     reader: BatchReader | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
@@ -55,6 +56,7 @@ from megatron.training.report.out_of_memory import (
 )
 from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
+from megatron.training.rules.qk_clip import missing_logits
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.stored_settings import weight_settings
 from megatron.training.tasks.base import Task
@@ -283,14 +285,28 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
         architecture=None if described is None else weight_settings(described),
     )
     parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
-    if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
-        parts.qk_clip = QKClip(model, cfg.model, groups)
+    parts.qk_clip = _maximum_logits(cfg, model, groups)
+    if parts.qk_clip is not None:
         optimizer.weight_edits.append(parts.qk_clip)
     try:
         return _load(parts, cfg)
     except BaseException:
         checkpointer.unlock()
         raise
+
+
+def _maximum_logits(cfg: PretrainConfig, model: Sequence[nn.Module], groups: ProcessGroups) -> QKClip | None:
+    """Return the measurement of attention logits that flags request. --log-layer-statistics-interval leaves them out
+    where they are not available. Collective."""
+    if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
+        return QKClip(model, cfg.model, groups)
+    is_available = not cfg.variable_lengths.use_varlen_dataset and not any(missing_logits(cfg))
+    if cfg.logging.log_layer_statistics_interval is None or not is_available:
+        return None
+    try:
+        return QKClip(model, cfg.model, groups)
+    except UserError:  # attention of another kind
+        return None
 
 
 def _load(parts: Components, cfg: PretrainConfig) -> Components:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.layer_norms import LayerNorms
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.statistics import StatisticsSum, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
@@ -48,6 +49,8 @@ class Trainer:
         self.flops_per_sample = parts.task.flops_per_sample()
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
+        has_norms = cfg.logging.log_layer_statistics_interval is not None
+        self.layer_norms = LayerNorms(parts.optimizer) if has_norms and not cfg.validation.skip_train else None
         supply_main_loss(parts.model, parts.task.loss_weights[parts.task.losses[0]])
         self.loss_names: list[str] | None = None
         """Loss names in the order of the last pipeline stage; known after the first iteration."""
@@ -91,6 +94,8 @@ class Trainer:
         its measurements, which may still be device tensors. Batches of --iterations-to-skip are only read.
         Collective."""
         size = self._batch_size(self.state.consumed_train_samples)
+        if self.parts.qk_clip is not None:
+            self.parts.qk_clip.set_active(self._wants_logits())
         assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
@@ -120,6 +125,15 @@ class Trainer:
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
+    def _wants_layers(self) -> bool:
+        """Whether the iteration in progress measures each layer."""
+        return conditions.every(self.cfg.logging.log_layer_statistics_interval, self.state.iteration + 1)
+
+    def _wants_logits(self) -> bool:
+        """Whether the iteration in progress measures attention logits."""
+        model = self.cfg.model
+        return model.qk_clip or model.log_max_attention_logit or self._wants_layers()
+
     def _mark(self) -> Mark:
         return mark(self.device.type == "cuda")
 
@@ -145,6 +159,9 @@ class Trainer:
         )
         invalid = invalid_values(statistics)
         losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
+        layer_norms = self.layer_norms if self._wants_layers() else None
+        if layer_norms is not None:
+            layer_norms.start()
         if self.finite is None:
             where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
             check_has_tokens(counts.sum().item(), where)
@@ -172,7 +189,9 @@ class Trainer:
             waits = time.perf_counter()
             self.finite.read(keep=1)
             device_wait = time.perf_counter() - waits
-        if self.parts.qk_clip is not None and self.cfg.model.log_max_attention_logit:
+        if layer_norms is not None:
+            metrics.statistics = {**metrics.statistics, **layer_norms.finish()}
+        if self.parts.qk_clip is not None and (self.cfg.model.log_max_attention_logit or layer_norms is not None):
             metrics.statistics = {**metrics.statistics, **self.parts.qk_clip.logged}
         metrics.loss_scale = optimizer.get_loss_scale()
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None

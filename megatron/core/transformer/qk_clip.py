@@ -43,6 +43,7 @@ class QKClip:
         self.attentions = [each for module in modules for each in _attentions(module)]
         self.maxima = [_add_accumulator(each.core_attention) for each in self.attentions]
         self.heads = config.num_attention_heads // groups.tp.size
+        self.is_active = True
         self.logged: dict[str, Tensor] = {}
         """Maximum logit of each layer in the last global batch, by ``layer N/max_attention_logit``; 0-d tensors."""
         labels = [f"layer {each.layer_number}/max_attention_logit" for each in self.maxima]
@@ -53,9 +54,19 @@ class QKClip:
         self.names = [*dict.fromkeys(name for stage in every for name in stage)]
         self._places = [self.names.index(name) for name in labels]
 
+    def set_active(self, active: bool) -> None:
+        """Compute maxima in the following forward passes or not. Inactive, a call does nothing; all ranks must agree.
+        Not within a captured CUDA graph."""
+        self.is_active = active
+        for attention, maxima in zip(self.attentions, self.maxima):
+            attention.core_attention.max_logits = maxima if active else None
+
     def __call__(self, scale_rows: ScaleRows, skipped: Tensor) -> None:
         """Take the maxima of the global batch, and scale the weights unless ``skipped`` (0-d bool). Collective over
         data-parallel ranks and the world. No host sync."""
+        if not self.is_active:
+            self.logged = {}
+            return
         maxima = [each.take(skipped, self.heads) for each in self.maxima]
         found = torch.stack(maxima) if maxima else skipped.new_zeros((0, self.heads), dtype=torch.float32)
         if maxima and self.groups.dp_cp.size > 1:

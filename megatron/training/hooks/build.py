@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+import sys
 from pathlib import Path
 
 from megatron.core.config.errors import UserError
@@ -15,7 +17,7 @@ from megatron.training.hooks.page import PageHook
 from megatron.training.hooks.plan import PlanHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
 from megatron.training.hooks.progress import ProgressHook
-from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, WandbSink
+from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, WandbSink, missing_package
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
 from megatron.training.observe.throughput import Throughput
 
@@ -36,7 +38,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     if run.is_log_rank:
         if files:
             hooks.append(FileSink(files[0], ("train", "valid", "test"), clock, trains=not cfg.validation.skip_train))
-        hooks.append(ConsoleHook(clock.throughput if cfg.logging.log_throughput else None))
+        hooks.append(console(cfg, clock))
     if run.device == "cuda" and run.data_parallel_rank == 0:
         hooks.append(MemoryHook(cfg.logging.log_memory_interval))
     if cfg.logging.timing_log_level > 0:
@@ -60,6 +62,21 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     if run.is_log_rank and directory and cfg.logging.write_report and not cfg.validation.skip_train:
         hooks.append(only_for("--no-report", PageHook(directory)))
     return hooks
+
+
+def console(cfg: PretrainConfig, clock: Clock) -> Hook:
+    """Return the hook that writes to standard output: log lines, or on a terminal the live view (--console). Raises
+    UserError for --console live without the rich package."""
+    choice = cfg.logging.console
+    if choice == "live" or (choice == "auto" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"):
+        try:
+            from megatron.training.hooks.live import LiveHook
+
+            return LiveHook(clock)
+        except ImportError as error:
+            if choice == "live":
+                raise missing_package("--console live", "rich", error) from error
+    return ConsoleHook(clock.throughput if cfg.logging.log_throughput else None)
 
 
 def only_for(flag: str, hook: Hook) -> Hook:

@@ -165,7 +165,8 @@ class Sink(Hook):
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         for result in results:
             self.write(eval_record(state.iteration, state.consumed_train_samples, result))
-        self.write(evaluation_record(state.iteration, state.consumed_train_samples, results))
+        if any(result.seconds for result in results):  # not for results that are reported again
+            self.write(evaluation_record(state.iteration, state.consumed_train_samples, results))
         self.flush()
 
     def on_save(self, state: TrainState) -> None:

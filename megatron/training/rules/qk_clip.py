@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
-    """Reject both flags where a rank does not see all pairs of its heads, or the kernels are another library's."""
+def missing_logits(cfg: PretrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield (reason, fix) for each setting with which a rank does not see all pairs of its heads, or the kernels are
+    another library's."""
     model = cfg.model
-    field = "qk_clip" if model.qk_clip else "log_max_attention_logit"
-    if not getattr(model, field):
-        return
     if model.context_parallel_size > 1:
-        yield problem(cfg, field, "is not supported with context parallelism: keys are on several ranks", "remove it")
+        yield "is not supported with context parallelism: keys are on several ranks", "remove it"
     if model.transformer_impl == "transformer_engine":
         reason = "is not supported by --transformer-impl transformer_engine, which gives no logits"
-        yield problem(cfg, field, reason, "use --transformer-impl local")
+        yield reason, "use --transformer-impl local"
     if cfg.training.cuda_graph_impl == "local":
-        yield problem(cfg, field, "is not supported with --cuda-graph-impl local", "remove one")
+        yield "is not supported with --cuda-graph-impl local", "remove one"
     if cfg.embeddings.position_embedding_type == "relative":
-        reason = "is not supported with --position-embedding-type relative, which adds a bias to logits"
-        yield problem(cfg, field, reason, "remove it")
+        yield "is not supported with --position-embedding-type relative, which adds a bias to logits", "remove it"
+
+
+def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
+    """Reject both flags where maximum logits are not available."""
+    field = "qk_clip" if cfg.model.qk_clip else "log_max_attention_logit"
+    if getattr(cfg.model, field):
+        for reason, fix in missing_logits(cfg):
+            yield problem(cfg, field, reason, fix)
 
 
 def clipped_logits_depend_on_weights(cfg: PretrainConfig) -> Problems:
