@@ -56,7 +56,7 @@ from megatron.training.report.out_of_memory import (
 )
 from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
-from megatron.training.rules.qk_clip import missing_logits
+from megatron.training.rules.qk_clip import gives_logits
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.stored_settings import weight_settings
 from megatron.training.tasks.base import Task
@@ -300,8 +300,7 @@ def _maximum_logits(cfg: PretrainConfig, model: Sequence[nn.Module], groups: Pro
     where they are not available. Collective."""
     if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
         return QKClip(model, cfg.model, groups)
-    is_available = not cfg.variable_lengths.use_varlen_dataset and not any(missing_logits(cfg))
-    if cfg.logging.log_layer_statistics_interval is None or not is_available:
+    if cfg.logging.log_layer_statistics_interval is None or not gives_logits(cfg):
         return None
     try:
         return QKClip(model, cfg.model, groups)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.sharding.placement import global_name
 
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.")
 
@@ -41,13 +42,15 @@ class LayerNorms:
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self.optimizer, pipeline = optimizer, optimizer.groups.pp
-        names: list[Sequence[str]] = [list(optimizer.model_params)]
+        parameters = optimizer.model_params.items()
+        local = {name: global_name(name, getattr(parameter, "spec", None)) for name, parameter in parameters}
+        names: list[Sequence[str]] = [list(local.values())]
         if pipeline.size > 1:
             names *= pipeline.size
-            dist.all_gather_object(names, list(optimizer.model_params), group=pipeline.handle)
+            dist.all_gather_object(names, list(local.values()), group=pipeline.handle)
         labels = layer_labels([name for stage in names for name in stage])
         self.labels = [*dict.fromkeys(labels.values())]
-        self._index = {name: self.labels.index(labels[name]) for name in optimizer.model_params}
+        self._index = {name: self.labels.index(labels[other]) for name, other in local.items()}
         self._before: dict[str, Tensor] = {}
         self._gradients: Tensor | None = None
 

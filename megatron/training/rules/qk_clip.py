@@ -8,7 +8,7 @@ from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def missing_logits(cfg: PretrainConfig) -> Iterator[tuple[str, str]]:
+def _missing_logits(cfg: PretrainConfig) -> Iterator[tuple[str, str]]:
     """Yield (reason, fix) for each setting with which a rank does not see all pairs of its heads, or the kernels are
     another library's."""
     model = cfg.model
@@ -23,11 +23,16 @@ def missing_logits(cfg: PretrainConfig) -> Iterator[tuple[str, str]]:
         yield "is not supported with --position-embedding-type relative, which adds a bias to logits", "remove it"
 
 
+def gives_logits(cfg: PretrainConfig) -> bool:
+    """Whether maximum attention logits can be measured."""
+    return not cfg.variable_lengths.use_varlen_dataset and not any(_missing_logits(cfg))
+
+
 def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
     """Reject both flags where maximum logits are not available."""
     field = "qk_clip" if cfg.model.qk_clip else "log_max_attention_logit"
     if getattr(cfg.model, field):
-        for reason, fix in missing_logits(cfg):
+        for reason, fix in _missing_logits(cfg):
             yield problem(cfg, field, reason, fix)
 
 
