@@ -2,9 +2,9 @@
 
     python tools/report.py RUN [--output FILE] [--log FILE]
 
-RUN is the directory of --save (or --tensorboard-dir without --save), which holds ``metrics.jsonl`` and ``timing.jsonl``.
-The page is one HTML file without references to others. The run may still be training. Training writes the same page
-when it ends, unless --no-report is given.
+RUN is the directory of --save (or --tensorboard-dir without --save), which holds ``metrics.jsonl`` and
+``timing.jsonl``. The page is one HTML file without references to others. The run may still be training. Training
+writes the same page when it ends, unless --no-report is given.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
     hooks += profilers(cfg, run)
     if run.is_log_rank and directory and cfg.logging.write_report and not cfg.validation.skip_train:
-        hooks.append(only_for("--no-report", PageHook(directory)))
+        hooks.append(only_for("report.html", PageHook(directory)))
     return hooks
 
 

@@ -120,6 +120,8 @@ class LiveHook(Hook):
         half = (len(self.rows) + 1) // 2
         items = list(self.rows.items())
         for left_item, right_item in zip(items[:half], [*items[half:], ("", "")]):
-            cells = [Text(text, style=style) for pair in (left_item, right_item) for text, style in zip(pair, ("dim", ""))]
+            cells = [
+                Text(text, style=style) for pair in (left_item, right_item) for text, style in zip(pair, ("dim", ""))
+            ]
             table.add_row(*cells)
         self.live.update(Group(head, table), refresh=True)

@@ -129,7 +129,8 @@ class Clock:
 class Sink(Hook):
     """Calls :meth:`write` with each record of the run, in the order of events: train records of every
     ``point_interval`` iterations, valid and test records, a timing record per log point, a save record per checkpoint,
-    an evaluation record per evaluation, and records of the start and end of this process. Use after ``TimersHook``, which gathers the times of the timing record."""
+    an evaluation record per evaluation, and records of the start and end of this process. Use after ``TimersHook``,
+    which gathers the times of the timing record."""
 
     def __init__(self, clock: Clock, point_interval: int = 1) -> None:
         self.clock, self.point_interval = clock, point_interval

@@ -60,8 +60,8 @@ class Comparison(NamedTuple):
         apart = "".join(f", {name} {seconds:.3g} s per iteration" for name, seconds in self.apart.items())
         return (
             f"an iteration takes {self.measured:.4g} s, planned on {prediction.gpu}: {self.predicted:.4g} s"
-            f" ({self.measured / self.predicted - 1:+.0%}; the planner's error is {prediction.error:.0%}). The part that"
-            f" differs most is {self.worst}: {measured:.3g} s, planned {planned:.3g} s. Plan: "
+            f" ({self.measured / self.predicted - 1:+.0%}; the planner's error is {prediction.error:.0%}). The largest"
+            f" difference is in {self.worst}: {measured:.3g} s, planned {planned:.3g} s. Plan: "
             + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in shares.items())
             + f". Outside of iterations{apart or ' nothing'}. See docs/guides/watching_a_run.md"
         )

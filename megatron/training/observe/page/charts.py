@@ -187,7 +187,8 @@ def _path(frame: Frame, series: Series, classes: str, label: str, dots: bool = F
 def _labels(frame: Frame, values: Sequence[float]) -> str:
     """Return the labels of the y axis, as shares of the height from the top."""
     return "".join(
-        f'<span style="top:{100 * frame.place(frame.x[0], each)[1] / HEIGHT:.1f}%">{short(each)}</span>' for each in values
+        f'<span style="top:{100 * frame.place(frame.x[0], each)[1] / HEIGHT:.1f}%">{short(each)}</span>'
+        for each in values
     )
 
 
@@ -210,4 +211,5 @@ def draw_rows(rows: Sequence[tuple[str, str, Sequence[int]]], x_range: tuple[int
             f'<svg viewBox="0 0 {WIDTH} 20" preserveAspectRatio="none" role="img"'
             f' aria-label="{escape(label)}: {len(iterations)}"><path class="marks {kind}" d="{marks}"/></svg></div>'
         )
-    return f'<div class="rows">{"".join(drawn)}<div class="row"><span></span><div class="xs">{_x_labels(frame)}</div></div></div>'
+    axis = f'<div class="row"><span></span><div class="xs">{_x_labels(frame)}</div></div>'
+    return f'<div class="rows">{"".join(drawn)}{axis}</div>'

@@ -106,7 +106,7 @@ def _table(key: str, title: str, pairs: Sequence[tuple[str, object]]) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds as text, such as 2 days, 3:04:05."""
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(seconds))) if seconds < 1e11 else f"{seconds:.3g} s"
 
 
 def remaining(run: Run) -> float | None:
@@ -157,7 +157,8 @@ def _head(run: Run, name: str) -> str:
     about = " · ".join(filter(None, (where, f"written {datetime.now():%Y-%m-%d %H:%M:%S}")))
     status = STATUS.get(run.status, run.status)
     return (
-        f'<header id="head"><h1>{name}</h1><p><span id="status" class="status {escape(run.status)}">{escape(status)}</span>'
+        f'<header id="head"><h1>{name}</h1>'
+        f'<p><span id="status" class="status {escape(run.status)}">{escape(status)}</span>'
         f' <span id="reason">{escape(run.reason)}</span></p><p class="soft">{escape(about)}</p>'
         f'<dl class="figures" id="figures">{figures}</dl></header>'
     )
@@ -221,7 +222,9 @@ def speed_charts(run: Run) -> list[Chart]:
     lines = [Line("iteration", run.timing["seconds_per_iteration"])] if "seconds_per_iteration" in run.timing else []
     lines += [Line(name, run.timing[key]) for key, name in PARTS.items() if key in run.timing]
     charts.append(Chart("chart-seconds", "seconds per iteration", lines, from_zero=True, cut_spikes=True))
-    names = {name: name[7:].removeprefix("mem-").removesuffix("-bytes") for name in run.timing if name.endswith("-bytes")}
+    names = {
+        name: name[7:].removeprefix("mem-").removesuffix("-bytes") for name in run.timing if name.endswith("-bytes")
+    }
     memory = [
         Line(short_name, Series(run.timing[name].x, [each / 2**30 for each in run.timing[name].y]))
         for name, short_name in names.items()
@@ -242,7 +245,9 @@ def layer_charts(run: Run) -> list[Chart]:
     """Return one chart per statistic of layers, without those of experts."""
     names = dict.fromkeys(key.partition("/")[2] for key in run.statistics)
     return [
-        Chart(f"chart-{_slug(name)}", name.replace("_", " "), [Line(*pair) for pair in by_layer(run, name)], False, True)
+        Chart(
+            f"chart-layers-{_slug(name)}", name.replace("_", " "), [Line(*pair) for pair in by_layer(run, name)], False, True
+        )
         for name in names
         if not name.startswith("tokens_per_expert")
     ]
@@ -250,7 +255,11 @@ def layer_charts(run: Run) -> list[Chart]:
 
 def expert_charts(run: Run) -> list[Chart]:
     """Return the distribution of tokens over experts, by layer."""
-    titles = {"entropy": "entropy of the load (1: equal)", "max": "tokens of the busiest expert", "min": "of the idlest"}
+    titles = {
+        "entropy": "entropy of the load (1: equal)",
+        "max": "tokens of the busiest expert",
+        "min": "of the idlest",
+    }
     charts = []
     for key, title in titles.items():
         lines = [Line(*pair) for pair in by_layer(run, f"tokens_per_expert {key}")]
@@ -308,8 +317,10 @@ def _timeline(run: Run) -> str:
         for each in shown
     )
     head = '<tr><th class="num">iteration</th><th>event</th><th>time</th><th></th></tr>'
-    few = "" if len(shown) == len(run.events) else f' <small>{len(shown)} of {len(run.events)}</small>'
-    details = f'<details open><summary>Events{few}</summary><div class="scroll"><table>{head}{cells}</table></div></details>'
+    few = "" if len(shown) == len(run.events) else f" <small>{len(shown)} of {len(run.events)}</small>"
+    details = (
+        f'<details open><summary>Events{few}</summary><div class="scroll"><table>{head}{cells}</table></div></details>'
+    )
     return _section("timeline", "Timeline", draw_rows(rows, x_range(run)) + details)
 
 

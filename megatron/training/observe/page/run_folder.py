@@ -97,9 +97,15 @@ def is_number(value: object) -> bool:
 
 
 def number(record: Record, key: str, default: float = 0.0) -> float:
-    """Return the number ``key`` of a record, or ``default`` for another type."""
+    """Return the number ``key`` of a record; ``default`` for another type, NaN and sizes that are impossible."""
     value = record.get(key)
-    return float(value) if is_number(value) else default  # type: ignore[arg-type]
+    return float(value) if is_number(value) and abs(value) < 1e18 else default  # type: ignore[arg-type]
+
+
+def unix_time(record: Record) -> float | None:
+    """Return the time of a record; None if it has none that is possible."""
+    value = number(record, "time")
+    return value if 0 < value < 2**36 else None
 
 
 def table(record: Record, key: str) -> dict[str, object]:
@@ -109,19 +115,24 @@ def table(record: Record, key: str) -> dict[str, object]:
 
 
 def read_run(path: Path, now: float, log: Path | None = None) -> Run:
-    """Read the run in the folder ``path`` (or of the metrics file ``path``). ``now``: Unix seconds, which decide whether
-    a run without a recorded end is running. ``log``: file with the run's output, whose warnings and errors are listed.
+    """Read the run in the folder ``path`` (or of the metrics file ``path``). ``now``: Unix seconds, which decide
+    whether a run without a recorded end is running. ``log``: file with the run's output, whose warnings and errors are
+    listed.
 
     Raises:
-        UserError: the folder has no metrics file, or no record.
+        UserError: the folder has neither metrics nor times, or no record.
     """
     folder = path if path.is_dir() else path.parent
     metrics = folder / METRICS_FILE if path.is_dir() else path
-    if not metrics.is_file():
+    files = [each for each in (metrics, folder / TIMING_FILE) if each.is_file()]
+    if not files:
         raise UserError(f"{path}: no {METRICS_FILE} there; give the folder of --save or --tensorboard-dir")
     run = Run(folder)
-    for record in records(metrics, run.problems, every_statistics=_stride(metrics)):
-        _add_metrics(run, record)
+    if metrics.is_file():
+        for record in records(metrics, run.problems, every_statistics=_stride(metrics)):
+            _add_metrics(run, record)
+    else:
+        run.problems.append(f"{metrics.name}: missing: no losses")
     _add_times(run)
     if not run.train and not run.evaluation and not run.start:
         raise UserError(f"{metrics}: no record in it yet")
@@ -129,7 +140,6 @@ def read_run(path: Path, now: float, log: Path | None = None) -> Run:
     _add_checkpoint(run)
     if log is not None:
         _add_log(run, log)
-    files = [each for each in (metrics, folder / TIMING_FILE) if each.exists()]
     _find_status(run, now - max(each.stat().st_mtime for each in files))
     run.events.sort(key=lambda each: each.iteration)
     return run
@@ -201,7 +211,7 @@ def _add_times(run: Run) -> None:
     first_start, last = None, None
     for record in records(path, run.problems):
         kind, iteration = record["kind"], record["iteration"]
-        when = record.get("time") if is_number(record.get("time")) else None
+        when = unix_time(record)
         last = when or last
         if kind == "timing":
             _add_timing(run, record)
@@ -274,8 +284,8 @@ def _add_cuts(run: Run) -> None:
         iteration = path.name.rpartition("-")[2]
         if not iteration.isdecimal():
             continue
-        ignored: list[str] = []
-        lost = [each["iteration"] for each in records(path, ignored, every_statistics=1 << 30) if each["kind"] == "train"]
+        moved = records(path, [], every_statistics=1 << 30)
+        lost = [each["iteration"] for each in moved if each["kind"] == "train"]
         if lost:
             text = f"{counted(len(lost), 'iteration')} up to {max(lost)} computed again"
             run.events.append(Event(int(iteration), "rollback", text))
@@ -285,8 +295,8 @@ def _add_cuts(run: Run) -> None:
                 seconds = number(record, "iterations") * number(record, "seconds_per_iteration")
                 _spend(run, "repeated iterations", seconds)
             elif record["kind"] == "end" and record.get("ending") == "failed":
-                when = record.get("time") if is_number(record.get("time")) else None
-                run.events.append(Event(record["iteration"], "failure", str(record.get("reason", "")), when))
+                text = str(record.get("reason", ""))
+                run.events.append(Event(record["iteration"], "failure", text, unix_time(record)))
 
 
 def _add_checkpoint(run: Run) -> None:
@@ -328,4 +338,3 @@ def _find_status(run: Run, age: float) -> None:
     limit = max(QUIET_SECONDS, 10 * pace[-1] * steps) if pace else QUIET_SECONDS  # type: ignore[operator]
     run.status = "running" if age < limit else "silent"
     run.reason = f"last change {age:.0f} s ago" + ("" if run.status == "running" else "; no end was recorded")
-
