@@ -177,10 +177,10 @@ def changed_settings(cfg: FlatConfig) -> dict[str, object]:
 def format_arguments(cfg: FlatConfig, everything: bool = True) -> str:
     """Return a text of settings sorted by name, with dots up to column 48 and a title: all settings, or only those that
     were passed or differ from defaults. Includes a script's custom flags and the derived ``params_dtype``."""
-    values = cfg.values() if everything else changed_settings(cfg)
+    values: dict[str, object] = cfg.values() if everything else changed_settings(cfg)
     if everything:
-        values["explicit"] = " ".join(sorted(values["explicit"])) or None
-        values.update(values.pop("extra"))
+        values |= {"explicit": " ".join(sorted(cfg.explicit)) or None, **cfg.extra}
+        del values["extra"]
     values["params_dtype"] = "float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else "float32"
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     title, end = f"{'-' * 24} arguments {'-' * 24}", f"{'-' * 20} end of arguments {'-' * 21}"

@@ -265,7 +265,7 @@ class TensorBoardSink(Sink):
         settings = record["settings"].items()
         numbers = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in settings}
         for summary in hparams(numbers, {}):
-            self.writer.file_writer.add_summary(summary)
+            self.writer._get_file_writer().add_summary(summary)
 
     def flush(self) -> None:
         if self.writer is not None:

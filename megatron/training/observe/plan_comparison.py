@@ -2,7 +2,7 @@
 
 A run is slower than planned if its mean step takes more than (1 + error) x 1.05 of the predicted time. ``error`` is the
 relative difference that the planner cannot resolve: 3 % for dense models and 10 % with experts, its error on measured
-rows. A smaller difference says nothing about the run.
+rows. A smaller difference may be the planner's.
 
 Parts: if the host waits for the device in every step, data loading and the host's work are hidden, and the device's
 times show the cause. Otherwise the device waits for the host: the excess is time spent waiting for data, as far as

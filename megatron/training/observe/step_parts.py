@@ -49,12 +49,13 @@ def _seconds(start: Mark, end: Mark) -> float:
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start
+    assert not isinstance(end, float)
     return start.elapsed_time(end) / 1000.0
 
 
 def mean_parts(steps: Sequence[StepMarks | None]) -> dict[str, float]:
-    """Return the mean seconds per iteration of ``forward_backward`` and ``update`` on the device, and of ``data_wait``
-    and ``device_wait`` on the host. Iterations without marks, and those that the device has not finished, do not
+    """Return mean seconds per iteration: ``forward_backward`` and ``update`` on the device, ``data_wait`` and
+    ``device_wait`` on the host. Iterations without marks, and those that the device has not finished, do not
     count; {} if none is left."""
     marks = [each for each in steps if each is not None and _is_reached(each.end)]
     if not marks:

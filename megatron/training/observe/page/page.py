@@ -242,11 +242,15 @@ def by_layer(run: Run, name: str) -> list[tuple[str, Series]]:
 
 
 def layer_charts(run: Run) -> list[Chart]:
-    """Return one chart per statistic of layers, without those of experts."""
+    """Return one chart per statistic of layers, without statistics of experts."""
     names = dict.fromkeys(key.partition("/")[2] for key in run.statistics)
     return [
         Chart(
-            f"chart-layers-{_slug(name)}", name.replace("_", " "), [Line(*pair) for pair in by_layer(run, name)], False, True
+            f"chart-layers-{_slug(name)}",
+            name.replace("_", " "),
+            [Line(*pair) for pair in by_layer(run, name)],
+            False,
+            True,
         )
         for name in names
         if not name.startswith("tokens_per_expert")

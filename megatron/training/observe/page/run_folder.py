@@ -103,7 +103,7 @@ def number(record: Record, key: str, default: float = 0.0) -> float:
 
 
 def unix_time(record: Record) -> float | None:
-    """Return the time of a record; None if it has none that is possible."""
+    """Return the time of a record; None if it is missing or impossible."""
     value = number(record, "time")
     return value if 0 < value < 2**36 else None
 
@@ -115,7 +115,7 @@ def table(record: Record, key: str) -> dict[str, object]:
 
 
 def read_run(path: Path, now: float, log: Path | None = None) -> Run:
-    """Read the run in the folder ``path`` (or of the metrics file ``path``). ``now``: Unix seconds, which decide
+    """Read the run in ``path``, a folder or a metrics file. ``now``: Unix seconds, which decide
     whether a run without a recorded end is running. ``log``: file with the run's output, whose warnings and errors are
     listed.
 
@@ -187,9 +187,9 @@ def _add_metrics(run: Run, record: Record) -> None:
     for key, value in record.items():
         if is_number(value) and key not in ("iteration", "consumed_samples"):
             run.train.setdefault(key, Series()).add(iteration, value)
-    for key, value in table(record, "statistics").items():
-        if is_number(value):
-            run.statistics.setdefault(key, Series()).add(iteration, value)  # type: ignore[arg-type]
+    for key, statistic in table(record, "statistics").items():
+        if is_number(statistic):
+            run.statistics.setdefault(key, Series()).add(iteration, statistic)  # type: ignore[arg-type]
     run.iteration, run.samples = iteration, int(number(record, "consumed_samples"))
     run.tokens += number(record, "num_tokens")
     if not run.losses:

@@ -127,10 +127,13 @@ def test_the_plan_is_watched_on_known_gpus_only(simulated_run):
 @pytest.mark.parametrize(
     ("choice", "terminal", "term", "expected"),
     [
-        ("auto", False, "xterm", "ConsoleHook"), ("auto", True, "xterm", "LiveHook"), ("auto", True, "dumb", "ConsoleHook"),
-        ("lines", True, "xterm", "ConsoleHook"), ("live", False, "xterm", "LiveHook"),
+        ("auto", False, "xterm", "ConsoleHook"),
+        ("auto", True, "xterm", "LiveHook"),
+        ("auto", True, "dumb", "ConsoleHook"),
+        ("lines", True, "xterm", "ConsoleHook"),
+        ("live", False, "xterm", "LiveHook"),
     ],
-)  # fmt: skip
+)
 def test_the_live_view_is_for_terminals(simulated_run, monkeypatch, choice, terminal, term, expected):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
     monkeypatch.setenv("TERM", term)

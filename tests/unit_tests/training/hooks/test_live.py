@@ -1,4 +1,4 @@
-"""The live view on a pseudo-terminal: what a screen shows, that other output stays above it, and that pipes get lines."""
+"""The live view on a pseudo-terminal: the final screen, other output above it, the cursor, no device reads."""
 
 import io
 import logging
@@ -82,11 +82,22 @@ def test_the_screen_ends_with_progress_losses_rates_and_memory(terminal, simulat
     lines = screen(written())
     view = "\n".join(lines[-8:])
     assert "iteration 20/40" in view and "remaining 0:0" in view
-    for text in ("lm loss", "0.5590", "learning rate", "gradient norm", "tokens per second", "2,048", "memory, peak",
-                 "validation, lm loss", "4.4721 at 20"):  # fmt: skip
+    for text in (
+        "lm loss",
+        "0.5590",
+        "learning rate",
+        "gradient norm",
+        "tokens per second",
+        "2,048",
+        "memory, peak",
+        "validation, lm loss",
+        "4.4721 at 20",
+    ):
         assert text in view, view
     assert sum("iteration 20/40" in line for line in lines) == 1  # drawn over, not repeated
-    assert [line for line in lines if line.startswith(" validation loss at iteration")] and "-----" not in "".join(lines)
+    assert [line for line in lines if line.startswith(" validation loss at iteration")] and "-----" not in "".join(
+        lines
+    )
 
 
 def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run):

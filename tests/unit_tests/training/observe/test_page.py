@@ -57,32 +57,71 @@ def write(path, records):
 
 
 def train(i, **values):
-    return {"kind": "train", "iteration": i, "consumed_samples": 4 * i, "lm loss": 2 + 8 / i, "learning_rate": 1e-3,
-            "global_batch_size": 4, "num_tokens": 100, "grad_norm": 1.0, "skipped": False, "nan": False} | values  # fmt: skip
+    return {
+        "kind": "train",
+        "iteration": i,
+        "consumed_samples": 4 * i,
+        "lm loss": 2 + 8 / i,
+        "learning_rate": 1e-3,
+        "global_batch_size": 4,
+        "num_tokens": 100,
+        "grad_norm": 1.0,
+        "skipped": False,
+        "nan": False,
+    } | values
 
 
 def timing(i, **values):
     memory = {"mem-max-allocated-bytes": 3 << 30}
-    return {"kind": "timing", "iteration": i, "consumed_samples": 4 * i, "time": NOW - 1000 + i, "iterations": 10,
-            "seconds_per_iteration": 0.5, "tokens_per_second": 1234.0, "tflops_per_device": 400.0, "mfu": 0.4,
-            "world_size": 2, "device": "NVIDIA H100", "memory": memory, "parts_seconds": {"update": 0.1}} | values  # fmt: skip
+    return {
+        "kind": "timing",
+        "iteration": i,
+        "consumed_samples": 4 * i,
+        "time": NOW - 1000 + i,
+        "iterations": 10,
+        "seconds_per_iteration": 0.5,
+        "tokens_per_second": 1234.0,
+        "tflops_per_device": 400.0,
+        "mfu": 0.4,
+        "world_size": 2,
+        "device": "NVIDIA H100",
+        "memory": memory,
+        "parts_seconds": {"update": 0.1},
+    } | values
 
 
 def start(i=0, **values):
-    return {"kind": "start", "iteration": i, "consumed_samples": 4 * i, "time": NOW - 1000, "train_iters": 100,
-            "world_size": 2, "settings": {"lr": 1e-3, "seq_length": 8}, "environment": {"torch": "2.x"}} | values  # fmt: skip
+    return {
+        "kind": "start",
+        "iteration": i,
+        "consumed_samples": 4 * i,
+        "time": NOW - 1000,
+        "train_iters": 100,
+        "world_size": 2,
+        "settings": {"lr": 1e-3, "seq_length": 8},
+        "environment": {"torch": "2.x"},
+    } | values
 
 
 def end(i, ending="finished", reason="training is complete", **values):
-    return {"kind": "end", "iteration": i, "consumed_samples": i, "time": NOW - 900, "ending": ending,
-            "reason": reason} | values  # fmt: skip
+    return {
+        "kind": "end",
+        "iteration": i,
+        "consumed_samples": i,
+        "time": NOW - 900,
+        "ending": ending,
+        "reason": reason,
+    } | values
 
 
 def write_run(folder, times=None, metrics=None):
     records = [train(i) for i in range(1, 101)]
     records.insert(50, {"kind": "valid", "iteration": 50, "consumed_samples": 200, "lm loss": 2.5, "dataset": "wiki"})
     write(folder / "metrics.jsonl", records if metrics is None else metrics)
-    write(folder / "timing.jsonl", [start(), *(timing(i) for i in range(10, 101, 10)), end(100)] if times is None else times)
+    write(
+        folder / "timing.jsonl",
+        [start(), *(timing(i) for i in range(10, 101, 10)), end(100)] if times is None else times,
+    )
     return folder
 
 
@@ -145,8 +184,10 @@ def test_values_of_other_types_do_not_end_the_page(tmp_path, value):
 
     times = [start(), *changed(start()), timing(10), *changed(timing(10)), end(10), *changed(end(10))]
     plan = {"kind": "plan", "iteration": 9, "predicted_seconds": 1.0, "measured_seconds": 2.0, "parts_seconds": {}}
-    saves = [{"kind": kind, "iteration": 9, "seconds": value, "bytes": value, "stall_seconds": value, "time": value}
-             for kind in ("save", "evaluation")]  # fmt: skip
+    saves = [
+        {"kind": kind, "iteration": 9, "seconds": value, "bytes": value, "stall_seconds": value, "time": value}
+        for kind in ("save", "evaluation")
+    ]
     metrics = [train(1), *changed(train(2)), train(3, statistics={"a/b": value})]
     page_of(write_run(tmp_path, [*times, *saves, *changed(plan)], metrics))
 
@@ -161,16 +202,33 @@ def test_a_run_that_is_still_written_is_running_until_its_files_are_silent(tmp_p
 
 
 def test_the_timeline_shows_restarts_rollbacks_failures_and_skipped_iterations(tmp_path):
-    times = [start(), timing(10), end(20, "stopped", "SIGTERM"), start(20, settings={"lr": 2e-3, "seq_length": 8}),
-             timing(30), {"kind": "save", "iteration": 30, "bytes": 5e9, "seconds": 2.0, "stall_seconds": 1.0},
-             {"kind": "evaluation", "iteration": 30, "seconds": 4.0}, start(40)]  # fmt: skip
+    times = [
+        start(),
+        timing(10),
+        end(20, "stopped", "SIGTERM"),
+        start(20, settings={"lr": 2e-3, "seq_length": 8}),
+        timing(30),
+        {"kind": "save", "iteration": 30, "bytes": 5e9, "seconds": 2.0, "stall_seconds": 1.0},
+        {"kind": "evaluation", "iteration": 30, "seconds": 4.0},
+        start(40),
+    ]
     folder = write_run(tmp_path, times, [train(i, skipped=i == 7, nan=i == 7) for i in range(1, 61)])
     write(folder / "metrics.jsonl.cut-40", [train(i) for i in range(41, 49)])
     write(folder / "timing.jsonl.cut-40", [timing(45, iterations=5), end(48, "failed", "RuntimeError: no memory")])
     run = read_run(folder, NOW)
     kinds = [(event.iteration, event.kind) for event in run.events]
-    assert kinds == [(0, "start"), (7, "skipped"), (7, "NaN"), (20, "end"), (20, "restart"), (30, "save"),
-                     (30, "evaluation"), (40, "restart"), (40, "rollback"), (48, "failure")]  # fmt: skip
+    assert kinds == [
+        (0, "start"),
+        (7, "skipped"),
+        (7, "NaN"),
+        (20, "end"),
+        (20, "restart"),
+        (30, "save"),
+        (30, "evaluation"),
+        (40, "restart"),
+        (40, "rollback"),
+        (48, "failure"),
+    ]
     texts = {event.kind: event.text for event in run.events}
     restart = next(event for event in run.events if event[:2] == (20, "restart"))
     assert restart.text == "2 ranks; changed settings: lr 0.001 -> 0.002"
@@ -188,8 +246,14 @@ def test_a_process_that_was_killed_is_told_from_one_that_stopped(tmp_path):
 def test_plan_and_measurement_are_compared(tmp_path):
     prediction = {"gpu": "H100", "seconds": 0.4, "error": 0.03, "parts": {"GEMM": 0.3, "data communication": 0.1}}
     parts = {"forward and backward": {"predicted": 0.3, "measured": 0.42}}
-    plan = {"kind": "plan", "iteration": 30, "predicted_seconds": 0.4, "measured_seconds": 0.5, "limit_seconds": 0.43,
-            "parts_seconds": parts}  # fmt: skip
+    plan = {
+        "kind": "plan",
+        "iteration": 30,
+        "predicted_seconds": 0.4,
+        "measured_seconds": 0.5,
+        "limit_seconds": 0.43,
+        "parts_seconds": parts,
+    }
     page = page_of(write_run(tmp_path, [start(prediction=prediction), timing(10), plan]))
     assert page.by_id["verdict"] == "slower than planned"
     for text in ("Predicted on H100: 0.4 s", "forward and backward0.30.42", "exposed communication 0.1 s"):
@@ -205,8 +269,11 @@ def test_settings_of_the_last_checkpoint_follow_those_that_were_given(tmp_path):
 
 
 def test_experts_and_layers_have_charts(tmp_path):
-    statistics = {f"layer {n}/{name}": 1.0 * n for n in range(1, 21)
-                  for name in ("tokens_per_expert entropy", "tokens_per_expert max", "grad_norm", "z_loss")}  # fmt: skip
+    statistics = {
+        f"layer {n}/{name}": 1.0 * n
+        for n in range(1, 21)
+        for name in ("tokens_per_expert entropy", "tokens_per_expert max", "grad_norm", "z_loss")
+    }
     page = page_of(write_run(tmp_path, metrics=[train(i, statistics=statistics) for i in range(1, 9)]))
     assert "layer 1 " in page.by_id["chart-experts-entropy"] and "layer 20 " in page.by_id["chart-experts-entropy"]
     assert page.by_id["chart-layers-grad-norm"].count("layer ") == 8
