@@ -349,7 +349,8 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     live object, not a copy; unset --train-iters gives 0. Names the GPU, or "CPU"."""
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    described = device.type == "cuda" and parts.task.description() is not None
+    logs = launched_rank() == cfg.world_size - 1  # only this rank uses the prediction
+    is_planned = logs and device.type == "cuda" and parts.task.description() is not None
     return RunInfo(
         state=parts.state,
         train_iters=cfg.training.train_iters or 0,
@@ -360,7 +361,7 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
         device_name=name,
         settings={key: plain(value) for key, value in changed_settings(cfg.flat).items()},
         environment=environment(),
-        prediction=predict_run(cfg, name, _vocab_size(cfg, parts.task)) if described else None,
+        prediction=predict_run(cfg, name, _vocab_size(cfg, parts.task)) if is_planned else None,
     )
 
 
