@@ -232,15 +232,15 @@ def _memory_curves(flags: str) -> Iterator[list[tuple[float, float]]]:
 
 def architecture_picture() -> str:
     """The packages of the library in layers: each imports only packages of lower layers."""
-    from tests.unit_tests.test_architecture import PACKAGES
+    packages = importlib.import_module("tests.unit_tests.test_architecture").PACKAGES
 
-    graph = {name: sorted(each for each in needs if each != "*") for name, needs in PACKAGES.items()}
+    graph = {name: sorted(each for each in needs if each != "*") for name, needs in packages.items()}
     depth: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         depth[name] = 1 + max((depth[each] for each in graph.get(name, ())), default=-1)
     layers: dict[int, list[str]] = {}
     for name in sorted(depth):
-        if PACKAGES.get(name) != {"*"} and name != "megatron.version":
+        if packages.get(name) != {"*"} and name != "megatron.version":
             layers.setdefault(depth[name], []).append(name.removeprefix("megatron."))
     colors = {"core": BLUE, "training": GREEN}
     svg = Svg(980, 92 + 30 * len(layers), "Packages in layers")

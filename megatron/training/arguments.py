@@ -165,18 +165,22 @@ def log_arguments(cfg: PretrainConfig) -> None:
         logger.info("all other settings have their defaults (docs/reference/flags.md; --logging-level 10 lists them)")
 
 
+def changed_settings(cfg: FlatConfig) -> dict[str, object]:
+    """Return the settings that were passed or differ from defaults, with a script's custom flags."""
+    values, defaults = cfg.values(), type(cfg)(model_family=cfg.model_family)
+    shown = {*cfg.explicit, "world_size", "data_parallel_size"}
+    hidden = {"explicit", "needs_data", "resolved", "extra"}
+    changed = {name for name, value in values.items() if name not in hidden and value != getattr(defaults, name)}
+    return {name: value for name, value in values.items() if name in changed | shown} | values["extra"]
+
+
 def format_arguments(cfg: FlatConfig, everything: bool = True) -> str:
     """Return a text of settings sorted by name, with dots up to column 48 and a title: all settings, or only those that
     were passed or differ from defaults. Includes a script's custom flags and the derived ``params_dtype``."""
-    values = cfg.values()
-    values["explicit"] = " ".join(sorted(values["explicit"])) or None
-    if not everything:
-        defaults = type(cfg)(model_family=cfg.model_family)
-        shown = {*cfg.explicit, "extra", "world_size", "data_parallel_size"}
-        internal = {"explicit", "needs_data", "resolved"}
-        changed = {name for name, value in values.items() if value != getattr(defaults, name)}
-        values = {name: value for name, value in values.items() if name in (changed - internal) | shown}
-    values.update(values.pop("extra"))
+    values: dict[str, object] = cfg.values() if everything else changed_settings(cfg)
+    if everything:
+        values |= {"explicit": " ".join(sorted(cfg.explicit)) or None, **cfg.extra}
+        del values["extra"]
     values["params_dtype"] = "float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else "float32"
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     title, end = f"{'-' * 24} arguments {'-' * 24}", f"{'-' * 20} end of arguments {'-' * 21}"

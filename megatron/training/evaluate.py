@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,7 +73,12 @@ class Evaluator:
         for chunk in self.model:
             chunk.eval()
         try:
-            return [EvalResult(name, each.name, self._losses(each), final) for each in sets]
+            results = []
+            for each in sets:
+                start = time.perf_counter()
+                losses = self._losses(each)
+                results.append(EvalResult(name, each.name, losses, final, time.perf_counter() - start))
+            return results
         finally:
             for chunk in self.model:
                 chunk.train()

@@ -23,7 +23,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import initialize
-from megatron.training.arguments import log_arguments, validate_args
+from megatron.training.arguments import changed_settings, log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.environment import environment
 from megatron.training.checkpoint.history import check_save_folder
@@ -41,7 +41,7 @@ from megatron.training.evaluate import EvalName, EvalSet, eval_sets
 from megatron.training.exits.conditions import ExitConditions, ExitReason
 from megatron.training.exits.endings import error_message, notify_launcher, say
 from megatron.training.hooks.base import Hook, RunInfo, check_methods
-from megatron.training.hooks.build import build_hooks
+from megatron.training.hooks.build import build_hooks, plain
 from megatron.training.hooks.data_files import data_file_hooks, truncated_file
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.out_of_memory import (
@@ -52,6 +52,7 @@ from megatron.training.report.out_of_memory import (
     measure_device,
     out_of_memory,
 )
+from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.stored_settings import weight_settings
@@ -171,11 +172,13 @@ def _closing(trainer: Trainer, watchdog: Watchdog) -> Iterator[None]:
     except Exception as error:
         cause = _cause(error, trainer.cfg, parts)
         watchdog.failed(cause or error)
+        trainer.hooks.on_stop(parts.state, "failed", error_message(cause or error))
         if cause is None:
             raise
         raise cause from None
     except BaseException as error:
         watchdog.failed(error)
+        trainer.hooks.on_stop(parts.state, "failed", error_message(error))
         raise
     finally:
         trainer.hooks.on_train_end(parts.state)
@@ -204,8 +207,12 @@ def _cause(error: Exception, cfg: PretrainConfig, parts: Components) -> UserErro
 def _out_of_memory(
     error: Exception, cfg: PretrainConfig, task: Task, groups: ProcessGroups, held: HeldMemory, where: str
 ) -> OutOfMemory:
-    vocab_size = getattr(task.tokenizer, "vocab_size", None) or cfg.tokenizer.vocab_size or 0
-    return out_of_memory(error, cfg, held, vocab_size=vocab_size, pipeline_rank=groups.pp.rank, where=where)
+    size = _vocab_size(cfg, task)
+    return out_of_memory(error, cfg, held, vocab_size=size, pipeline_rank=groups.pp.rank, where=where)
+
+
+def _vocab_size(cfg: PretrainConfig, task: Task) -> int:
+    return getattr(task.tokenizer, "vocab_size", None) or cfg.tokenizer.vocab_size or 0
 
 
 def log_environment() -> None:
@@ -264,7 +271,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     report_choices(model)
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(cfg.optimizer, model, groups=groups)
-    optimizer.weight_edits += build_weight_edits(model, cfg.model, groups)
+    optimizer.weight_edits += build_weight_edits(model, cfg, groups)
     scheduler = None if cfg.validation.skip_train else get_optimizer_param_scheduler(cfg.flat, optimizer)
     described = task.description()
     checkpointer = Checkpointer(
@@ -325,6 +332,8 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     live object, not a copy; unset --train-iters gives 0. Names the GPU, or "CPU"."""
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    logs = launched_rank() == cfg.world_size - 1  # only this rank uses the prediction
+    is_planned = logs and device.type == "cuda" and parts.task.description() is not None
     return RunInfo(
         state=parts.state,
         train_iters=cfg.training.train_iters or 0,
@@ -333,6 +342,9 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
         data_parallel_rank=parts.groups.dp.rank,
         device=device.type,
         device_name=name,
+        settings={key: plain(value) for key, value in changed_settings(cfg.flat).items()},
+        environment=environment(),
+        prediction=predict_run(cfg, name, _vocab_size(cfg, parts.task)) if is_planned else None,
     )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer.layer_norms import LayerNorms
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.statistics import StatisticsSum, invalid_values, summaries, total_losses
 from megatron.training.checkpoint.checkpointer import SaveReport
@@ -25,6 +26,7 @@ from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums, global_counts
 from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite, save_record
+from megatron.training.observe.step_parts import Mark, StepMarks, mark
 from megatron.training.start.cuda_graphs import make_forward_backward
 from megatron.training.start.main_loss import supply_main_loss
 from megatron.training.task_scores import TaskScores
@@ -51,6 +53,8 @@ class Trainer:
         self.flops_per_sample = parts.task.flops_per_sample()
         self.first_iteration = parts.state.iteration + 1
         self.statistics = StatisticsSum(parts.model, parts.groups)
+        has_norms = cfg.logging.log_layer_statistics_interval is not None
+        self.layer_norms = LayerNorms(parts.optimizer) if has_norms and not cfg.validation.skip_train else None
         supply_main_loss(parts.model, parts.task.loss_weights[parts.task.losses[0]])
         self.loss_names: list[str] | None = None
         """Loss names in the order of the last pipeline stage; known after the first iteration."""
@@ -88,6 +92,7 @@ class Trainer:
             reason = reason or self.unsaved()
             self.between_steps()
         logger.info("%s", reason.message)
+        self.hooks.on_stop(self.state, "finished" if reason.finished else "stopped", reason.message)
         return reason
 
     def train_step(self) -> StepMetrics:
@@ -95,6 +100,8 @@ class Trainer:
         its measurements, which may still be device tensors. Batches of --iterations-to-skip are only read.
         Collective."""
         size = self._batch_size(self.state.consumed_train_samples)
+        for edit in self.parts.optimizer.weight_edits:
+            edit.prepare(self._wants_layers())
         assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
@@ -103,8 +110,9 @@ class Trainer:
         else:
             with self.timers("forward-backward", log_level=1):
                 inputs, counts = self._prepare(size)
+                forward = self._mark()
                 local = LossSums(self.device).add(self.forward_backward(**inputs)).pairs
-            metrics = self._update(size, local, counts)
+            metrics = self._update(size, local, counts, forward)
         metrics.learning_rate = rate
         if self.cfg.schedule.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
@@ -123,13 +131,21 @@ class Trainer:
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
-    def _update(self, size: int, local: dict[str, Tensor], counts: Tensor) -> StepMetrics:
+    def _wants_layers(self) -> bool:
+        """Whether the iteration in progress measures each layer."""
+        return conditions.every(self.cfg.logging.log_layer_statistics_interval, self.state.iteration + 1)
+
+    def _mark(self) -> Mark:
+        return mark(self.device.type == "cuda")
+
+    def _update(self, size: int, local: dict[str, Tensor], counts: Tensor, forward: Mark) -> StepMetrics:
         """Reduce the gradients and step the optimizer, from this rank's loss sums and the counts over all ranks; return
         the measurements, with a learning rate of 0. With fp16 or --no-check-for-nan-in-loss-and-grad waits for the
         device. Otherwise waits only for the values of the previous iteration, and raises NonFiniteError for that
         iteration; a step with invalid values leaves the weights unchanged. Raises UserError if no token contributes to
         the loss."""
-        optimizer = self.parts.optimizer
+        optimizer, device_wait = self.parts.optimizer, 0.0
+        update_start = self._mark()
         sums, counts = self._reduce(local, counts)
         statistics = self.statistics(self.device)
         sums.pairs |= total_losses(statistics)
@@ -144,6 +160,9 @@ class Trainer:
         )
         invalid = invalid_values(statistics)
         losses = invalid | named_by_origin(local, sums.pairs)  # layers first: they locate a NaN better than the loss
+        layer_norms = self.layer_norms if self._wants_layers() else None
+        if layer_norms is not None:
+            layer_norms.start()
         if self.finite is None:
             where = f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on)"
             check_has_tokens(counts.sum().item(), where)
@@ -168,11 +187,18 @@ class Trainer:
                 counts.sum(),
                 update.found_nonfinite,
             )
+            waits = time.perf_counter()
             self.finite.read(keep=1)
+            device_wait = time.perf_counter() - waits
+        if layer_norms is not None:
+            metrics.statistics = {**metrics.statistics, **layer_norms.finish()}
         for edit in optimizer.weight_edits:
             metrics.statistics = {**metrics.statistics, **edit.logged}
         metrics.loss_scale = optimizer.get_loss_scale()
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.logging.log_params_norm else None
+        assert self.parts.reader is not None, "only --skip-train has none"
+        data_wait = self.parts.reader.take_waited()
+        metrics.step_marks = StepMarks(forward, update_start, self._mark(), data_wait, device_wait)
         return metrics
 
     def _prepare(self, size: int) -> tuple[dict[str, object], Tensor]:
@@ -287,7 +313,7 @@ class Trainer:
         iteration, results = self.last_validation
         if iteration != self.state.iteration or self.cfg.data.dataloader_type == "external":  # iterators advanced
             return None
-        return [replace(result, final=True) for result in results]
+        return [replace(result, final=True, seconds=0.0) for result in results]
 
     def save(self, last: bool = False, fast: bool = False) -> None:
         """Write a checkpoint of the current state if --save is set, after a save in progress; the ``last`` one of the

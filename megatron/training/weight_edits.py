@@ -6,24 +6,33 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer.weight_edits import WeightEdit
 from megatron.core.transformer.qk_clip import QKClip
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.qk_clip import gives_logits
 
 
-def _build_qk_clip(model: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups) -> WeightEdit | None:
-    return QKClip(model, config, groups) if config.qk_clip or config.log_max_attention_logit else None
+def _build_qk_clip(model: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> WeightEdit | None:
+    """Build QK-Clip, or only its measurement of logits. --log-layer-statistics-interval leaves them out where they are
+    not available."""
+    if cfg.model.qk_clip or cfg.model.log_max_attention_logit:
+        return QKClip(model, cfg.model, groups)
+    if cfg.logging.log_layer_statistics_interval is None or not gives_logits(cfg):
+        return None
+    try:
+        return QKClip(model, cfg.model, groups)
+    except UserError:  # attention of another kind
+        return None
 
 
-BUILDERS: tuple[Callable[[Sequence[nn.Module], TransformerConfig, ProcessGroups], WeightEdit | None], ...] = (
+BUILDERS: tuple[Callable[[Sequence[nn.Module], PretrainConfig, ProcessGroups], WeightEdit | None], ...] = (
     _build_qk_clip,
 )
 """Functions (chunks, configuration, groups) -> edit, None if it is off. Collective."""
 
 
-def build_weight_edits(
-    model: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroups
-) -> list[WeightEdit]:
-    """Build the edits that ``config`` enables for the chunks ``model``, in the order in which they run. Collective."""
-    return [edit for build in BUILDERS if (edit := build(model, config, groups)) is not None]
+def build_weight_edits(model: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> list[WeightEdit]:
+    """Build the edits that ``cfg`` enables for the chunks ``model``, in the order in which they run. Collective."""
+    return [edit for build in BUILDERS if (edit := build(model, cfg, groups)) is not None]

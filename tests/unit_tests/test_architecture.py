@@ -62,7 +62,7 @@ TRAINING = {
     "hooks": "core config exits observe train_state",
     "arguments": "core config exits notices rules",
     "initialize": "core config",
-    "report": "core arguments config rules",
+    "report": "core arguments config observe rules",
     "data": "core config exits",
     "tasks": "core config data hooks initialize observe",
     "checkpoint": "core arguments config stored_settings train_state",

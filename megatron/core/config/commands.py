@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "serve": "serve",
     "evaluate": "evaluate",
     "fill_mask": "fill-mask",
+    "report": "report",
     "plot_metrics": "plot",
     "verify_layout": "verify-layout",
     "verify_generation": "verify-generation",

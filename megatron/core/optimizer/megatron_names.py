@@ -98,12 +98,12 @@ class MegatronNames:
     def prepare_grads(self: Any) -> bool:
         """Return whether any gradient is not finite, if a loss scale is used; else False. Changes no gradients:
         ``step`` unscales them itself. With a loss scale it is collective and waits for the device."""
-        return self.grad_scaler is not None and not bool(self._norm(self._gradients()).isfinite())
+        return self.grad_scaler is not None and not bool(self._norm(self.local_gradients()).isfinite())
 
     def get_grad_norm(self: Any) -> float:
         """Return the global L2 norm of the gradients before clipping, divided by the loss scale. Collective; waits for
         the device."""
-        return float(self._norm(self._gradients())) / self.get_loss_scale()
+        return float(self._norm(self.local_gradients())) / self.get_loss_scale()
 
     def sharded_state_dict(
         self: Any, model_sharded_state_dict: Any = None, is_loading: bool = False, *unused: Any, **ignored: Any

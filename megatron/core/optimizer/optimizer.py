@@ -106,7 +106,7 @@ class MegatronOptimizer(MegatronNames):
         self.parts = self._build_parts()
         self.weight_edits: list[WeightEdit] = []
         """Called after each update, before weights are gathered."""
-        self._counted = {
+        self.counted_names = {
             ranks: [name for name in self.storage if self._is_counted(name, ranks)] for ranks in groups.data_parallel
         }
         """Names that this rank contributes to sums over the model, by data-parallel groups of the parameter."""
@@ -266,7 +266,7 @@ class MegatronOptimizer(MegatronNames):
         """
         for chunk in self._parallel_chunks():
             chunk.finish_param_sync()  # the last step's all-gather may still write the weights that are updated here
-        grads = self._gradients()
+        grads = self.local_gradients()
         unscale = None if self.grad_scaler is None else 1.0 / self.grad_scaler.scale
         norm = self._norm(grads)
         if unscale is not None:
@@ -330,7 +330,7 @@ class MegatronOptimizer(MegatronNames):
     def _parallel_chunks(self) -> list[DataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def local_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the shards by name, as live views in the accumulation dtype. Names without a gradient
         (unused parameters without ``main_grad``) are omitted, and the update leaves them as they are."""
         grads = ((name, shard.gradient()) for name, shard in self.shards.items())
@@ -342,14 +342,14 @@ class MegatronOptimizer(MegatronNames):
         ``step`` may unscale and clip them in place. Replicated elements
         (replicas over tensor-parallel ranks, or over data-parallel ranks without sharding) are yielded by every rank
         that holds them."""
-        yield from self._sharded("", self._gradients()).values()
+        yield from self._sharded("", self.local_gradients()).values()
 
     def _shares(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
         """Yield ``tensors_of(name)`` for the names that this rank contributes, with the groups to sum over. Together
         the ranks contribute each element of the model exactly once. All ranks yield the same groups in the same order,
         whether or not they hold parameters for them."""
         for ranks in self.groups.data_parallel:
-            tensors = (tensor for name in self._counted[ranks] for tensor in tensors_of(name))
+            tensors = (tensor for name in self.counted_names[ranks] for tensor in tensors_of(name))
             yield tensors, (ranks.shard, ranks.model) if self.shards_optimizer else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:

@@ -20,6 +20,10 @@ class WeightEdit(Protocol):
         """Statistics of the last update for the log, 0-d tensors by name."""
         ...
 
+    def prepare(self, measures_layers: bool) -> None:
+        """Called before the forward passes of a step; ``measures_layers``: whether statistics of layers are logged."""
+        ...
+
     def __call__(self, scale_rows: Callable[[nn.Parameter, Tensor], None], skipped: Tensor, /) -> None:
         """Change weights after an update, before they are gathered. ``scale_rows``: a :class:`RowScaling`; ``skipped``:
         0-d bool, whether the update was skipped. Collective over all ranks."""

@@ -45,7 +45,7 @@ class QKClip:
         self.heads = config.num_attention_heads // groups.tp.size
         self.logged: dict[str, Tensor] = {}
         """Maximum logit of each layer in the last global batch, by ``layer N/max_attention_logit``; 0-d tensors. Empty
-        without ``config.log_max_attention_logit``."""
+        if no log wants them."""
         labels = [f"layer {each.layer_number}/max_attention_logit" for each in self.maxima]
         every: list[list[str]] = [labels]
         if groups.pp.size > 1:
@@ -53,10 +53,22 @@ class QKClip:
             dist.all_gather_object(every, labels, group=groups.pp.handle)
         self.names = [*dict.fromkeys(name for stage in every for name in stage)]
         self._places = [self.names.index(name) for name in labels]
+        self.prepare(False)
+
+    def prepare(self, measures_layers: bool) -> None:
+        """Compute maxima in the forward passes of the next step if a flag or ``measures_layers`` asks for them. All
+        ranks must agree. Not within a captured CUDA graph."""
+        self._logs = self.config.log_max_attention_logit or measures_layers
+        self._is_active = self._logs or self.config.qk_clip
+        for attention, maxima in zip(self.attentions, self.maxima):
+            attention.core_attention.max_logits = maxima if self._is_active else None
 
     def __call__(self, scale_rows: ScaleRows, skipped: Tensor) -> None:
         """Take the maxima of the global batch, and scale the weights unless ``skipped`` (0-d bool). Collective over
         data-parallel ranks and the world. No host sync."""
+        self.logged = {}
+        if not self._is_active:
+            return
         maxima = [each.take(skipped, self.heads) for each in self.maxima]
         found = torch.stack(maxima) if maxima else skipped.new_zeros((0, self.heads), dtype=torch.float32)
         if maxima and self.groups.dp_cp.size > 1:
@@ -66,7 +78,7 @@ class QKClip:
             of_layers[place] = torch.maximum(of_layers[place], row.max())
         if self.groups.world.size > 1:
             dist.all_reduce(of_layers, dist.ReduceOp.MAX, group=self.groups.world.handle)
-        if self.config.log_max_attention_logit:
+        if self._logs:
             self.logged = dict(zip(self.names, of_layers))
         if not self.config.qk_clip:
             return

@@ -38,6 +38,15 @@ class LoggingConfig(FlagGroup):
     barrier_with_L1_time: bool = flag("--no-barrier-with-level-1-timing", default=True)
     """Barrier before level-1 timers."""
 
+    write_report: bool = flag("--no-report", default=True)
+    """Write report.html, a page about the run, next to its metrics when training ends."""
+
+    log_layer_statistics_interval: PositiveInt | None = None
+    """Iterations between norms of each layer's weights, gradients and updates, and its maximum attention logit."""
+
+    console: Literal["auto", "live", "lines"] = "auto"
+    """Standard output: log lines, or a live view; auto: live view on a terminal with the rich package."""
+
     tensorboard_dir: str | None = None
     """Directory for TensorBoard's event files."""
 

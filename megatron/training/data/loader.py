@@ -12,6 +12,7 @@ it hands out. Batches that were read but not used are not consumed samples; a re
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -153,6 +154,12 @@ class BatchReader:
         self.batches, self.count, self.reads_ahead = batches, count, reads_ahead
         self._read: list[tuple[dict, Tensor]] = []
         self._error: Exception | None = None
+        self._waited = 0.0
+
+    def take_waited(self) -> float:
+        """Return the seconds spent in ``batches`` since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def take(self, number: int, following: int = 0) -> tuple[Iterator[dict], Tensor]:
         """Read the next ``number`` (at least 1) micro-batches, so far as they have not been read ahead. Return an
@@ -167,7 +174,9 @@ class BatchReader:
         return self._handed_out([batch for batch, _ in current], following), sum(counts for _, counts in current)  # type: ignore[return-value]
 
     def _next(self) -> tuple[dict, Tensor]:
+        start = time.perf_counter()
         batch = next(self.batches)
+        self._waited += time.perf_counter() - start
         return batch, torch.stack([torch.as_tensor(each).to(torch.float64) for each in self.count(batch)])
 
     def _handed_out(self, batches: Sequence[dict], following: int) -> Iterator[dict]:

@@ -2,12 +2,14 @@
 
 import difflib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron.core.config.errors import UserError
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
 from megatron.training.observe.metrics import EvalResult, Record, StepMetrics
+from megatron.training.observe.plan_comparison import Prediction
+from megatron.training.observe.run_records import Ending
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,12 @@ class RunInfo:
     """Device type of the training, "cpu" or "cuda"."""
     device_name: str = "CPU"
     """Value of ``torch.cuda.get_device_name()``, the key of the table of peaks."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings that were given or differ from their defaults, as JSON types."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Versions, host and GPUs."""
+    prediction: Prediction | None = None
+    """Predicted step time; None on GPU kinds that the planner does not know, and on CPUs."""
 
     @property
     def is_log_rank(self) -> bool:
@@ -69,6 +77,9 @@ class Hook:
 
     def on_save_timed(self, record: Record) -> None:
         """Called after :meth:`on_saved` with the record for ``timing.jsonl``."""
+
+    def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:
+        """Called when training stops: with the exit condition before the final evaluation, or with an error."""
 
     def on_train_end(self, state: TrainState) -> None:
         """Called last, also if training ends by an error: flush and close."""
@@ -136,6 +147,9 @@ class Hooks(Hook):
 
     def on_save_timed(self, record: Record) -> None:
         self._tell_all("on_save_timed", record)
+
+    def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:
+        self._tell_all("on_stop", state, ending, reason)
 
     def on_train_end(self, state: TrainState) -> None:
         try:

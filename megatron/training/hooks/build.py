@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+import sys
 from pathlib import Path
 
 from megatron.core.config.errors import UserError
@@ -11,9 +13,11 @@ from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import ConsoleHook, MemoryHook, TimersHook
+from megatron.training.hooks.page import PageHook
+from megatron.training.hooks.plan import PlanHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
 from megatron.training.hooks.progress import ProgressHook
-from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, WandbSink
+from megatron.training.hooks.sinks import Clock, FileSink, TensorBoardSink, WandbSink, missing_package
 from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
 from megatron.training.observe.throughput import Throughput
 
@@ -23,7 +27,8 @@ logger = logging.getLogger(__name__)
 def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]:
     """Return the hooks of this rank in calling order. On the last rank: ``metrics.jsonl`` (with --save or
     --tensorboard-dir), console, ``timing.jsonl`` and sinks, which may fail without ending the run. On every rank
-    timers; on CUDA ranks of the first replica memory; on rank 0 --log-progress and --save-hf-interval; then profilers.
+    timers; on CUDA ranks of the first replica memory; on rank 0 --log-progress and --save-hf-interval; then profilers;
+    last the page of the run, which reads the files.
     Raises UserError on a rank whose hook lacks its package or companion flag."""
     checkpoint = cfg.checkpoint
     clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
@@ -34,15 +39,18 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         if files:
             kinds = "train", "valid", "test", "task"
             hooks.append(FileSink(files[0], kinds, clock, trains=not cfg.validation.skip_train))
-        hooks.append(ConsoleHook(clock.throughput if cfg.logging.log_throughput else None))
+        hooks.append(console(cfg, clock))
     if run.device == "cuda" and run.data_parallel_rank == 0:
         hooks.append(MemoryHook(cfg.logging.log_memory_interval))
     if cfg.logging.timing_log_level > 0:
         hooks.append(TimersHook(timers))
     if run.is_log_rank:
         if files:
-            hooks.append(FileSink(files[1], ("timing", "save"), clock, trains=not cfg.validation.skip_train))
+            kinds = ("timing", "save", "evaluation", "start", "end", "plan")
+            hooks.append(FileSink(files[1], kinds, clock, trains=not cfg.validation.skip_train))
         hooks += sinks(cfg, clock, files)
+        if run.prediction is not None:
+            hooks.append(PlanHook(run.prediction, cfg.training.global_batch_size, files[1] if files else None))
     if cfg.logging.log_progress and run.rank == 0:
         if checkpoint.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
@@ -51,7 +59,25 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         from megatron.training.hooks.hugging_face import HuggingFaceHook
 
         hooks.append(HuggingFaceHook(checkpoint.save, checkpoint.save_hf_interval, checkpoint.load_hf))
-    return hooks + profilers(cfg, run)
+    hooks += profilers(cfg, run)
+    if run.is_log_rank and directory and cfg.logging.write_report and not cfg.validation.skip_train:
+        hooks.append(only_for("report.html", PageHook(directory)))
+    return hooks
+
+
+def console(cfg: PretrainConfig, clock: Clock) -> Hook:
+    """Return the hook that writes to standard output: log lines, or on a terminal the live view (--console). Raises
+    UserError for --console live without the rich package."""
+    choice = cfg.logging.console
+    if choice == "live" or (choice == "auto" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"):
+        try:
+            from megatron.training.hooks.live import LiveHook
+
+            return LiveHook(clock)
+        except ImportError as error:
+            if choice == "live":
+                raise missing_package("--console live", "rich", error) from error
+    return ConsoleHook(clock.throughput if cfg.logging.log_throughput else None)
 
 
 def only_for(flag: str, hook: Hook) -> Hook:

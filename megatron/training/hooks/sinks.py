@@ -22,6 +22,8 @@ from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import perplexity
 from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.observe.metrics import EvalResult, MetricsFile, Record, eval_record, read_metrics, record_losses
+from megatron.training.observe.run_records import Ending, end_record, evaluation_record, start_record
+from megatron.training.observe.step_parts import mean_parts
 from megatron.training.observe.throughput import Throughput, memory_bytes
 from megatron.training.train_state import TrainState
 
@@ -51,6 +53,7 @@ TAGS = {
         "save-checkpoint-stall-time": "stall_seconds",
         "save-checkpoint-gb-per-second": "gb_per_second",
     },
+    "evaluation": {"evaluation-time": "seconds"},
 }
 """Fields of records by kind and tag. Times are in seconds, ``throughput`` in TFLOP/s per device."""
 
@@ -60,6 +63,8 @@ def scalars(record: Record, cfg: LoggingConfig, world_size: int) -> dict[str, fl
     ``cfg`` does not request. Besides `TAGS`: losses and module statistics by name, world-size, the values of
     `memory_bytes` and NAME-time (s) per timer."""
     kind = record["kind"]
+    if kind not in (*TAGS, "valid", "test"):
+        return {}
     values: Record = {tag: record.get(field) for tag, field in TAGS.get(kind, {}).items()}
     if kind == "train":
         if not cfg.log_loss_scale_to_tensorboard:
@@ -76,7 +81,7 @@ def scalars(record: Record, cfg: LoggingConfig, world_size: int) -> dict[str, fl
             values |= {f"{name}-time": ms / 1000.0 for name, ms in record.get("timers_ms", {}).items()}
     elif kind == "task":
         values = {f"{record['dataset']} {name}": value for name, value in record_losses(record).items()}
-    elif kind != "save":
+    elif kind in ("valid", "test"):
         values = _evaluation_scalars(record, cfg.log_validation_ppl_to_tensorboard)
     return {tag: float(value) for tag, value in values.items() if value is not None}
 
@@ -101,9 +106,10 @@ class Clock:
     def record(self, summary: IntervalSummary) -> Record:
         """Return the ``timing.jsonl`` record of one log interval: counters, seconds per iteration, tokens per second,
         TFLOP/s per device and MFU (None if unknown), `memory_bytes` now, and, if timers ran, their latest milliseconds
-        (maximum over ranks). Reads the wall clock; writes nothing."""
+        (maximum over ranks), and the parts of an iteration (`mean_parts`). Reads the wall clock; writes nothing."""
         rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
         timers = {"timers_ms": self.timers.latest} if self.timers.latest else {}
+        parts = mean_parts([step.metrics.step_marks for step in summary.steps])
         return {
             "kind": "timing",
             "iteration": summary.iteration,
@@ -117,14 +123,16 @@ class Clock:
             "world_size": self.throughput.world_size,
             "device": self.throughput.device_name,
             "memory": memory_bytes(self.device),
+            **({"parts_seconds": parts} if parts else {}),
             **timers,
         }
 
 
 class Sink(Hook):
     """Calls :meth:`write` with each record of the run, in the order of events: train records of every
-    ``point_interval`` iterations, valid and test records, a timing record per log point, a save record per checkpoint.
-    Use after ``TimersHook``, which gathers the times of the timing record."""
+    ``point_interval`` iterations, valid and test records, a timing record per log point, a save record per checkpoint,
+    an evaluation record per evaluation, and records of the start and end of this process. Use after ``TimersHook``,
+    which gathers the times of the timing record."""
 
     def __init__(self, clock: Clock, point_interval: int = 1) -> None:
         self.clock, self.point_interval = clock, point_interval
@@ -135,6 +143,19 @@ class Sink(Hook):
 
     def flush(self) -> None:
         """Store buffered records, after evaluations and before checkpoints."""
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.write(
+            start_record(
+                run.state.iteration,
+                run.state.consumed_train_samples,
+                train_iters=run.train_iters,
+                world_size=run.world_size,
+                settings=run.settings,
+                environment=run.environment,
+                prediction=run.prediction,
+            )
+        )
 
     def on_steps(self, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -147,6 +168,8 @@ class Sink(Hook):
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         for result in results:
             self.write(eval_record(state.iteration, state.consumed_train_samples, result))
+        if any(result.seconds for result in results):  # not for results that are reported again
+            self.write(evaluation_record(state.iteration, state.consumed_train_samples, results))
         self.flush()
 
     def on_save(self, state: TrainState) -> None:
@@ -154,6 +177,9 @@ class Sink(Hook):
 
     def on_save_timed(self, record: Record) -> None:
         self.write(record)
+
+    def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:
+        self.write(end_record(state.iteration, state.consumed_train_samples, ending, reason))
 
     def on_train_end(self, state: TrainState) -> None:
         self.flush()
@@ -170,6 +196,8 @@ class FileSink(Sink):
     def on_train_start(self, run: RunInfo) -> None:
         if self.trains:
             self.file.resume(run.state.iteration)
+            super().on_train_start(run)
+            self.file.flush()
 
     def write(self, record: Record) -> None:
         if record["kind"] in self.kinds:
@@ -210,6 +238,7 @@ class TensorBoardSink(Sink):
         rolled_back = any(file.num_cut for file in self.history)
         purge_step = run.state.iteration + 1
         self.writer = self.open(purge_step=purge_step if rolled_back else None)
+        super().on_train_start(run)
         for path in [file.path for file in self.history if rolled_back and file.path.exists()]:
             for record in read_metrics(path):
                 shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
@@ -218,11 +247,27 @@ class TensorBoardSink(Sink):
 
     def write(self, record: Record, again: bool = False) -> None:
         """Add the points of a record; ``again``: only the points by samples."""
-        if self.writer is not None:
+        if self.writer is not None and record["kind"] == "start":
+            self.write_settings(record)
+        elif self.writer is not None:
             for tag, value in scalars(record, self.cfg, self.clock.throughput.world_size).items():
                 if not again:
                     self.writer.add_scalar(tag, value, record["iteration"])
                 self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
+
+    def write_settings(self, record: Record) -> None:
+        """Add the settings and versions of a start record as texts, and the settings as hyperparameters of this
+        run."""
+        from torch.utils.tensorboard.summary import hparams
+
+        assert self.writer is not None
+        for tag, values in ("settings", record["settings"]), ("environment", record["environment"]):
+            lines = ["| name | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())]
+            self.writer.add_text(tag, "\n".join(lines), record["iteration"])
+        settings = record["settings"].items()
+        numbers = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in settings}
+        for summary in hparams(numbers, {}):
+            self.writer._get_file_writer().add_summary(summary)
 
     def flush(self) -> None:
         if self.writer is not None:
@@ -268,8 +313,8 @@ class WandbSink(Sink):
     def write(self, record: Record) -> None:
         """Add the values of a record to the row of its iteration. The save record of a background save goes to the
         latest row, because it appears after later iterations."""
-        if self.run is not None:
-            row = scalars(record, self.cfg, self.clock.throughput.world_size)
+        row = scalars(record, self.cfg, self.clock.throughput.world_size)
+        if self.run is not None and row:
             if record["kind"] == "train":
                 row["samples vs steps"] = record["consumed_samples"]
             is_late = record["kind"] == "save"

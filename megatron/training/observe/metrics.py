@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 from megatron.core.config.errors import EXIT_FAILED, UserError
 from megatron.core.safe_files import create_file, open_regular, open_to_append, parse_json
+from megatron.training.observe.step_parts import StepMarks
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ class StepMetrics:
     elapsed: float = 0.0
     """Host seconds from the end of the previous iteration to the end of this one, without evaluation and saving. On an
     accelerator only sums over a log interval are meaningful, because the host runs ahead of the device."""
+    step_marks: StepMarks | None = None
+    """Times of the parts of this iteration."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class EvalResult:
     losses: dict[str, float]
     final: bool = False
     """Whether it was evaluated after training, not at --eval-interval."""
+    seconds: float = 0.0
+    """Duration of the evaluation of this set."""
 
 
 def is_tensor(value: object) -> TypeGuard["Tensor"]:
@@ -163,11 +168,11 @@ def check_finite(
 
 def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> Record:
     """Return the ``metrics.jsonl`` record of one iteration: losses at the top level, then the measurements that are not
-    None, except ``invalid`` and ``elapsed``, and ``statistics`` if there are any. ``metrics`` must have been
+    None, except ``invalid`` and times, and ``statistics`` if there are any. ``metrics`` must have been
     materialized. Contains no wall-clock value."""
     record: Record = {"kind": "train", "iteration": iteration, "consumed_samples": consumed_samples}
     record.update(metrics.losses)
-    others = ("losses", "statistics", "plan", "invalid", "elapsed")
+    others = ("losses", "statistics", "plan", "invalid", "elapsed", "step_marks")
     record.update({name: value for name, value in vars(metrics).items() if name not in others and value is not None})
     if metrics.plan is not None:
         names = ("imbalance", "tokens", "cp_sizes")

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megatron.core.config.problems import Problems, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
-    """Reject both flags where the kernels are another library's, with CUDA graphs, and with a bias of logits."""
+def _missing_logits(cfg: PretrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield (reason, fix) for kernels of another library, CUDA graphs, and a bias of logits."""
     model = cfg.model
-    field = "qk_clip" if model.qk_clip else "log_max_attention_logit"
-    if not getattr(model, field):
-        return
     if model.transformer_impl == "transformer_engine":
         reason = "is not supported by --transformer-impl transformer_engine, which gives no logits"
-        yield problem(cfg, field, reason, "use --transformer-impl local")
+        yield reason, "use --transformer-impl local"
     if cfg.training.cuda_graph_impl == "local":
-        yield problem(cfg, field, "is not supported with --cuda-graph-impl local", "remove one")
+        yield "is not supported with --cuda-graph-impl local", "remove one"
     if cfg.embeddings.position_embedding_type == "relative":
-        reason = "is not supported with --position-embedding-type relative, which adds a bias to logits"
-        yield problem(cfg, field, reason, "remove it")
+        yield "is not supported with --position-embedding-type relative, which adds a bias to logits", "remove it"
+
+
+def gives_logits(cfg: PretrainConfig) -> bool:
+    """Whether maximum attention logits can be measured."""
+    return not any(_missing_logits(cfg))
+
+
+def maximum_logits_are_available(cfg: PretrainConfig) -> Problems:
+    """Reject both flags where maximum logits are not available."""
+    field = "qk_clip" if cfg.model.qk_clip else "log_max_attention_logit"
+    if getattr(cfg.model, field):
+        for reason, fix in _missing_logits(cfg):
+            yield problem(cfg, field, reason, fix)
 
 
 def clipped_logits_depend_on_weights(cfg: PretrainConfig) -> Problems:

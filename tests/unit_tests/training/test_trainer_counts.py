@@ -49,7 +49,7 @@ def samples_of(rank, ranks, cfg, iterations):
         groups=SimpleNamespace(dp=Group("dp", tuple(range(ranks)), rank), tp=SINGLE_PROCESS.tp),
         task=Task(cfg), on_forward=None, reader=BatchReader(iter(sampler), len_of, reads_ahead=True),
         optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
-        scheduler=SimpleNamespace(set_samples=moments.append),
+        scheduler=SimpleNamespace(set_samples=moments.append), qk_clip=None,
     )  # fmt: skip
 
     def prepare(size):
@@ -61,7 +61,7 @@ def samples_of(rank, ranks, cfg, iterations):
 
     trainer.timers = trainer.parts.task.timers
     trainer._prepare, trainer.forward_backward, trainer.device = prepare, lambda: [], torch.device("cpu")
-    trainer._update = lambda size, local, counts: StepMetrics(
+    trainer._update = lambda size, local, counts, forward: StepMetrics(
         losses={"lm loss": 1.0}, num_tokens=1, learning_rate=0.0, global_batch_size=size
     )
     metrics = [trainer.train_step() for _ in range(iterations)]

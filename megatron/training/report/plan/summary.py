@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.observe.plan_comparison import Prediction
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
-from megatron.training.report.plan.cluster import Cluster, find_gpu
+from megatron.training.report.plan.cluster import Cluster, find_gpu, kind_of_device
 from megatron.training.report.plan.goodput import FAILURES, RANK_NOISE, expected_maximum, goodput
-from megatron.training.report.plan.search import Layout
+from megatron.training.report.plan.search import TIE, TIE_OF_EXPERTS, Layout
 from megatron.training.report.plan.step_time import predict_step
+
+logger = logging.getLogger(__name__)
 
 Record = dict[str, object]
 
@@ -105,3 +110,21 @@ def prediction_rows(cfg: PretrainConfig, vocab_size: int, samples: int) -> Itera
         fits = f"{'fits' if need <= room else 'does NOT fit'}, {need:.1f} of {room:g} GiB"
         cost = f"{hours / 24:,.3g} days, {hours * cfg.world_size:,.3g} GPU-hours"
         yield f"predicted on {name}", f"{fits}; {seconds:.3g} s per iteration, {cost}"
+
+
+def predict_run(cfg: PretrainConfig, device_name: str, vocab_size: int) -> Prediction | None:
+    """Return the predicted step of a run on the GPUs of this process's kind; None for unknown kinds, and for runs not
+    in 16 bits, whose speed was not measured."""
+    gpu = kind_of_device(device_name)
+    if gpu is None or not vocab_size or not (cfg.model.bf16 or cfg.model.fp16):
+        return None
+    per_node = min(int(os.environ.get("LOCAL_WORLD_SIZE", 8)), cfg.world_size)
+    try:
+        time = predict_step(cfg, Cluster(gpu, -(-cfg.world_size // per_node), per_node), vocab_size)
+    except Exception as error:  # training must not depend on the planner
+        logger.debug("no predicted step time for these settings (%s: %s)", type(error).__name__, error)
+        return None
+    factor = straggler_factor(cfg.world_size)
+    parts = {name: seconds * factor for name, seconds in time.parts.items() if seconds}
+    experts = cfg.model.num_moe_experts is not None
+    return Prediction(gpu.name, time.seconds * factor, parts, TIE_OF_EXPERTS if experts else TIE)

@@ -50,7 +50,7 @@ def contributions(grid, rank, shards_optimizer):
             shard = groups.edp_shard
         own = numbers[tuple(slice(at, at + size) for at, size in zip(place.offsets, place.lengths))].flatten()
         held[name] = np.array_split(own, shard.size)[shard.rank] if shards_optimizer else own
-    optimizer._counted = {
+    optimizer.counted_names = {
         ranks: [name for name in optimizer.model_params if optimizer._is_counted(name, ranks)]
         for ranks in groups.data_parallel
     }

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron.core.config.errors import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.flat import FlatConfig
 from megatron.training.config.pretrain_config import compose
@@ -13,6 +14,7 @@ from megatron.training.hooks import build_hooks
 from megatron.training.hooks.build import wandb_options
 from megatron.training.hooks.profiler import ProfilerHook
 from megatron.training.observe.metrics import read_metrics
+from megatron.training.observe.plan_comparison import Prediction
 
 
 def names_of(cfg, run):
@@ -38,6 +40,7 @@ def test_the_metrics_file_comes_first(tmp_path, simulated_run):
         "FileSink",
         "TensorBoardSink",
         "ProgressHook",
+        "PageHook",
     ]
 
 
@@ -54,7 +57,7 @@ def test_memory_lines_come_from_one_data_parallel_replica(simulated_run):
 
 def test_a_profile_on_a_cpu_is_torchs(simulated_run, tmp_path):
     hooks = build_hooks(config(profile=True, save=str(tmp_path)), simulated_run().info(), Timers())
-    (hook,) = (each for each in hooks if each.only_for)
+    (hook,) = (each for each in hooks if each.only_for == "--profile")
     assert isinstance(hook, ProfilerHook) and hook.directory == tmp_path / "torch_profile"
 
 
@@ -106,3 +109,42 @@ def test_optional_packages_are_not_imported_unasked():
         "assert not {'wandb', 'tensorboard', 'matplotlib'} & set(sys.modules), 'imported unasked'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_page_is_written_unless_it_is_turned_off(tmp_path, simulated_run):
+    assert "PageHook" in names_of(config(save=str(tmp_path)), simulated_run().info())
+    assert "PageHook" not in names_of(config(save=str(tmp_path), write_report=False), simulated_run().info())
+    assert "PageHook" not in names_of(config(), simulated_run().info())
+
+
+def test_the_plan_is_watched_on_known_gpus_only(simulated_run):
+    plan = Prediction("H100", 1.0, {}, 0.03)
+    assert names_of(config(global_batch_size=8), simulated_run(prediction=plan).info()) == ["ConsoleHook", "PlanHook"]
+    other = simulated_run(prediction=plan, rank=0, world_size=2).info()
+    assert names_of(config(global_batch_size=8), other) == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "terminal", "term", "expected"),
+    [
+        ("auto", False, "xterm", "ConsoleHook"),
+        ("auto", True, "xterm", "LiveHook"),
+        ("auto", True, "dumb", "ConsoleHook"),
+        ("lines", True, "xterm", "ConsoleHook"),
+        ("live", False, "xterm", "LiveHook"),
+    ],
+)
+def test_the_live_view_is_for_terminals(simulated_run, monkeypatch, choice, terminal, term, expected):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setenv("TERM", term)
+    assert names_of(config(console=choice), simulated_run().info()) == [expected]
+
+
+def test_without_rich_a_terminal_gets_lines_and_a_request_an_error(simulated_run, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delitem(sys.modules, "megatron.training.hooks.live", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert names_of(config(), simulated_run().info()) == ["ConsoleHook"]
+    with pytest.raises(UserError, match="--console live needs the rich package"):
+        names_of(config(console="live"), simulated_run().info())

@@ -6,7 +6,8 @@ from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.console import ConsoleHook, TimersHook
 from megatron.training.hooks.sinks import Clock, FileSink
-from megatron.training.observe.metrics import MetricsFile, read_metrics, save_record
+from megatron.training.observe.metrics import EvalResult, MetricsFile, read_metrics, save_record
+from megatron.training.observe.plan_comparison import Prediction
 from megatron.training.observe.throughput import Throughput
 
 
@@ -84,12 +85,42 @@ def test_timing_has_one_record_per_log_point(tmp_path, simulated_run):
 
 def test_each_file_holds_its_kinds_of_records(tmp_path, simulated_run):
     clock = Clock(Throughput(1, "CPU"), Timers())
-    kinds = {"metrics": ("train", "valid", "test"), "timing": ("timing", "save")}
+    kinds = {
+        "metrics": ("train", "valid", "test"),
+        "timing": ("timing", "save", "start", "end", "evaluation"),
+    }
     hooks = Hooks(5, [FileSink(MetricsFile(tmp_path / name), each, clock) for name, each in kinds.items()])
     simulated_run(eval_interval=2).train(hooks, 1, 2)
+    hooks.on_stop(simulated_run().state_at(2), "stopped", "time is up")
     hooks.on_save_timed(save_record(2, 16, seconds=2.0, stall=0.5, num_bytes=10**9, background=False))
     found = {name: [record["kind"] for record in read_metrics(tmp_path / name)] for name in kinds}
-    assert found == {"metrics": ["train", "train", "valid"], "timing": ["timing", "save"]}
+    # the evaluation of this simulation takes no time, and gets no record
+    assert found == {"metrics": ["train", "train", "valid"], "timing": ["start", "timing", "end", "save"]}
+
+
+def test_the_start_of_a_process_records_its_settings_and_its_plan(tmp_path, simulated_run):
+    clock, plan = Clock(Throughput(1, "CPU"), Timers()), Prediction("H100", 0.5, {"GEMM": 0.5}, 0.03)
+    sink = FileSink(MetricsFile(tmp_path / "timing"), ("start", "end", "evaluation"), clock)
+    run = simulated_run(settings={"lr": 1e-3}, environment={"torch": "2"}, prediction=plan, world_size=4, train_iters=9)
+    sink.on_train_start(run.info(5))
+    (record,) = read_metrics(tmp_path / "timing")  # written at once: it outlives a process that is killed
+    assert record["settings"] == {"lr": 1e-3} and record["environment"] == {"torch": "2"}
+    assert record["prediction"] == {"gpu": "H100", "seconds": 0.5, "parts": {"GEMM": 0.5}, "error": 0.03}
+    assert (record["iteration"], record["train_iters"], record["world_size"]) == (5, 9, 4)
+    results = [EvalResult("validation", name, {"lm loss": 1.0}, seconds=2.0) for name in ("a", "b")]
+    sink.on_evaluate(run.state_at(6), results)
+    sink.on_stop(run.state_at(7), "failed", "RuntimeError: x")
+    sink.flush()
+    _, evaluation, end = read_metrics(tmp_path / "timing")
+    assert evaluation["seconds"] == 4.0
+    assert (end["kind"], end["iteration"], end["ending"], end["reason"]) == ("end", 7, "failed", "RuntimeError: x")
+
+
+def test_an_evaluation_without_training_records_no_start(tmp_path, simulated_run):
+    sink = FileSink(MetricsFile(tmp_path / "timing"), ("start",), Clock(Throughput(1, "CPU"), Timers()), trains=False)
+    sink.on_train_start(simulated_run().info(5))
+    sink.flush()
+    assert not (tmp_path / "timing").exists()
 
 
 def test_timers_are_printed_by_the_last_rank_only(simulated_run, capsys):

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.core.timers import Timers
@@ -127,3 +128,28 @@ def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, capl
         simulated_run(eval_interval=2, save_interval=2).train([only_for("--tensorboard-dir x", hook)], 1, 10)
     assert len(caplog.records) == 1
     assert caplog.messages[0].startswith("--tensorboard-dir x: ") and "Training continues" in caplog.messages[0]
+
+
+def test_settings_are_texts_and_hyperparameters(tmp_path, simulated_run):
+    settings = {"lr": 1e-3, "bf16": True, "data_path": ["a", "b"], "save": None}
+    run = simulated_run(settings=settings, environment={"torch": "2.x"})
+    run.train(hooks_of(tmp_path), 1, 5)
+    reader = EventAccumulator(str(tmp_path / "tb"))
+    reader.Reload()
+    (text,) = reader.Tensors("settings/text_summary")
+    assert "| lr | 0.001 |" in text.tensor_proto.string_val[0].decode()
+    (text,) = reader.Tensors("environment/text_summary")
+    assert "| torch | 2.x |" in text.tensor_proto.string_val[0].decode()
+    content = HParamsPluginData.FromString(reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    values = content.session_start_info.hparams
+    assert values["lr"].number_value == 1e-3 and values["bf16"].number_value == 1
+    assert values["data_path"].string_value == "['a', 'b']" and values["save"].string_value == "None"
+
+
+def test_times_of_evaluations_are_points(tmp_path, simulated_run):
+    hooks = hooks_of(tmp_path)
+    hooks.on_train_start(simulated_run().info())
+    result = EvalResult("validation", None, {"lm loss": 1.0}, seconds=3.0)
+    hooks.on_evaluate(simulated_run().state_at(4), [result])
+    hooks.on_train_end(simulated_run().state_at(4))
+    assert points(tmp_path, "evaluation-time") == [(4, 3.0)]

@@ -19,7 +19,7 @@ from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_k
 from megatron.training.report.plan.goodput import expected_maximum, goodput, simulate_ranks
 from megatron.training.report.plan.search import HEADROOM, RECOMPUTATION, apply, layout_sizes, layout_variants, search
 from megatron.training.report.plan.step_time import gemm_seconds, predict_step
-from megatron.training.report.plan.summary import prediction_rows
+from megatron.training.report.plan.summary import predict_run, prediction_rows
 from megatron.training.report.plan.trials import try_layout
 from megatron.training.rules.run_all import check
 
@@ -263,3 +263,23 @@ def test_dry_run_predicts_time_and_fit():
     rows = dict(prediction_rows(cfg, 32000, 3200))
     assert set(rows) == {"predicted on H100", "predicted on H200"}
     assert rows["predicted on H100"].startswith("fits, ") and "days" in rows["predicted on H100"]
+
+
+def test_a_run_is_predicted_on_known_gpus_in_16_bits(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    cfg = apply(settings(SMALL), {}, 8)
+    found = predict_run(cfg, "NVIDIA H200", 32000)
+    assert found.gpu == "H200" and found.error == 0.03
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    plan = predict_step(cfg, build_cluster("H200", 1, 8), 32000)
+    assert plan.seconds < found.seconds < 1.02 * plan.seconds  # the slowest of eight ranks
+    assert predict_run(apply(settings(MOE), {}, 8), "NVIDIA H200", 32000).error == 0.1
+    assert predict_run(cfg, "CPU", 32000) is None and predict_run(cfg, "NVIDIA H200", 0) is None
+
+
+def test_an_error_of_the_planner_does_not_end_a_run(monkeypatch):
+    def fail(*arguments):
+        raise ZeroDivisionError("no such model")
+
+    monkeypatch.setattr("megatron.training.report.plan.summary.predict_step", fail)
+    assert predict_run(apply(settings(SMALL), {}, 8), "NVIDIA H200", 32000) is None

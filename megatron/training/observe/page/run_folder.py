@@ -1,0 +1,340 @@
+"""Contents of a run's folder for its page: series, evaluations, events, settings. Torch-free.
+
+Lines that cannot be read, values of a wrong type and missing files give one problem line each, and no error. Per-layer
+statistics of long runs are read at regular intervals only, because their lines are long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.core.config.errors import UserError, counted, printable
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import checkpoint_directory, read_json, read_tracker
+from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.safe_files import open_regular
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, Record, decode, record_losses
+
+STATISTICS_POINTS = 1000
+"""Iterations whose per-layer statistics are read."""
+QUIET_SECONDS = 600.0
+"""A run without a recorded end is running if its files changed within this time, or within ten log intervals."""
+LOG_LINES = 200
+_STATISTICS = b', "statistics": {'  # the last key, as train_record writes it
+_NOTABLE = re.compile(r"(?i)\b(error|warning|traceback|exception|failed|fault|killed)\b")
+
+
+@dataclass
+class Series:
+    """Values by iteration."""
+
+    x: list[int] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+
+    def add(self, x: int, y: float) -> None:
+        self.x.append(x)
+        self.y.append(y)
+
+
+class Event(NamedTuple):
+    """Row of the timeline."""
+
+    iteration: int
+    kind: str
+    """start, restart, evaluation, save, skipped, NaN, rollback, end or failure."""
+    text: str
+    time: float | None = None
+    """Unix seconds."""
+
+
+@dataclass
+class Run:
+    """A run as its files describe it."""
+
+    folder: Path
+    status: str = ""
+    """running, finished, stopped, failed or silent."""
+    reason: str = ""
+    train: dict[str, Series] = field(default_factory=dict)
+    evaluation: dict[tuple[str, str], Series] = field(default_factory=dict)
+    """By (loss, data set); "validation", "test" or ``SPLIT-NAME``."""
+    statistics: dict[str, Series] = field(default_factory=dict)
+    timing: dict[str, Series] = field(default_factory=dict)
+    """Measured values by name; ``parts/NAME`` and ``memory/NAME`` from the tables of a record."""
+    losses: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock seconds by use: iterations, evaluation, checkpoint saving, repeated iterations."""
+    wall: float | None = None
+    """Seconds from the first start to the last record."""
+    num_skipped: int = 0
+    num_nan: int = 0
+    tokens: float = 0.0
+    samples: int = 0
+    iteration: int = 0
+    train_iters: int = 0
+    world_size: int = 0
+    device: str = ""
+    start: Record = field(default_factory=dict)
+    """Start record of the last process."""
+    plan: Record = field(default_factory=dict)
+    """Last comparison with the plan."""
+    settings: dict[str, object] = field(default_factory=dict)
+    """Settings that were given or differ from defaults."""
+    all_settings: dict[str, object] = field(default_factory=dict)
+    """All settings, of the last checkpoint."""
+    versions: dict[str, object] = field(default_factory=dict)
+    log_lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def number(record: Record, key: str, default: float = 0.0) -> float:
+    """Return the number ``key`` of a record; ``default`` for another type, NaN and sizes that are impossible."""
+    value = record.get(key)
+    return float(value) if is_number(value) and abs(value) < 1e18 else default  # type: ignore[arg-type]
+
+
+def unix_time(record: Record) -> float | None:
+    """Return the time of a record; None if it is missing or impossible."""
+    value = number(record, "time")
+    return value if 0 < value < 2**36 else None
+
+
+def table(record: Record, key: str) -> dict[str, object]:
+    """Return the object ``key`` of a record; {} for another type."""
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def read_run(path: Path, now: float, log: Path | None = None) -> Run:
+    """Read the run in ``path``, a folder or a metrics file. ``now``: Unix seconds, which decide
+    whether a run without a recorded end is running. ``log``: file with the run's output, whose warnings and errors are
+    listed.
+
+    Raises:
+        UserError: the folder has neither metrics nor times, or no record.
+    """
+    folder = path if path.is_dir() else path.parent
+    metrics = folder / METRICS_FILE if path.is_dir() else path
+    files = [each for each in (metrics, folder / TIMING_FILE) if each.is_file()]
+    if not files:
+        raise UserError(f"{path}: no {METRICS_FILE} there; give the folder of --save or --tensorboard-dir")
+    run = Run(folder)
+    if metrics.is_file():
+        for record in records(metrics, run.problems, every_statistics=_stride(metrics)):
+            _add_metrics(run, record)
+    else:
+        run.problems.append(f"{metrics.name}: missing: no losses")
+    _add_times(run)
+    if not run.train and not run.evaluation and not run.start:
+        raise UserError(f"{metrics}: no record in it yet")
+    _add_cuts(run)
+    _add_checkpoint(run)
+    if log is not None:
+        _add_log(run, log)
+    _find_status(run, now - max(each.stat().st_mtime for each in files))
+    run.events.sort(key=lambda each: each.iteration)
+    return run
+
+
+def _stride(metrics: Path) -> int:
+    """Return the interval of iterations whose statistics are read, estimated from the size of a line."""
+    with open_regular(metrics) as lines:
+        first = lines.readline(1 << 20)
+    return 1 if _STATISTICS not in first else max(1, metrics.stat().st_size // len(first) // STATISTICS_POINTS)
+
+
+def records(path: Path, problems: list[str], every_statistics: int = 1) -> Iterator[Record]:
+    """Yield the readable records of a file; append a line with the number of the others to ``problems``. A torn last
+    line, which a running process may still complete, does not count."""
+    bad = 0
+    try:
+        with open_regular(path) as lines:
+            for index, line in enumerate(lines):
+                if index % every_statistics and line.endswith(b"\n"):
+                    head, found, _ = line.partition(_STATISTICS)
+                    line = head + b"}\n" if found else line
+                record = decode(line)
+                if record is not None and isinstance(record.get("kind"), str):
+                    yield record
+                elif line.endswith(b"\n"):
+                    bad += 1
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read ({error.strerror})")
+    if bad:
+        problems.append(f"{path.name}: {counted(bad, 'unreadable line')} skipped")
+
+
+def _add_metrics(run: Run, record: Record) -> None:
+    kind, iteration = record["kind"], record["iteration"]
+    if kind in ("valid", "test"):
+        name = record.get("dataset")
+        data = ("validation" if kind == "valid" else "test") + (f"-{name}" if isinstance(name, str) else "")
+        for loss, value in record_losses(record).items():
+            if is_number(value):
+                run.evaluation.setdefault((loss, data), Series()).add(iteration, value)
+        return
+    if kind != "train":
+        return
+    for key, value in record.items():
+        if is_number(value) and key not in ("iteration", "consumed_samples"):
+            run.train.setdefault(key, Series()).add(iteration, value)
+    for key, statistic in table(record, "statistics").items():
+        if is_number(statistic):
+            run.statistics.setdefault(key, Series()).add(iteration, statistic)  # type: ignore[arg-type]
+    run.iteration, run.samples = iteration, int(number(record, "consumed_samples"))
+    run.tokens += number(record, "num_tokens")
+    if not run.losses:
+        run.losses = [name for name, value in record_losses(record).items() if is_number(value)]
+    if record.get("skipped") is True:
+        run.num_skipped += 1
+        run.events.append(Event(iteration, "skipped", "the weights were not updated"))
+    if record.get("nan") is True:
+        run.num_nan += 1
+        run.events.append(Event(iteration, "NaN", "a loss is NaN"))
+
+
+def _add_times(run: Run) -> None:
+    """Add the records of ``timing.jsonl``."""
+    path = run.folder / TIMING_FILE
+    if not path.exists():
+        run.problems.append(f"{TIMING_FILE}: missing: no rates, memory, times and settings of processes")
+        return
+    first_start, last = None, None
+    for record in records(path, run.problems):
+        kind, iteration = record["kind"], record["iteration"]
+        when = unix_time(record)
+        last = when or last
+        if kind == "timing":
+            _add_timing(run, record)
+        elif kind == "save":
+            seconds, size = number(record, "seconds"), number(record, "bytes")
+            run.events.append(Event(iteration, "save", f"{seconds:.3g} s, {size / 1e9:.3g} GB", when))
+            _spend(run, "checkpoint saving", number(record, "stall_seconds"))
+        elif kind == "evaluation":
+            run.events.append(Event(iteration, "evaluation", f"{number(record, 'seconds'):.3g} s", when))
+            _spend(run, "evaluation", number(record, "seconds"))
+        elif kind == "plan":
+            run.plan = record
+        elif kind in ("start", "end"):
+            _add_process(run, record, when)
+            first_start = when if first_start is None and kind == "start" else first_start
+    if first_start is not None and last is not None:
+        run.wall = last - first_start
+
+
+def _spend(run: Run, use: str, seconds: float) -> None:
+    run.seconds[use] = run.seconds.get(use, 0.0) + seconds
+
+
+def _add_timing(run: Run, record: Record) -> None:
+    for key in ("seconds_per_iteration", "tokens_per_second", "tflops_per_device", "mfu"):
+        if is_number(record.get(key)):
+            run.timing.setdefault(key, Series()).add(record["iteration"], record[key])
+    for prefix, key in (("memory", "memory"), ("parts", "parts_seconds")):
+        for name, value in table(record, key).items():
+            if is_number(value):
+                run.timing.setdefault(f"{prefix}/{name}", Series()).add(record["iteration"], value)  # type: ignore[arg-type]
+    _spend(run, "iterations", number(record, "iterations") * number(record, "seconds_per_iteration"))
+    run.device, run.world_size = str(record.get("device", "")), int(number(record, "world_size"))
+
+
+def _add_process(run: Run, record: Record, when: float | None) -> None:
+    iteration = record["iteration"]
+    if record["kind"] == "end":
+        failed = record.get("ending") == "failed"
+        run.status, run.reason = str(record.get("ending")), str(record.get("reason", ""))
+        run.events.append(Event(iteration, "failure" if failed else "end", run.reason, when))
+        return
+    again = bool(run.start)
+    changed = changes(table(run.start, "settings"), table(record, "settings")) if again else ""
+    text = f"{int(number(record, 'world_size'))} ranks" + (f"; changed settings: {changed}" if changed else "")
+    if again and run.status == "" and not _cut_end(run.folder, iteration):
+        text += "; the process before recorded no end"
+    run.events.append(Event(iteration, "restart" if again else "start", text, when))
+    run.start, run.status, run.reason = record, "", ""
+    run.settings, run.versions = table(record, "settings"), table(record, "environment")
+    run.train_iters = int(number(record, "train_iters"))
+    run.world_size = int(number(record, "world_size"))
+
+
+def _cut_end(folder: Path, iteration: int) -> bool:
+    """Whether a process that continued from ``iteration`` moved the end of an earlier one aside."""
+    path = folder / f"{TIMING_FILE}.cut-{iteration}"
+    return path.exists() and any(each["kind"] == "end" for each in records(path, []))
+
+
+def changes(before: dict[str, object], after: dict[str, object]) -> str:
+    """Return the settings that differ, such as ``lr 0.001 -> 0.002``."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return ", ".join(f"{name} {before.get(name)} -> {after.get(name)}" for name in names)
+
+
+def _add_cuts(run: Run) -> None:
+    """Add rollbacks: records that a resumed process moved to ``….cut-ITERATION``, their ends, and their lost time."""
+    for path in sorted(run.folder.glob(f"{METRICS_FILE}.cut-*")):
+        iteration = path.name.rpartition("-")[2]
+        if not iteration.isdecimal():
+            continue
+        moved = records(path, [], every_statistics=1 << 30)
+        lost = [each["iteration"] for each in moved if each["kind"] == "train"]
+        if lost:
+            text = f"{counted(len(lost), 'iteration')} up to {max(lost)} computed again"
+            run.events.append(Event(int(iteration), "rollback", text))
+    for path in sorted(run.folder.glob(f"{TIMING_FILE}.cut-*")):
+        for record in records(path, []):
+            if record["kind"] == "timing":
+                seconds = number(record, "iterations") * number(record, "seconds_per_iteration")
+                _spend(run, "repeated iterations", seconds)
+            elif record["kind"] == "end" and record.get("ending") == "failed":
+                text = str(record.get("reason", ""))
+                run.events.append(Event(record["iteration"], "failure", text, unix_time(record)))
+
+
+def _add_checkpoint(run: Run) -> None:
+    """Add the settings of the last checkpoint, and its versions if no process recorded them."""
+    try:
+        which = read_tracker(run.folder)
+        objects = read_json(Path(checkpoint_directory(run.folder, which)) / MANIFEST).get("objects")
+    except FileNotFoundError:
+        return
+    except CheckpointError as error:
+        run.problems.append(f"settings of the last checkpoint: {error}")
+        return
+    objects = objects if isinstance(objects, dict) else {}
+    run.all_settings, environment = table(objects, "args"), table(objects, "environment")
+    run.versions = run.versions or environment
+    run.train_iters = run.train_iters or int(number(run.all_settings, "train_iters"))
+
+
+def _add_log(run: Run, log: Path) -> None:
+    """Add the last lines of a log that look like warnings or errors."""
+    try:
+        with open_regular(log) as lines:
+            for raw in lines:
+                line = printable(raw.decode("utf-8", "replace").strip())
+                if _NOTABLE.search(line) and "| consumed samples:" not in line:
+                    run.log_lines.append(line[:500])
+                    del run.log_lines[:-LOG_LINES]
+    except OSError as error:
+        run.problems.append(f"{log}: cannot be read ({error.strerror})")
+
+
+def _find_status(run: Run, age: float) -> None:
+    """Set the status of a run without a recorded end by the ``age`` of its files."""
+    if run.status in ("finished", "stopped", "failed"):
+        return
+    pace = run.timing.get("seconds_per_iteration", Series()).y
+    interval = run.settings.get("log_interval")
+    steps = interval if is_number(interval) else 100
+    limit = max(QUIET_SECONDS, 10 * pace[-1] * steps) if pace else QUIET_SECONDS  # type: ignore[operator]
+    run.status = "running" if age < limit else "silent"
+    run.reason = f"last change {age:.0f} s ago" + ("" if run.status == "running" else "; no end was recorded")

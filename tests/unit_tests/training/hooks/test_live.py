@@ -1,0 +1,145 @@
+"""The live view on a pseudo-terminal: the final screen, other output above it, the cursor, no device reads."""
+
+import io
+import logging
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("rich")
+
+from megatron.core.timers import Timers
+from megatron.training.hooks.base import Hooks
+from megatron.training.hooks.live import LiveHook
+from megatron.training.hooks.sinks import Clock
+from megatron.training.observe.throughput import Throughput
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Function that makes a pseudo-terminal of 100 columns the standard output, and returns a function for everything
+    that was written. To be called in the test: pytest sets standard output again after fixtures."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    leader, follower = pty.openpty()
+    stream, chunks = os.fdopen(follower, "w", buffering=1), []
+
+    def read():
+        while True:
+            try:
+                data = os.read(leader, 65536)
+            except OSError:
+                return
+            if not data:
+                return
+            chunks.append(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+
+    def written():
+        stream.close()
+        reader.join(10)
+        os.close(leader)
+        return b"".join(chunks).decode()
+
+    def use():
+        monkeypatch.setattr(sys, "stdout", stream)
+        return written
+
+    return use
+
+
+def screen(text):
+    """The lines that a terminal shows after ``text``, for the codes that the view uses."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\x1b[1A":
+            row -= 1
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif token[0] not in "\x1b\r":
+            lines[row] += token
+    return [line.rstrip() for line in lines]
+
+
+def live(seconds=None):
+    clock = Clock(Throughput(1, "CPU"), Timers())
+    return LiveHook(clock, **({} if seconds is None else {"seconds": seconds}))
+
+
+def test_the_screen_ends_with_progress_losses_rates_and_memory(terminal, simulated_run):
+    written, now = terminal(), iter(range(10_000))
+    simulated_run(train_iters=40, eval_interval=10).train(Hooks(5, [live(lambda: float(next(now)))]), 1, 20)
+    lines = screen(written())
+    view = "\n".join(lines[-8:])
+    assert "iteration 20/40" in view and "remaining 0:0" in view
+    for text in (
+        "lm loss",
+        "0.5590",
+        "learning rate",
+        "gradient norm",
+        "tokens per second",
+        "2,048",
+        "memory, peak",
+        "validation, lm loss",
+        "4.4721 at 20",
+    ):
+        assert text in view, view
+    assert sum("iteration 20/40" in line for line in lines) == 1  # drawn over, not repeated
+    assert [line for line in lines if line.startswith(" validation loss at iteration")] and "-----" not in "".join(
+        lines
+    )
+
+
+def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run):
+    written, logger = terminal(), logging.getLogger("megatron")
+    handler = logging.StreamHandler(sys.stdout)
+    logger.addHandler(handler)
+
+    class Talking(LiveHook):
+        def on_step(self, state, metrics):
+            super().on_step(state, metrics)
+            if state.iteration == 3:
+                logger.warning("a warning of the library")
+                print("a line of a program")
+
+    try:
+        simulated_run(train_iters=8).train(Hooks(1, [Talking(live().clock)]), 1, 8)
+        assert handler.stream is sys.stdout
+    finally:
+        logger.removeHandler(handler)
+    lines = screen(written())
+    view = next(index for index, line in enumerate(lines) if line.startswith("iteration 8/8"))
+    for text in ("a warning of the library", "a line of a program"):
+        assert sum(text in line for line in lines) == 1
+        assert next(index for index, line in enumerate(lines) if text in line) < view
+
+
+def test_the_cursor_is_visible_while_the_view_is_shown(terminal, simulated_run):
+    written, hook = terminal(), live()
+    hook.on_train_start(simulated_run().info())  # a process that is killed now leaves a usable terminal
+    hook.on_train_end(simulated_run().state_at(1))
+    text = written()
+    assert text.index("\x1b[?25h") > text.index("\x1b[?25l")
+
+
+def test_a_step_reads_no_value_of_the_device(simulated_run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    hook = live()
+    hook.on_train_start(simulated_run().info())
+
+    class Unread:
+        def __getattribute__(self, name):
+            raise AssertionError(f"read {name}")
+
+    hook.on_step(simulated_run().state_at(1), Unread())
+    hook.on_train_end(simulated_run().state_at(1))

@@ -1,0 +1,97 @@
+"""The hook that compares a run with its plan: one warning, one record, only for iterations that the plan describes."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from megatron.training.hooks.base import Hooks
+from megatron.training.hooks.plan import PlanHook
+from megatron.training.observe.metrics import MetricsFile, read_metrics, save_record
+from megatron.training.observe.plan_comparison import Prediction
+from megatron.training.observe.step_parts import StepMarks, mark, mean_parts
+from tests.unit_tests.training.hooks.conftest import BATCH, step_metrics
+
+PREDICTION = Prediction("H100", 0.2, {"GEMM": 0.18, "optimizer": 0.02}, error=0.03)
+
+
+def marked(iteration, **changed):
+    return step_metrics(iteration, step_marks=StepMarks(0.0, 0.2, 0.22, 0.01, 0.1), **changed)
+
+
+def watched(tmp_path, simulated_run, prediction=PREDICTION, metrics=marked, last=60):
+    hook = PlanHook(prediction, BATCH, MetricsFile(tmp_path / "timing.jsonl"))
+    simulated_run().train(Hooks(5, [hook]), 1, last, metrics=metrics)
+    hook.file.flush()
+    return list(read_metrics(hook.file.path)) if hook.file.path.exists() else []
+
+
+def test_a_slow_run_warns_once_and_records_the_parts(tmp_path, simulated_run, caplog):
+    (record,) = watched(tmp_path, simulated_run)  # iterations of 0.25 s
+    assert record["kind"] == "plan" and record["iteration"] == 30
+    assert record["predicted_seconds"] == 0.2 and record["measured_seconds"] == pytest.approx(0.25)
+    assert record["parts_seconds"]["forward and backward"] == pytest.approx({"predicted": 0.18, "measured": 0.2})
+    (warning,) = (each for each in caplog.records if each.levelno == logging.WARNING)
+    assert "planned on H100: 0.2 s (+25%" in warning.getMessage()
+
+
+def test_a_run_as_planned_is_recorded_and_warns_nothing(tmp_path, simulated_run, caplog):
+    (record,) = watched(tmp_path, simulated_run, PREDICTION._replace(seconds=0.24))
+    assert record["limit_seconds"] > record["measured_seconds"]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("changed", [{"global_batch_size": BATCH // 2}, {"skipped": True}])
+def test_iterations_that_the_plan_does_not_describe_do_not_count(tmp_path, simulated_run, changed):
+    def metrics(iteration):
+        return marked(iteration, **(changed if iteration % 5 == 0 else {}))
+
+    assert watched(tmp_path, simulated_run, metrics=metrics) == []
+
+
+def test_time_of_saves_and_evaluations_is_apart(tmp_path, simulated_run):
+    hook = PlanHook(PREDICTION, BATCH, MetricsFile(tmp_path / "timing.jsonl"))
+    run = simulated_run(eval_interval=20)
+    hooks = Hooks(5, [hook])
+    record = save_record(20, 1, seconds=9.0, stall=2.0, num_bytes=1, background=True)
+
+    class Saving(PlanHook):
+        def on_evaluate(self, state, results):
+            super().on_evaluate(state, [replace(result, seconds=3.0) for result in results])
+            self.on_save_timed(record)
+
+    hooks = Hooks(5, [Saving(PREDICTION, BATCH, hook.file)])
+    run.train(hooks, 1, 40, metrics=marked)
+    hook.file.flush()
+    (found,) = read_metrics(hook.file.path)
+    assert found["apart_seconds"] == {"evaluation": pytest.approx(3 / 20), "checkpoint saving": pytest.approx(2 / 20)}
+
+
+class Event:
+    """A device's event: its time in seconds, and whether the device has reached it."""
+
+    def __init__(self, at, reached=True):
+        self.at, self.reached = at, reached
+
+    def query(self):
+        return self.reached
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1000.0
+
+
+def test_parts_are_means_over_the_iterations_that_the_device_has_finished():
+    steps = [
+        StepMarks(Event(0.0), Event(0.6), Event(0.7), 0.1, 0.4),
+        StepMarks(Event(1.0), Event(1.8), Event(2.0), 0.3, 0.2),
+        StepMarks(Event(2.0), Event(2.5), Event(0.0, reached=False), 9.0, 9.0),
+        None,
+    ]
+    expected = {"forward_backward": 0.7, "update": 0.15, "data_wait": 0.2, "device_wait": 0.3}
+    assert mean_parts(steps) == pytest.approx(expected)
+    assert mean_parts([None]) == {} and mean_parts([]) == {}
+
+
+def test_marks_of_a_cpu_are_clock_readings():
+    first, second = mark(False), mark(False)
+    assert isinstance(first, float) and second >= first
