@@ -232,12 +232,15 @@ def read_metrics(folder: Path) -> Any:
     from megatron.tools.plot_metrics import load
     from megatron.training.hooks.progress import ProgressHook
     from megatron.training.observe.metrics import MetricsFile
+    from megatron.training.observe.page.page import build_page
+    from megatron.training.observe.page.run_folder import read_run
 
     hook = ProgressHook(str(folder), 1)
     hook._append("Starting job")
     hook._first_job()
     cut = MetricsFile(folder / "metrics.jsonl").resume(3)
     load(folder, "run")
+    build_page(read_run(folder, 0.0))
     return cut
 
 

@@ -23,6 +23,7 @@ BAD_INPUT = {
     "serve": "--load nothing",
     "evaluate": "--load nothing --tasks a",
     "fill-mask": "--load nothing --text a",
+    "report": "nothing",
     "plot": "nothing --text",
     "verify-layout": "--num-layers -1",
     "plan": "--num-layers -1",

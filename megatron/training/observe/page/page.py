@@ -262,7 +262,7 @@ def expert_charts(run: Run) -> list[Chart]:
     titles = {
         "entropy": "entropy of the load (1: equal)",
         "max": "tokens of the busiest expert",
-        "min": "of the idlest",
+        "min": "tokens of the least busy expert",
     }
     charts = []
     for key, title in titles.items():
