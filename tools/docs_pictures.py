@@ -7,6 +7,7 @@ its text must be the same on every machine: the tests compare it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path

@@ -37,7 +37,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     hooks: list[Hook] = []
     if run.is_log_rank:
         if files:
-            kinds = "train", "valid", "test", "task"
+            kinds: tuple[str, ...] = ("train", "valid", "test", "task")
             hooks.append(FileSink(files[0], kinds, clock, trains=not cfg.validation.skip_train))
         hooks.append(console(cfg, clock))
     if run.device == "cuda" and run.data_parallel_rank == 0:
