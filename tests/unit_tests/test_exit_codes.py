@@ -25,6 +25,7 @@ BAD_INPUT = {
     "fill-mask": "--load nothing --text a",
     "plot": "nothing --text",
     "verify-layout": "--num-layers -1",
+    "verify-generation": "--num-layers -1",
     "plan": "--num-layers -1",
     "draw-schedule": "--num-layers -1",
     "inspect-batch": "--load nothing --iteration 1",
