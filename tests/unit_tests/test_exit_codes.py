@@ -26,6 +26,7 @@ BAD_INPUT = {
     "report": "nothing",
     "plot": "nothing --text",
     "verify-layout": "--num-layers -1",
+    "verify-generation": "--num-layers -1",
     "plan": "--num-layers -1",
     "draw-schedule": "--num-layers -1",
     "inspect-batch": "--load nothing --iteration 1",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import UserError
+from megatron.core.extensions.installed import is_installed
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
     from os import PathLike
 
 
+def _check_package(user: str) -> None:
+    if not is_installed("lm_eval"):
+        raise UserError(f"{user}: needs the package lm_eval, which is not installed; pip install lm-eval")
+
+
 def build_adapter(engine: Engine, tokenizer: Tokenizer) -> Any:
     """Return the harness's model (``lm_eval.api.model.TemplateLM``) that scores and generates with ``engine``. Raises
     UserError without the package."""
-    try:
-        from lm_eval import utils
-        from lm_eval.api.model import TemplateLM
-    except ImportError as error:
-        raise UserError(f"evaluation needs lm_eval, which cannot be imported ({error}); pip install lm-eval") from error
+    _check_package("evaluation")
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
 
     class Adapter(TemplateLM):
         """The harness's contract: log-likelihoods of continuations and documents, and greedy or sampled text."""
@@ -133,10 +137,9 @@ def generate_texts(
 def find_tasks(flag: str, names: Sequence[str], include_path: str | PathLike | None) -> Any:
     """Return the harness's ``TaskManager`` for ``names``. Raises UserError, naming ``flag``, without the package, and
     for unknown tasks or none."""
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(f"{flag}: needs lm_eval, which cannot be imported ({error}); pip install lm-eval") from error
+    _check_package(flag)
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [name for name in names if not manager.match_tasks([name])] or (not names and ["(empty)"]):
         raise UserError(f"{flag} {unknown[0]}: is no task of lm-evaluation-harness or of the folder of more tasks")

@@ -32,7 +32,7 @@ IGNORED = -1
 
 @dataclass
 class Row:
-    """Packed sequences, then padding, which is a document by itself."""
+    """Packed sequences, then padding as one more document."""
 
     length: int
     places: list[tuple[int, int]]
@@ -87,7 +87,7 @@ def token_log_probabilities(
     """Return for each of ``sequences`` the log-probabilities of its tokens from the second on, fp32 [tokens - 1] (fp64
     for fp64), on the model's device and equal on all ranks. From raw logits, without temperature.
 
-    Collective over all ranks, which pass the same sequences. The model is in evaluation mode meanwhile.
+    Collective over all ranks, which pass the same sequences. The model runs in evaluation mode.
 
     Args:
         model: this rank's chunks of a ``GPTModel``, wrapped or not.

@@ -95,7 +95,7 @@ def test_prefill_decoding_and_pages_give_the_same_bits(kind, scores):
 
 
 def definition(query, keys, values, scores):
-    """The same in fp64, with a mask of all pairs."""
+    """Attention in fp64, with a mask of all pairs."""
     k, v = (x.double().repeat_interleave(HEADS // GROUPS, 1) for x in (keys, values))
     logits = torch.einsum("sad,tad->ast", query.double(), k) * scores.scale
     if scores.soft_cap is not None:
