@@ -24,7 +24,9 @@ CORE = {
     "enums": "",
     "tokenizers": "config safe_files",
     "datasets": "config data safe_files tokenizers",
-    "inference": "attention config cuda_graphs extensions fusions random safe_files tensor_parallel tokenizers transformer",
+    "inference": (
+        "attention config cuda_graphs extensions fusions random safe_files tensor_parallel tokenizers transformer"
+    ),
     "rl": "attention config distributed groups host_memory optimizer parallel_state pipeline_parallel tensor_parallel",
     "extensions": "config fusions",
     "sharding": "config fusions groups random",
