@@ -101,7 +101,7 @@ class EvalResult:
     name: Literal["validation", "test", "task"]
     """``task``: scores of a task of lm-evaluation-harness, by metric, in place of losses."""
     dataset: str | None
-    """Name of the task, or of the set if several validation sets are evaluated separately, else None."""
+    """Task, or validation set if several are evaluated separately; else None."""
     losses: dict[str, float]
     final: bool = False
     """Whether it was evaluated after training, not at --eval-interval."""
