@@ -184,7 +184,8 @@ def main(argv: Sequence[str]) -> int:
         vocab_size = cfg.vocab_size or 0
         if not vocab_size:
             raise UserError("--full-size: requires the vocabulary's size; add --vocab-size")
-        kept = dataclasses.replace(cfg, save=None, distributed_backend="gloo")
+        # weights only: other settings of the run, such as its learning-rate schedule, do not matter here
+        kept = dataclasses.replace(cfg, save=None, finetune=True, distributed_backend="gloo")
         trainer = dataclasses.replace(kept, explicit=kept.explicit | {"distributed_backend"})
     else:
         trainer = small_settings(cfg, world_size)
