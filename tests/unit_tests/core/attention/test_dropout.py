@@ -42,3 +42,16 @@ def test_a_tile_of_all_samples_drops_only_within_them():
     mask = dropout([0] * 8, (BOUNDS, SAMPLES)).keep(full_tile(LENGTH, LENGTH, Visibility()), HEADS)
     assert torch.equal(mask[0], by_sample(slice(None)))
     assert mask[0, :, :5, 5:].all() and not mask[0, :, :5, :5].all()
+
+
+def test_heads_are_drawn_in_passes_of_bounded_size(monkeypatch):
+    expected = by_sample(slice(None))
+    monkeypatch.setattr("megatron.core.attention.dropout.COUNTERS_PER_PASS", 1)
+    tile = full_tile(LENGTH, LENGTH, Visibility())
+    assert torch.equal(dropout([0] * 8, (BOUNDS, SAMPLES)).keep(tile, HEADS)[0], expected)
+
+
+def test_kept_weights_are_scaled_by_the_inverse_of_their_share():
+    tile = full_tile(LENGTH, LENGTH, Visibility())
+    factors = dropout([3]).factors(tile, HEADS, torch.float64)
+    assert factors.unique().tolist() == [0.0, pytest.approx(1 / 0.6, rel=1e-4)]

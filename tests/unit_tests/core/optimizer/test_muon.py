@@ -3,6 +3,7 @@ and its definition in ``tests/reference``."""
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 from megatron.core.config.errors import UserError
 from megatron.core.config.muon import is_hidden_matrix
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.symmetric_product import symmetric_product
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.muon import Muon, Splits, map_matrices
+from megatron.core.optimizer.adaptive_muon import AdaptiveMuon
+from megatron.core.optimizer.muon import Muon, Splits, batches, map_matrices
 from megatron.core.optimizer.newton_schulz import COEFFICIENTS, orthogonalize
 from megatron.core.sharding.placement import Normal, RowParts, SubTensor, declare, parameter
 from megatron.core.sharding.rectangles import Rectangle
@@ -341,3 +344,29 @@ def test_matrices_of_a_fused_weight_have_their_scales():
 def test_an_unknown_precision_is_rejected():
     with pytest.raises(UserError, match="muon_fp32_matmul_prec low: torch has no precision below bf16; use medium"):
         Muon(replace(settings(), muon_fp32_matmul_prec="low"), [])
+
+
+def test_the_symmetric_product_is_chosen_by_its_flag():
+    for wanted in (False, True):
+        rule = Muon(settings(muon_use_syrk=wanted), [])
+        assert (rule._product is symmetric_product) is wanted
+
+
+@pytest.mark.parametrize("method", ["adamuon", "normuon"])
+def test_adaptive_muon_leaves_matrices_without_gradient(method):
+    config = settings(optimizer="adaptive_muon", adaptive_muon_moment2_method=method)
+    factors, moments = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)
+    adapted, new = AdaptiveMuon(config, [])._adapt(factors, moments)
+    assert not adapted.any() and not new.any()  # and no NaN
+
+
+def test_batches_end_when_they_reach_their_size():
+    def entry(size):
+        parameter = torch.nn.Parameter(torch.zeros(size, 1))
+        shard = SimpleNamespace(parameter=parameter, rows_over=None)
+        return SimpleNamespace(
+            shard=shard, copies=SINGLE_PROCESS.dp, groups=SINGLE_PROCESS, moments=(torch.zeros(size, 1),)
+        )
+
+    sizes = [[len(each.shard.parameter) for each in batch] for _, batch in batches([entry(n) for n in (3, 4, 9, 2)], 6)]
+    assert sizes == [[3, 4], [9], [2]]

@@ -95,6 +95,16 @@ class Recorder:
         monkeypatch.setattr(offload.Offloaded, "load", recording_load)
 
 
+def test_the_first_share_of_an_odd_number_of_groups_is_rounded_up(monkeypatch):
+    seen = Recorder(monkeypatch)
+    flags = {**ON, "offload_modules": ["mlp_norm"], "activation_offload_fraction": 0.5}
+    _, hidden, model = forward(NETWORK, **flags)  # three groups
+    assert {group for group, _ in seen.made} == {0, 1, 2}  # their number is known after the first pass
+    seen.made.clear()
+    model.decoder(hidden * 1)
+    assert {group for group, _ in seen.made} == {0, 1}
+
+
 @pytest.mark.parametrize("modules, per_layer", [
     (["attn_norm"], [1]), (["qkv_linear"], [1]), (["mlp_norm"], [1]), (["core_attn", "attn_proj"], [2, 0]),
     (["attn_norm", "core_attn", "attn_proj"], [1, 2, 0]),
