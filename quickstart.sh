@@ -10,7 +10,7 @@ cd "$(dirname "$0")"
 . scripts/environment.sh
 
 OUT=${1:-quickstart_run}
-ITERS=${QUICKSTART_ITERS:-600}
+ITERS=${QUICKSTART_ITERS:-700}
 PROCESSES=${QUICKSTART_PROCESSES:-2}
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
