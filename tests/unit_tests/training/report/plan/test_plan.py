@@ -191,7 +191,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(flags):
 
 
 def test_a_search_for_16384_gpus_skips_most_candidates():
-    """Estimates of memory take most of a search's time; its seconds depend on what else the machine does."""
+    """Estimates of memory take most of a search's time; no number of seconds holds on a busy machine."""
     flags = (
         "--num-layers 32 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 --max-position-embeddings 8192"
         " --vocab-size 32000 --global-batch-size 4096 --micro-batch-size 1"
