@@ -10,7 +10,7 @@ cd "$(dirname "$0")"
 . scripts/environment.sh
 
 OUT=${1:-quickstart_run}
-ITERS=${QUICKSTART_ITERS:-600}
+ITERS=${QUICKSTART_ITERS:-700}
 PROCESSES=${QUICKSTART_PROCESSES:-2}
 
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
@@ -44,8 +44,8 @@ FLAGS=(--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 192
     --train-iters "$ITERS" --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer"
     --data-path "$OUT/corpus_text_document" --split 95,4,1 --num-workers 0
-    --eval-interval 150 --eval-iters 8 --log-interval 50 --log-throughput
-    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 150 --tensorboard-dir "$OUT/tensorboard")
+    --eval-interval 175 --eval-iters 8 --log-interval 50 --log-throughput
+    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 175 --tensorboard-dir "$OUT/tensorboard")
 TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$PROCESSES" pretrain_gpt.py "${FLAGS[@]}")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
