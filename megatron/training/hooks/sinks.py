@@ -63,8 +63,6 @@ def scalars(record: Record, cfg: LoggingConfig, world_size: int) -> dict[str, fl
     ``cfg`` does not request. Besides `TAGS`: losses and module statistics by name, world-size, the values of
     `memory_bytes` and NAME-time (s) per timer."""
     kind = record["kind"]
-    if kind not in (*TAGS, "valid", "test"):
-        return {}
     values: Record = {tag: record.get(field) for tag, field in TAGS.get(kind, {}).items()}
     if kind == "train":
         if not cfg.log_loss_scale_to_tensorboard:

@@ -44,7 +44,8 @@ def test_a_planted_order_of_sums_is_found(fault):
 
 def test_weights_of_a_run_are_loaded_onto_both_sides(tmp_path, capsys):
     saved = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "32",
-             "--max-position-embeddings", "32", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64",
+             "--max-position-embeddings", "32", "--mock-data",
+             "--tokenizer-type", "NullTokenizer", "--vocab-size", "64",
              "--micro-batch-size", "2", "--train-iters", "2", "--eval-iters", "0", "--lr", "1e-2",
              "--save", str(tmp_path)]  # fmt: skip
     from megatron.training.run import run
