@@ -73,7 +73,7 @@ class GraphedForwardBackward:
         record: Recorder | None = None,
     ) -> None:
         self.plain, self.device, self.stream = plain, device, stream
-        self._record_function = record or partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
+        self._record_function = record
         self.remaining_warmup = warmup_steps
         self._recordings: dict[str, _Recording] = {}
 
@@ -135,6 +135,8 @@ class GraphedForwardBackward:
             return logged_pairs(losses)
 
         logger.info("recording the forward and backward pass of a micro-batch (--cuda-graph-impl local)")
+        if self._record_function is None:
+            self._record_function = partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
         return _Recording(inputs, self._record_function(run, self.stream))
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor]) -> MicroBatchResult:
