@@ -55,13 +55,13 @@ from megatron.training.report.out_of_memory import (
 from megatron.training.report.plan.summary import predict_run
 from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
+from megatron.training.start.weight_edits import build_weight_edits
 from megatron.training.stored_settings import weight_settings
 from megatron.training.tasks.base import Task
 from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Trainer
 from megatron.training.watchdog import Watchdog
-from megatron.training.weight_edits import build_weight_edits
 from megatron.version import version_text
 
 logger = logging.getLogger(__name__)

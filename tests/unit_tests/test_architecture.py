@@ -25,7 +25,7 @@ CORE = {
     "tokenizers": "config safe_files",
     "datasets": "config data safe_files tokenizers",
     "inference": (
-        "attention config cuda_graphs extensions fusions random safe_files tensor_parallel tokenizers transformer"
+        "attention config extensions fusions random safe_files tensor_parallel tokenizers transformer"
     ),
     "rl": "attention config distributed groups host_memory optimizer parallel_state pipeline_parallel tensor_parallel",
     "extensions": "config fusions",
@@ -68,11 +68,10 @@ TRAINING = {
     "data": "core config exits",
     "tasks": "core config data hooks initialize observe",
     "checkpoint": "core arguments config stored_settings train_state",
-    "start": "core config data initialize tasks",
+    "start": "core config data initialize rules tasks",
     "evaluate": "core config data initialize observe tasks",
     "live_weights": "core config stored_settings",
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
-    "weight_edits": "core",
     "components": "core checkpoint data evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
     "task_scores": "core config observe",
@@ -80,7 +79,7 @@ TRAINING = {
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
-        "stored_settings tasks train_state trainer watchdog weight_edits",
+        "stored_settings tasks train_state trainer watchdog",
     "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.cuda_graphs import Recorder, record_cuda_graph
+from megatron.core.fusions.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.transformer.moe.dispatch import LocalDispatcher
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.core.transformer.moe.moe_layer import MoELayer

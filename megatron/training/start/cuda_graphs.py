@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
-from megatron.core.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.fp8.recipe import fp8_stacks
+from megatron.core.fusions.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
 from megatron.core.pipeline_parallel.microbatches import choose_runner
 from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pairs
