@@ -31,7 +31,6 @@ CORE = {
     "extensions": "config fusions",
     "sharding": "config fusions groups random",
     "host_memory": "config",
-    "cuda_graphs": "",
     "statistics": "groups",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups safe_files sharding",
