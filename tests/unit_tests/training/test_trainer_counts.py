@@ -48,8 +48,8 @@ def samples_of(rank, ranks, cfg, iterations):
     trainer.parts = SimpleNamespace(
         groups=SimpleNamespace(dp=Group("dp", tuple(range(ranks)), rank), tp=SINGLE_PROCESS.tp),
         task=Task(cfg), on_forward=None, reader=BatchReader(iter(sampler), len_of, reads_ahead=True),
-        optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0),
-        scheduler=SimpleNamespace(set_samples=moments.append), qk_clip=None,
+        optimizer=SimpleNamespace(param_groups=[group], get_loss_scale=lambda: 1.0, weight_edits=[]),
+        scheduler=SimpleNamespace(set_samples=moments.append),
     )  # fmt: skip
 
     def prepare(size):
