@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 import reprlib
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -133,6 +134,13 @@ def _items(kind: type) -> Callable[..., object]:
     return build
 
 
+def _member(kind: object, name: object = None) -> object:
+    """Return an inert Record of an enum member, which Python 3.11.0 to 3.11.3 pickle as getattr(class, name)."""
+    if not isinstance(kind, Kind) or not isinstance(name, str):
+        raise CheckpointDamagedError("an attribute of something else than a class")
+    return Record(kind.name, (name,))
+
+
 ORDERED = "collections.OrderedDict"
 _BUILT: dict[str, Callable[..., object]] = {
     ORDERED: lambda *_: {},
@@ -141,6 +149,7 @@ _BUILT: dict[str, Callable[..., object]] = {
     "builtins.frozenset": _items(tuple),
     "builtins.list": _items(list),
     "builtins.tuple": _items(tuple),
+    "builtins.getattr": _member,
     "builtins.complex": lambda *args: Record("builtins.complex", args),
     "builtins.bytearray": lambda *args: args[0] if args and isinstance(args[0], bytes) else _encoded(*args),
     "builtins.bytes": lambda *args: args[0] if args and isinstance(args[0], bytes) else b"",
@@ -210,6 +219,8 @@ def find_kind(module: str, name: str) -> object:
         return Kind(full, lambda *_: None)
     if module == "torch" and isinstance(found := torch.__dict__.get(name), torch.dtype):
         return found
+    if module == "signal" and name in signal.Signals.__members__:  # pickled by name up to Python 3.11.3
+        return Record("signal.Signals", (signal.Signals[name].value,))
     top = module.partition(".")[0]
     foreign = top not in sys.stdlib_module_names and top not in ("torch", "numpy")
     if full in _INERT or foreign or full.startswith(_INERT_MODULES):

@@ -23,6 +23,7 @@ if triton is not None:
     ):  # fmt: skip
         """Scale a block of the elements of one weight. ``weight``, ``kept``: addresses, as ``load_master``; ``first``:
         number of the first element in the full rows."""
+        weight, kept = tl.cast(weight, tl.int64), tl.cast(kept, tl.int64)  # low addresses arrive in 32 bits
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         factor = tl.load(factors + (first + at) // columns, mask=inside, other=1.0)

@@ -80,6 +80,33 @@ def test_classes_of_other_programs_are_records_and_run_nothing():
     assert not CALLED
 
 
+def attribute(owner, name):
+    """A pickle of ``getattr(owner, name)``, for the opcodes of ``owner``."""
+    return b"cbuiltins\ngetattr\n" + owner + b"X" + struct.pack("<I", len(name)) + name + b"\x86R"
+
+
+def test_enum_members_as_python_3_11_0_to_3_11_3_pickle_them_are_records():
+    member = load(b"\x80\x02" + attribute(b"cother.module\nColor\n", b"RED") + b".")
+    assert isinstance(member, Record) and (member.kind, member.args) == ("other.module.Color", ("RED",))
+    number = load(b"\x80\x02csignal\nSIGTERM\n.")
+    assert isinstance(number, Record) and (number.kind, number.args) == ("signal.Signals", (15,))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        attribute(b"X\x04\x00\x00\x00text", b"upper"),
+        b"cbuiltins\ngetattr\ncother\nColor\nK\x01\x86R",
+        attribute(b"cos\nsystem\n", b"__call__"),
+        attribute(b"cother\nColor\n", b"run") + b"K\x01\x85R",  # a call of the attribute
+        b"csignal\nraise_signal\nK\x09\x85R",
+    ],
+)
+def test_other_attributes_are_refused(data):
+    with pytest.raises(CheckpointError, match="attribute|requests|call"):
+        load(b"\x80\x02" + data + b".")
+
+
 def test_a_reduce_of_what_a_reduce_made_is_refused():
     with pytest.raises(CheckpointError):
         load(b"\x80\x02cmegatron\nA\n)R)R.")
