@@ -124,7 +124,7 @@ def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
     alone = {name: milliseconds(partial(_at_once, start), repeats) for name, start in starts.items()}
     plain = {name: series_beside(piece, None, repeats, 0) for name, piece in pieces.items()}
     for name, start in starts.items():
-        row: dict[str, object] = {"name": name, "alone ms": alone[name]}
+        row: dict[str, object] = {"name": name, "ms": alone[name]}
         row["GB/s"] = (size - 1) / size * whole.nbytes / alone[name] / 1e6
         for kind, piece in pieces.items():
             count = max(1, round(0.8 * SERIES * plain[kind] / alone[name]))

@@ -86,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, help="folder that keeps corpus, tokenizer and tokens")
     parser.add_argument("--prepare", action="store_true", help="only make the content of --corpus")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of AdamW; Muon runs 75 %% as many")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of AdamW; Muon runs 75 %% of this number")
     parser.add_argument("--draw", type=Path, metavar="SVG", help="only plot the stored curves")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -134,9 +134,9 @@ class CoreAttention(nn.Module):
                 else forms.build_form(self.kind, layout, self.kernel, self._sink)
             )
             if self._channels[0] != self._channels[1]:
-                whole = form == self.kernel.attend
-                if not whole or self.choice.kernel not in UNEQUAL_HEADS:
-                    form = EqualHeads(form, only_documents=whole and self.choice.kernel == "cudnn")
+                is_kernel = form == self.kernel.attend
+                if not is_kernel or self.choice.kernel not in UNEQUAL_HEADS:
+                    form = EqualHeads(form, only_documents=is_kernel and self.choice.kernel == "cudnn")
             self._forms[ranks] = form
         return form
 

@@ -64,7 +64,7 @@ class WeightDropout:
         return mask
 
     def _parts(self, tile: Tile) -> Iterator[tuple[Tensor, int, range, range]]:
-        """Yield (sample counter, its first position, positions of queries and of keys) of each sample in ``tile``."""
+        """Yield (sample counter, its first position, query positions, key positions) of each sample in ``tile``."""
         queries = range(tile.query_position, tile.query_position + tile.num_queries)
         keys = range(tile.key_position, tile.key_position + tile.num_keys)
         if self.documents is None:

@@ -74,7 +74,7 @@ class PackedSeqParams:
     _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
     """Cached result of :meth:`ranges`, used by all layers."""
     local_cp_size: int | None = field(default=None, kw_only=True)
-    """Context-parallel size of this micro-batch; None: that of the program. Its ranks are ``get_step_groups()`` of this
+    """Context-parallel size of this micro-batch; None: the program's. Its ranks are ``get_step_groups()`` of this
     size, for which ``initialize_model_parallel`` needs ``hybrid_context_parallel``."""
     samples: tuple[int, ...] | None = field(default=None, kw_only=True)
     """Sample counter of each document, if documents are samples: dropout of attention weights depends on it."""
@@ -195,17 +195,17 @@ class PackedSeqParams:
         bounds = self.all_bounds()
         assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
         lengths = [each[-1] // batch for each in bounds]
-        whole = min(
+        full_rows = min(
             next((place // length for place in each if place % length), batch) for each, length in zip(bounds, lengths)
         )
-        start = tuple(whole * length for length in lengths)
+        start = tuple(full_rows * length for length in lengths)
         # empty documents repeat a boundary: take the last index at which queries and keys are both there
         first = max((index for index, pair in enumerate(zip(*bounds)) if pair == start), default=0)
-        if whole == batch or not first:
-            return (whole, None) if whole == batch else (0, self)
+        if full_rows == batch or not first:
+            return (full_rows, None) if full_rows == batch else (0, self)
         queries, keys = self.cu_seqlens_q[first:] - start[0], self.cu_seqlens_k[first:] - start[1]
         of_queries, of_keys = (tuple(x - x0 for x in each[first:]) for each, x0 in zip(bounds, start))
-        return whole, replace(self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys)
+        return full_rows, replace(self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys)
 
     def ranges(self, batch: int, length: int) -> Tensor:
         """Return the start and end position in its row of each token's document, int32 [2, batch, length]. Cached; no

@@ -93,7 +93,7 @@ class TokenLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of equal parts of this rank's tokens, each of which has consecutive positions."""
+        """Number of equal parts of this rank's tokens; a part has consecutive positions."""
         return CHUNKS[self.order] if self.group.size > 1 else 1
 
     @property
@@ -104,7 +104,7 @@ class TokenLayout:
     # ---- positions
 
     def full_length(self, length: int) -> int:
-        """Return the number of tokens of full sequences, of which each rank holds ``length``."""
+        """Return the number of tokens of full sequences if each rank holds ``length``."""
         return length * self.group.size
 
     def spans(self, full_length: int, rank: int | None = None) -> Spans:

@@ -45,5 +45,5 @@ class PipelineConfig(FlagGroup):
         "--pipeline-schedule"
     )
     """Pipeline schedule; default: interleaved with virtual stages, else 1f1b. zero-bubble computes weight gradients
-    separately and fills waiting time with them; zero-bubble-h2 waits even less, with up to twice as many micro-batches
-    in memory."""
+    separately and fills waiting time with them; zero-bubble-h2 waits even less and keeps up to twice the number of
+    micro-batches in memory."""

@@ -36,5 +36,5 @@ class SelfCheckConfig(FlagGroup):
     watchdog."""
 
     check_replicas: NonNegativeInt | None = flag("--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
-    """Iterations between checks that all replicas of a weight and of optimizer state have equal bits. Default: after
+    """Iterations between checks that all replicas of weights and optimizer state have equal bits. Default: after
     each of the first 3 iterations and at every checkpoint; a number adds further checks; 0: never."""

@@ -70,7 +70,7 @@ class _Ring(torch.autograd.Function):
         """Return the output [s, b, a, d] in the dtype of ``query``. Each step attends to the held K/V block while the
         next one is exchanged with the neighbors: len(``plan.blocks``) - 1 exchanges over the layout's group. Saves
         query, local K/V, output and log-sum-exp."""
-        own = held = torch.stack((key, value))  # one message per step instead of two
+        local = held = torch.stack((key, value))  # one message per step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
             # start before the attention that overlaps it; the last block needs no further transfer
@@ -79,7 +79,7 @@ class _Ring(torch.autograd.Function):
             held = held if coming is None else coming.wait()
         out, lse = softmax.finish(sink)
         # save local K/V only: saving every block would grow memory with the CP size
-        ctx.save_for_backward(query, own, out, lse, sink)
+        ctx.save_for_backward(query, local, out, lse, sink)
         ctx.plan = plan
         return out
 
@@ -89,11 +89,11 @@ class _Ring(torch.autograd.Function):
         sums over local queries only. K/V blocks circulate again, and their gradients, summed in fp32, follow one step
         later, so that they end at their rank: n - 1 exchanges each over the layout's group. Gradients of query, key and
         value have the query's dtype."""
-        query, own, out, lse, sink = ctx.saved_tensors
+        query, local, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         # process the local block last: its dK/dV from other ranks arrive while it is computed
-        coming = neighbour_exchange(own, plan.layout.group) if len(plan.blocks) > 1 else None
+        coming = neighbour_exchange(local, plan.layout.group) if len(plan.blocks) > 1 else None
         travelling = None  # dK/dV of the held block, summed over the ranks that have held it before
         for step, tiles in enumerate(plan.blocks[1:], 2):
             assert coming is not None
@@ -104,8 +104,8 @@ class _Ring(torch.autograd.Function):
             # keys are in flight between the same ranks: gloo matches messages by tag, NCCL by order, so that all ranks
             # must issue both exchanges in this order
             travelling = neighbour_exchange(sums.total(), plan.layout.group, tag=1)
-        sums = GradientSum(2, own[0], travelling)
-        gradients.add_block(own, plan.blocks[0], sums)
+        sums = GradientSum(2, local[0], travelling)
+        gradients.add_block(local, plan.blocks[0], sums)
         grad_key, grad_value = sums.result()
         of_sink = None if sink is None else sink_gradient(grad, out, lse, sink)
         return gradients.grad_query(), grad_key, grad_value, of_sink, gradients.grad_bias, None
@@ -127,15 +127,15 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         """All-gather keys and values over the layout's group and attend to all of them; return the output [s, b, a, d]
         in the dtype of ``query``. Saves query, local K/V, output and log-sum-exp, not the gathered tensors."""
-        own = torch.stack((key, value))
-        everything = plan.layout.full(own, 1)
+        local = torch.stack((key, value))
+        everything = plan.layout.full(local, 1)
         if plan.forward is None:
             softmax = OnlineSoftmax(query, plan.kernel)
             softmax.add_block(everything[0], everything[1], plan.blocks[0])
             out, lse = softmax.finish(sink)
         else:
             out, lse = plan.forward(query, everything[0], everything[1], sink)
-        ctx.save_for_backward(query, own, out, lse, sink)
+        ctx.save_for_backward(query, local, out, lse, sink)
         ctx.plan = plan
         return out
 
@@ -144,9 +144,9 @@ class _AllGather(torch.autograd.Function):
         """Return the gradients of query, key, value, sink and bias; the latter two are None without sink or bias, and
         sums over local queries only. All-gathers keys and values again; reduce-scatters their gradients in fp32 and
         casts them to the dtype of ``query``."""
-        query, own, out, lse, sink = ctx.saved_tensors
+        query, local, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        everything = plan.layout.full(own, 1)
+        everything = plan.layout.full(local, 1)
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         sums = GradientSum(2, everything[0])
         gradients.add_block(everything, plan.blocks[0], sums)
@@ -306,7 +306,7 @@ class AllToAllAttention:
 
 
 def _levels(kind: str, layout: TokenLayout) -> tuple[TokenLayout, TokenLayout]:
-    """Return the layouts of the all-to-all and of the key blocks inside of it: for ``a2a`` one block, for ``a2a+p2p``
+    """Return the layouts of the all-to-all and the key blocks inside it: for ``a2a`` one block, for ``a2a+p2p``
     both levels, which must make up the group (else UserError); for ``p2p``, ``allgather``, other names and groups of
     one rank no all-to-all. Both keep the token order of ``layout``."""
     inside, outside = {"a2a": (layout.group, ONE_RANK.group), "a2a+p2p": layout.levels}.get(

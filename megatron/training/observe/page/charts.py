@@ -7,7 +7,7 @@ that text is never scaled. Points are dots of round line caps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal, NamedTuple
@@ -64,6 +64,12 @@ def finite(series: Series) -> Series:
     return Series([x for x, _ in points], [y for _, y in points])
 
 
+def _runs(count: int, buckets: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of ``buckets`` runs of about equal length."""
+    for index in range(buckets):
+        yield count * index // buckets, count * (index + 1) // buckets
+
+
 def thinned(series: Series, buckets: int = BUCKETS) -> Series:
     """Return at most ``2 * buckets`` points, the lowest and highest of each of ``buckets`` runs of points, in order;
     short series stay."""
@@ -71,8 +77,7 @@ def thinned(series: Series, buckets: int = BUCKETS) -> Series:
     if count <= 2 * buckets:
         return series
     found = Series()
-    for index in range(buckets):
-        start, stop = count * index // buckets, count * (index + 1) // buckets
+    for start, stop in _runs(count, buckets):
         part = series.y[start:stop]
         low, high = part.index(min(part)), part.index(max(part))
         for place in sorted({low, high}):
@@ -86,8 +91,7 @@ def means(series: Series, buckets: int = BUCKETS) -> Series:
     if count <= 2 * buckets:
         return series
     found = Series()
-    for index in range(buckets):
-        start, stop = count * index // buckets, count * (index + 1) // buckets
+    for start, stop in _runs(count, buckets):
         found.add(series.x[(start + stop) // 2], sum(series.y[start:stop]) / (stop - start))
     return found
 
