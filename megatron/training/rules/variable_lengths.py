@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.errors import counted
 from megatron.core.config.problems import Problems, missing, nearest_multiples, problem
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.variable_lengths import local_multiple, plan_ranks, token_limit
@@ -95,7 +96,7 @@ def samples_fit_ranks(cfg: PretrainConfig) -> Problems:
     most = ranks.largest_block * limit
     if cfg.data.seq_length > most:
         reason = (
-            f"a sample of --seq-length {cfg.data.seq_length} does not fit {ranks.largest_block} ranks of {limit} tokens"
+            f"a sample of --seq-length {cfg.data.seq_length} does not fit {counted(ranks.largest_block, 'rank')} of {limit} tokens"
         )
         yield missing(
             cfg, "max_seqlen_per_dp_cp_rank", reason, f"at least {-(-cfg.data.seq_length // ranks.largest_block)}"
