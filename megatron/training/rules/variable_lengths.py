@@ -95,9 +95,8 @@ def samples_fit_ranks(cfg: PretrainConfig) -> Problems:
         return
     most = ranks.largest_block * limit
     if cfg.data.seq_length > most:
-        reason = (
-            f"a sample of --seq-length {cfg.data.seq_length} does not fit {counted(ranks.largest_block, 'rank')} of {limit} tokens"
-        )
+        place = f"{counted(ranks.largest_block, 'rank')} of {limit} tokens"
+        reason = f"a sample of --seq-length {cfg.data.seq_length} does not fit {place}"
         yield missing(
             cfg, "max_seqlen_per_dp_cp_rank", reason, f"at least {-(-cfg.data.seq_length // ranks.largest_block)}"
         )
