@@ -2,7 +2,7 @@
 
 A step has one chunk of consecutive tokens per sequence, concatenated to [n, 1, h]. Each layer writes the keys and
 values (or latents) of the new tokens to the sequence's pages and attends to the cached and the new ones. Layers see
-this as any other layout: ``positions``, ``all_keys`` and ``attend``.
+this as any other layout: ``positions`` and ``attend``; latent attention calls ``attend_latents``.
 
 Legend: n rows (new tokens of all sequences), t keys of all sequences, g key/value groups, d head dim.
 """
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ from megatron.core.attention.tiles import full_tile
 from megatron.core.attention.token_layout import Core, TokenLayout
 from megatron.core.fusions.batch_invariant_attention import Scores, Span, batch_invariant_attention
 from megatron.core.fusions.dispatch import kernels_serve
-from megatron.core.fusions.paged_attention import PagedRows, paged_attention, split_tokens, write_pages
-from megatron.core.groups import collective_names
+from megatron.core.fusions.paged_attention import SPLIT, PagedRows, paged_attention, split_tokens, write_pages
 
 CACHED = frozenset({"cached"})
 """Declaration of a layer that supports this layout (``transformer/context_parallel_support.py``)."""
@@ -46,9 +46,36 @@ class Chunk(NamedTuple):
     def stop(self) -> int:
         return self.start + self.num_new
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether its tokens are so few that each reads the cached pages, without copies or expanded latents."""
+        splits = self.num_new * (self.stop // SPLIT + 1)
+        return self.num_new == 1 or (32 * self.num_new <= self.start and splits <= 512)
+
 
 PADDING = Chunk(0, 1, (0,))
 """A row that fills a step; it uses the reserved page 0."""
+
+
+class LatentHeads(Protocol):
+    """Keys and values as linear functions of latents, ``key = [Uk latent, rope key]`` and ``value = Uv latent``.
+
+    Legend: d channels of a query, e of a value, r of a latent, p of a rope key."""
+
+    absorbs: bool
+    """Whether :meth:`absorb` and :meth:`values` are available."""
+
+    def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys [t, 1, a, d] and values [t, 1, a, e] of latents [t, 1, r] and rope keys [t, 1, 1, p]."""
+        ...
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Map queries [n, 1, a, d] to ``[Uk^T query, its rope channels]`` [n, 1, a, r + p], which attend to latents."""
+        ...
+
+    def values(self, latent: Tensor) -> Tensor:
+        """Map each head's mean of latents [n, 1, a, r] to its mean of values [n, 1, a, e]."""
+        ...
 
 
 def _kernel_serves(query: Tensor) -> bool:
@@ -97,9 +124,9 @@ class StepIndices(NamedTuple):
     """Rows whose logits are computed."""
 
 
-def num_single(chunks: Sequence[Chunk]) -> int:
-    """Return the number of chunks of one token before the first longer one."""
-    return next((index for index, chunk in enumerate(chunks) if chunk.num_new > 1), len(chunks))
+def num_direct(chunks: Sequence[Chunk]) -> int:
+    """Return the number of chunks before the first that does not read pages directly."""
+    return next((index for index, chunk in enumerate(chunks) if not chunk.is_direct), len(chunks))
 
 
 def index_arrays(
@@ -112,7 +139,8 @@ def index_arrays(
     direct: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the fields of :class:`StepIndices` for a step with ``chunks``. Tables have at least ``num_sequences`` rows
-    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only single tokens at the front."""
+    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only those of the direct chunks at the
+    front."""
     count = len(chunks)
     starts, num_new, held = (
         np.fromiter(each, np.int64, count)
@@ -124,7 +152,7 @@ def index_arrays(
     sequences = np.repeat(np.arange(count), num_new)
     positions = np.arange(len(sequences)) + np.repeat(starts + num_new - np.cumsum(num_new), num_new)
     slots = tables[sequences, positions // page_size] * page_size + positions % page_size
-    splits, first_splits = split_tokens(positions if direct else positions[: num_single(chunks)])
+    splits, first_splits = split_tokens(positions if direct else positions[: int(num_new[: num_direct(chunks)].sum())])
     rows = np.fromiter(output_rows, np.int64, len(output_rows))
     found = StepIndices(positions, slots, sequences, tables, splits, first_splits, rows)  # type: ignore[arg-type]
     return found._asdict()
@@ -141,7 +169,7 @@ class CachedLayout(TokenLayout):
     batch_invariant: bool = False
     """Whether attention adds in the order of the trainer with ``batch_invariant_mode``."""
     indices: StepIndices | None = None
-    _slots_of_keys: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _slots_of_keys: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
     """Cached results of :meth:`_key_slots`; shared by copies."""
 
     @classmethod
@@ -195,81 +223,104 @@ class CachedLayout(TokenLayout):
         """Return the logits [rows, v] of the requested rows from the model's output [1, ., v]."""
         return logits[0] if self.stream.size == 1 else logits[0].index_select(0, self._at.output_rows)
 
-    def all_keys(self, layer: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Write ``tensors``, each [n, 1, ...] of the new tokens, to the pages of ``layer``; return the cached and the
-        new entries [t, 1, ...] of all sequences, one sequence after another. All-gathers tensors that hold this rank's
-        part of the residual stream."""
-        self._write(layer, tensors)
-        return self._read(layer, tensors)
+    # ---- the cache
 
-    def _read(self, layer: int, like: Sequence[Tensor], skip: int = 0) -> tuple[Tensor, ...]:
-        """Return the entries of all sequences after the first ``skip``."""
-        at, pools = self._key_slots(skip), self.cache.tensors(layer, like)
-        return tuple(pool.flatten(0, 1).index_select(0, at).unsqueeze(1) for pool in pools)
-
-    def _key_slots(self, skip: int) -> Tensor:
-        """Return the index in the flattened pages of each key of the sequences after the first ``skip``, int64 [t];
-        computed once for all layers."""
-        if skip not in self._slots_of_keys:
-            size, tables = self.cache.page_size, self._at.tables
-            slots = tables.unsqueeze(-1) * size + torch.arange(size, device=tables.device)
-            found = [each.flatten()[: chunk.stop] for each, chunk in zip(slots[skip:], self.chunks[skip:])]
-            self._slots_of_keys[skip] = torch.cat(found)
-        return self._slots_of_keys[skip]
-
-    def _write(self, layer: int, tensors: Sequence[Tensor]) -> None:
+    def _write(self, layer: int, tensors: tuple[Tensor, Tensor]) -> None:
+        """Write ``tensors``, each [n, 1, g, .] of the new tokens, to the pages of ``layer``."""
         pools = self.cache.tensors(layer, tensors)
-        if all(x.dim() == 4 and len(x) == self.num_rows and _kernel_serves(x) for x in tensors):
+        if all(map(_kernel_serves, tensors)):
             (keys, values), (key, value) = pools, tensors
             write_pages(keys, values, self._at.slots, key[:, 0], value[:, 0])
             return
         for pool, x in zip(pools, tensors, strict=True):
-            if len(x) < self.num_rows:
-                part, x = x.contiguous(), x.new_empty((self.num_rows, *x.shape[1:]))
-                collective_names.all_gather(x, part, group=self.stream.handle)
             pool.flatten(0, 1).index_copy_(0, self._at.slots, x[:, 0].to(pool.dtype))
 
-    def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens [n, 1, g, .], or all tokens
-        [t, 1, g, .] if ``core`` does not cache them (:attr:`Core.caches_keys`).
+    def _read(self, layer: int, like: tuple[Tensor, Tensor], first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return the cached and new entries [t, 1, g, .] of the sequences of chunks ``first`` to ``last``, one after
+        another."""
+        at, (keys, values) = self._key_slots(first, last), self.cache.tensors(layer, like)
+        return tuple(pool.flatten(0, 1).index_select(0, at).unsqueeze(1) for pool in (keys, values))  # type: ignore[return-value]
 
-        On GPUs, chunks of one token at the front read the pages directly (``fusions/paged_attention.py``); in
-        short steps all rows do. Other chunks attend to gathered copies of their keys."""
+    def _key_slots(self, first: int, last: int) -> Tensor:
+        """Return the index in the flattened pages of each key of these sequences, int64 [t]; computed once for all
+        layers."""
+        if (first, last) not in self._slots_of_keys:
+            size, tables = self.cache.page_size, self._at.tables
+            slots = tables[first:last].unsqueeze(-1) * size + torch.arange(size, device=tables.device)
+            found = [each.flatten()[: chunk.stop] for each, chunk in zip(slots, self.chunks[first:last])]
+            self._slots_of_keys[first, last] = torch.cat(found)
+        return self._slots_of_keys[first, last]
+
+    @cached_property
+    def _direct(self) -> tuple[int, int]:
+        """Numbers of leading chunks and of their rows that read pages directly."""
+        rows = len(self._at.first_splits) - 1
+        ends = [0, *accumulate(chunk.num_new for chunk in self.chunks)]
+        return ends.index(rows), rows
+
+    # ---- attention
+
+    def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Map query [n, 1, a, d] to [n, 1, a, e]. Key and value have the new tokens, [n, 1, g, .].
+
+        On GPUs, direct chunks at the front read the pages (``fusions/paged_attention.py``); in short steps all rows
+        do. Other chunks attend to gathered copies of their keys."""
+        layer, new, count = core.layer_number, (key, value), len(self.chunks)
+        self._write(layer, new)
         if self.batch_invariant:
-            return self._batch_invariant(core, query, key, value, mask)
-        paged = self._num_paged(query) if core.caches_keys else 0
+            keys, values = (pool.flatten(0, 1) for pool in self.cache.tensors(layer, new))
+            return self._batch_invariant(core, query, keys, values, self._key_slots(0, count), mask)
+        chunks, rows = self._direct if _kernel_serves(query) else (0, 0)
         outputs = []
-        if core.caches_keys:
-            self._write(core.layer_number, (key, value))
-        if paged:
-            outputs.append(self._from_pages(core, query[:paged], (key, value), mask))
-        if paged < len(query):
-            if core.caches_keys:
-                key, value = self._read(core.layer_number, (key, value), skip=paged)
-            outputs.append(self._gathered(core, query[paged:], key, value, mask, self.chunks[paged:]))
+        if rows:
+            outputs.append(self._from_pages(core, query[:rows], new, mask))
+        if rows < len(query):
+            key, value = self._read(layer, new, chunks, count)
+            outputs.append(self._gathered(core, query[rows:], key, value, mask, self.chunks[chunks:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _num_paged(self, query: Tensor) -> int:
-        """Return how many leading rows read the pages directly."""
-        if not _kernel_serves(query):
-            return 0
-        return len(self._at.first_splits) - 1
+    def attend_latents(
+        self, core: Core, heads: LatentHeads, query: Tensor, latent: Tensor, rope_key: Tensor, mask: Mask
+    ) -> Tensor:
+        """Map query [n, 1, a, d] to [n, 1, a, e]; caches ``latent`` [n, 1, 1, r] and ``rope_key`` [n, 1, 1, p] of the
+        new tokens.
 
-    def _batch_invariant(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """Attend all rows by the function of the trainer's forward pass."""
-        if core.caches_keys:
-            self._write(core.layer_number, (key, value))
-            key, value = (pool.flatten(0, 1) for pool in self.cache.tensors(core.layer_number, (key, value)))
-            key_rows = self._key_slots(0)
-        else:
-            key, value = key[:, 0], value[:, 0]
-            key_rows = torch.arange(len(key), device=key.device)
+        Rows that read pages directly attend to the latents themselves, as one key and value head of all query heads.
+        Other chunks, and all in ``batch_invariant_mode``, expand the latents of their sequences to keys and values as
+        the trainer does."""
+        layer, new, count = core.layer_number, (rope_key, latent), len(self.chunks)
+        self._write(layer, new)
+        chunks, rows = self._direct if heads.absorbs and not self.batch_invariant else (0, 0)
+        outputs = []
+        if rows:
+            absorbed = heads.absorb(query[:rows])
+            if _kernel_serves(query):
+                mixed = self._from_pages(core, absorbed, new, mask)
+            else:
+                keys, latents = self._read(layer, new, 0, chunks)
+                keys = torch.cat((latents, keys), dim=-1)
+                mixed = self._gathered(core, absorbed, keys, latents, mask, self.chunks[:chunks])
+            outputs.append(heads.values(mixed))
+        if rows < len(query):
+            rope_keys, latents = self._read(layer, new, chunks, count)
+            key, value = heads.expand(latents[:, :, 0], rope_keys)
+            if self.batch_invariant:
+                places = torch.arange(len(key), device=key.device)
+                return self._batch_invariant(core, query, key[:, 0], value[:, 0], places, mask)
+            outputs.append(self._gathered(core, query[rows:], key, value, mask, self.chunks[chunks:]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _batch_invariant(
+        self, core: Core, query: Tensor, keys: Tensor, values: Tensor, key_rows: Tensor, mask: Mask
+    ) -> Tensor:
+        """Attend all rows by the function of the trainer's forward pass, to the entries ``key_rows`` [t] of ``keys``
+        and ``values`` [., g, .]."""
         spans, row, first = [], 0, 0
         for chunk in self.chunks:
             spans.append(Span(row, chunk.num_new, chunk.start, first))
             row, first = row + chunk.num_new, first + chunk.stop
         scores = Scores(core.kernel.scale, mask.visibility.limits[0], core.soft_cap, mask.sink)
-        return batch_invariant_attention(query[:, 0], key, value, key_rows, spans, scores)[0].unsqueeze(1)
+        return batch_invariant_attention(query[:, 0], keys, values, key_rows, spans, scores)[0].unsqueeze(1)
 
     def _from_pages(self, core: Core, query: Tensor, like: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         at, rows = self._at, len(query)

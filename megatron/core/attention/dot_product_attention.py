@@ -51,8 +51,6 @@ class CoreAttention(nn.Module):
     context-parallel size than ``config``."""
 
     mixes_tokens, layouts = True, ANY_ORDER | CACHED
-    caches_keys = True
-    """Whether a cache holds its keys and values."""
     softmax_offset: Tensor | None
 
     def __init__(
@@ -111,14 +109,18 @@ class CoreAttention(nn.Module):
         A dense ``ctx.attention_mask`` applies in addition to causality and window; some kernels and context parallelism
         reject it (UserError). Raises ValueError in training with dropout without ``ctx.dropout``, and without
         ``ctx.layout`` under context parallelism."""
+        mask = self.mask(ctx)
+        if self.max_logits is not None and self.training:
+            self.max_logits.add(query, key, mask, ctx.layout)
+        return ctx.layout.attend(self, query, key, value, mask).flatten(2)
+
+    def mask(self, ctx: AttentionContext) -> Mask:
+        """Return the mask of a forward pass, with bias, dropout and sink."""
         documents = ctx.encoder_documents if self.is_cross else ctx.layout.documents
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
         hidden, bias = (None, None) if self.is_cross else (ctx.attention_mask, ctx.position_bias)
-        mask = Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
-        if self.max_logits is not None and self.training:
-            self.max_logits.add(query, key, mask, ctx.layout)
-        return ctx.layout.attend(self, query, key, value, mask).flatten(2)
+        return Mask(self.visibility, documents, hidden, self._weight_dropout(ctx), bias, self.softmax_offset)
 
     def form(self, layout: TokenLayout) -> Attention:
         """Return the attention over the ranks of ``layout``, padding heads where the kernel needs equal head dims;

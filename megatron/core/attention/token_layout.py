@@ -39,10 +39,6 @@ class Core(Protocol):
     """Core attention, as a layout calls it."""
 
     layer_number: int
-    caches_keys: bool
-    """Whether a cache of the layout holds its keys and values; False: the layer has cached what they are computed
-    from (:meth:`TokenLayout.all_keys`)."""
-
     soft_cap: float | None
 
     @property
@@ -152,12 +148,6 @@ class TokenLayout:
         return x
 
     # ---- attention
-
-    def all_keys(self, layer: int, *tensors: Tensor) -> Sequence[Tensor]:
-        """Return the keys, values or latents [t, b, ...] from which the attention of layer ``layer`` computes, from
-        those of this rank's tokens [s, b, ...]. Without a cache these are ``tensors``: forms of core attention exchange
-        them over ranks."""
-        return tensors
 
     def attend(self, core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e] by the form of ``core`` for

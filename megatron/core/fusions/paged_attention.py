@@ -8,6 +8,9 @@ output with its log-sum-exp; a second kernel merges a token's splits in ascendin
 start at position 0, so that the bits of a token depend on its position only, not on the batch. The number of splits is
 read on the device, so that a CUDA graph serves all lengths.
 
+Keys of latent attention are ``[value, key]``: the values, which are latents, then channels that are keys only. A
+program reads both once, for a block of query heads.
+
 Legend: n tokens, a query heads, g key/value heads, d and e head dims of keys and values.
 """
 
@@ -24,12 +27,14 @@ from megatron.core.fusions.installed_triton import tl, triton
 
 SPLIT = 256
 """Positions of a split."""
-_TILE = 64
 _MERGED = 16
 """Splits that the second kernel reads at once."""
 _PROGRAMS_PER_SM, _NUM_WARPS, _NUM_STAGES = 8, 2, 2
 """On an H200, 256 sequences of 2,122 positions with 8 groups of 4 heads of 128 channels take 0.60 ms, or 3.7 TB/s; 4
 programs of 4 warps per SM with 3 stages take 0.91 ms."""
+_WIDE = 256
+"""Values with more channels take smaller tiles, 16 query heads per program and twice the warps: accumulator and tiles
+of 512 channels then fit into the registers and the shared memory of an SM."""
 _UNLIMITED = 2**30
 
 
@@ -62,13 +67,15 @@ if triton is not None:
     def _split_kernel(
         query, keys, values, tables, sequences, positions, splits, first_splits, outs, lses, scale, cap, left, num_rows,
         table_s, query_n, query_a, key_page, key_slot, key_g, value_page, value_slot, value_g,
-        PAGE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-        D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr, CAPPED: tl.constexpr,
+        PAGE: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+        BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PADDED_D: tl.constexpr, PADDED_E: tl.constexpr,
+        CAPPED: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     ):  # fmt: skip
-        """Attend the HEADS query heads of one group to every num_programs(0)-th split. Writes outs [splits, a, E] and
-        lses [splits, a] in fp32; nothing for splits without a visible key."""
-        group = tl.program_id(1)
-        head, d, e = tl.arange(0, PADDED), tl.arange(0, PADDED_D), tl.arange(0, PADDED_E)
+        """Attend a BLOCK of the HEADS query heads of one group to every num_programs(0)-th split. Writes outs
+        [splits, a, E] and lses [splits, a] in fp32; nothing for splits without a visible key."""
+        group = tl.program_id(1) % GROUPS
+        head, d, e = tl.arange(0, BLOCK), tl.arange(0, PADDED_D), tl.arange(0, PADDED_E)
+        head += tl.program_id(1) // GROUPS * BLOCK
         inside = head < HEADS
         for split in range(tl.program_id(0), tl.load(first_splits + num_rows).to(tl.int32), tl.num_programs(0)):
             row = tl.load(splits + split).to(tl.int64)
@@ -79,11 +86,14 @@ if triton is not None:
             # tiles count from the split's start: a window must not change the order of sums of the positions in it
             begin = start + tl.maximum(first - start, 0) // TILE * TILE
             if stop > begin:
-                largest = tl.full((PADDED,), float("-inf"), tl.float32)
-                total = tl.zeros((PADDED,), tl.float32)
-                out = tl.zeros((PADDED, PADDED_E), tl.float32)
-                at_query = query + row * query_n + (group * HEADS + head)[:, None] * query_a + d[None, :]
-                q = tl.load(at_query, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+                largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+                total = tl.zeros((BLOCK,), tl.float32)
+                out = tl.zeros((BLOCK, PADDED_E), tl.float32)
+                at_query = query + row * query_n + (group * HEADS + head)[:, None] * query_a
+                if VALUES_IN_KEYS:
+                    q_value = tl.load(at_query + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0)
+                    at_query += E
+                q = tl.load(at_query + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
                 table = tables + tl.load(sequences + row) * table_s
                 for tile in range(begin, stop, TILE):
                     place = tile + tl.arange(0, TILE)
@@ -92,19 +102,22 @@ if triton is not None:
                     slot = place % PAGE
                     at_key = keys + (page * key_page + slot * key_slot + group * key_g)[:, None] + d[None, :]
                     k = tl.load(at_key, mask=visible[:, None] & (d < D)[None, :], other=0.0)
-                    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                    at_value = values + (page * value_page + slot * value_slot + group * value_g)[:, None] + e[None, :]
+                    v = tl.load(at_value, mask=visible[:, None] & (e < E)[None, :], other=0.0)
+                    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                    if VALUES_IN_KEYS:
+                        scores += tl.dot(q_value, tl.trans(v), input_precision="ieee")
+                    scores *= scale
                     if CAPPED:
                         scores = cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / cap)) - 1.0)
                     scores = tl.where(visible[None, :], scores, float("-inf"))
                     new = tl.maximum(largest, tl.max(scores, 1))
                     weights = tl.exp(scores - new[:, None])
                     shrink = tl.exp(largest - new)
-                    at_value = values + (page * value_page + slot * value_slot + group * value_g)[:, None] + e[None, :]
-                    v = tl.load(at_value, mask=visible[:, None] & (e < E)[None, :], other=0.0)
                     out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
                     total = total * shrink + tl.sum(weights, 1)
                     largest = new
-                result = (split * tl.num_programs(1) + group) * HEADS + head.to(tl.int64)
+                result = (split * GROUPS + group) * HEADS + head.to(tl.int64)
                 at_out = outs + result[:, None] * E + e[None, :]
                 tl.store(at_out, out / total[:, None], mask=inside[:, None] & (e < E)[None, :])
                 tl.store(lses + result, largest + tl.log(total), mask=inside)
@@ -165,7 +178,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention [n, a, e] of ``query`` [n, a, d] to the cached positions up to each token's.
+    """Return the attention [n, a, e] of ``query`` [n, a, d] to the cached positions up to each token's. Queries of
+    e + d channels attend to the keys [values, ``keys``].
 
     Args:
         keys, values: pages [pages, page size, g, d] and [pages, page size, g, e] with contiguous last dims; they hold
@@ -173,22 +187,25 @@ def paged_attention(
         left: number of earlier positions that a token sees; None: all.
         sink: logits [a] in the softmax denominator.
     """
-    (num, heads, width), groups, out_width = query.shape, keys.shape[2], values.shape[3]
+    (num, heads, query_width), (groups, width), out_width = query.shape, keys.shape[2:], values.shape[3]
     per_group, num_splits = heads // groups, len(rows.splits)
     outs = torch.empty((num_splits, heads, out_width), dtype=torch.float32, device=query.device)
     lses = torch.empty((num_splits, heads), dtype=torch.float32, device=query.device)
     merged = query.new_empty((num, heads, out_width))
     left = _UNLIMITED if left is None else left
     padded_out = triton.next_power_of_2(max(out_width, 16))
-    programs = min(num_splits, triton.cdiv(_PROGRAMS_PER_SM * num_sms(query.device), groups))
-    _split_kernel[(programs, groups)](
+    is_wide = padded_out > _WIDE
+    block = 16 if is_wide else triton.next_power_of_2(max(per_group, 16))
+    blocks = groups * triton.cdiv(per_group, block)
+    programs = min(num_splits, triton.cdiv(_PROGRAMS_PER_SM * num_sms(query.device), blocks))
+    _split_kernel[(programs, blocks)](
         query, keys, values, rows.tables, rows.sequences, rows.positions, rows.splits, rows.first_splits, outs, lses,
         scale, soft_cap or 1.0, left, num, rows.tables.stride(0), *query.stride()[:2], *keys.stride()[:3],
         *values.stride()[:3],
-        PAGE=keys.shape[1], SPLIT=SPLIT, TILE=_TILE, HEADS=per_group,
-        PADDED=triton.next_power_of_2(max(per_group, 16)), D=width, E=out_width,
-        PADDED_D=triton.next_power_of_2(max(width, 16)), PADDED_E=padded_out, CAPPED=soft_cap is not None,
-        num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
+        PAGE=keys.shape[1], SPLIT=SPLIT, TILE=32 if is_wide else 64, HEADS=per_group, GROUPS=groups, BLOCK=block,
+        D=width, E=out_width, PADDED_D=triton.next_power_of_2(max(width, 16)), PADDED_E=padded_out,
+        CAPPED=soft_cap is not None, VALUES_IN_KEYS=query_width > width, num_warps=_NUM_WARPS * (2 if is_wide else 1),
+        num_stages=_NUM_STAGES,
     )  # fmt: skip
     _merge_kernel[(num, heads)](
         outs, lses, rows.positions, rows.first_splits, sink, merged, heads, left, SPLIT=SPLIT, MERGED=_MERGED,

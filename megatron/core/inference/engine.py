@@ -181,12 +181,12 @@ class Engine:
     def _plan(self, batch: Sequence[tuple[Running, int]]) -> tuple[StepPlan, list[tuple[Running, bool]]]:
         """Return the inputs of a step, and for each output row its sequence and whether it samples."""
         tokens: list[int] = []
-        chunks, rows, owners = [], [], []
-        # single tokens first: their attention reads the pages directly
-        for running, count in sorted(batch, key=lambda each: each[1] > 1):
-            start, first, ids, request = running.num_cached, len(tokens), running.ids, running.request
-            stop = start + count
-            chunks.append(Chunk(start, count, tuple(running.pages)))
+        rows, owners = [], []
+        planned = [(running, Chunk(running.num_cached, count, tuple(running.pages))) for running, count in batch]
+        planned.sort(key=lambda each: not each[1].is_direct)  # these read pages, if they are at the front
+        for running, chunk in planned:
+            first, ids, request = len(tokens), running.ids, running.request
+            start, stop = chunk.start, chunk.stop
             tokens += ids[start:stop]
             if request.prompt_logprobs:
                 scored = running.completion.prompt_scores  # a preempted sequence has some already
@@ -197,7 +197,7 @@ class Engine:
                 rows.append(OutputRow(len(tokens) - 1, None, running.sampling, stop))
                 owners.append((running, True))
         num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
-        return StepPlan(tokens, chunks, rows, num_top), owners
+        return StepPlan(tokens, [chunk for _, chunk in planned], rows, num_top), owners
 
     # ---- ranks
 

@@ -25,9 +25,7 @@ def graph_problem(model: Any) -> str | None:
     """Return why steps of ``model`` cannot be recorded; None if they can."""
     config, groups = model.config, model.groups
     device = next(model.parameters()).device
-    modules = list(model.modules())
-    cores = [x.core_attention for x in modules if hasattr(x, "core_attention")]
-    experts = [x for x in modules if isinstance(x, MoELayer)]
+    experts = [x for x in model.modules() if isinstance(x, MoELayer)]
     sizes = config.hidden_size, config.moe_ffn_hidden_size or 0
     grouped = config.params_dtype == torch.bfloat16 and not any(size % 8 for size in sizes)
     reasons = {
@@ -37,7 +35,6 @@ def graph_problem(model: Any) -> str | None:
         "the host reads the positions of each sequence in batch_invariant_mode": config.batch_invariant_mode,
         "layers in fp8 are untested": config.fp8 is not None,
         "copy engines cannot be recorded": groups.stream(config.sequence_parallel).engines is not None,
-        "the host reads the lengths of cached latents": not all(x.caches_keys for x in cores),
         "the host reads the rows of each expert": not all(
             grouped and isinstance(x.dispatcher, LocalDispatcher) and isinstance(x.experts, GroupedExperts)
             for x in experts

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron import serve_other_names
-from megatron.core.attention.cached_layout import CACHED
+from megatron.core.attention.cached_layout import CACHED, CachedLayout
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.attention.qk_norm import qk_norm
 from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
@@ -104,7 +104,7 @@ class MLASelfAttention(Segmented):
             k_channels=self._nope + self._rope,
             v_channels=self._value,
         )
-        self._layer_number, self.core_attention.caches_keys = layer_number, False
+        self.absorbs = config.fp8 is None  # fp8 layers have their own product
         self.linear_proj = _build(
             submodules.linear_proj,
             config.num_attention_heads * self._value,
@@ -194,9 +194,12 @@ class MLASelfAttention(Segmented):
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
         else:
             yield
-        qkv = heads(*parts, ctx)
-        with self._keeping(qkv, heads, *parts, ctx), self._offload_core(self.core_attention):
-            mixed = self._run_core(self.core_attention, *qkv, ctx)
+        if isinstance(ctx.layout, CachedLayout):
+            mixed = self._attend_cached(*parts, ctx.layout, ctx)
+        else:
+            qkv = heads(*parts, ctx)
+            with self._keeping(qkv, heads, *parts, ctx), self._offload_core(self.core_attention):
+                mixed = self._run_core(self.core_attention, *qkv, ctx)
         yield
         with self._offload_proj(self.linear_proj):
             summing = leave(self.linear_proj, mixed, ctx)
@@ -217,35 +220,68 @@ class MLASelfAttention(Segmented):
 
     def _heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, ctx: ForwardContext) -> Heads:
         """Compute query [s, b, a, d], key [t, b, a, d] and value [t, b, a, e]; all-gathers the latents under sequence
-        parallelism. A cache holds the latents after their norm and the rotated rope keys.
-        """
+        parallelism."""
         rope_key = self._rotated_key(self._for_all_heads(rope_key, self._group), ctx.rotary_pos_emb)
-        latents, rope_keys = ctx.layout.all_keys(self._layer_number, latent, rope_key)
-        key_value = self.linear_kv_up_proj(latents, is_gathered=latents is not latent)[0]
-        return self._split(self.linear_query(source)[0], key_value, rope_keys, ctx.rotary_pos_emb)
+        query = self._query(self.linear_query(source)[0], ctx.rotary_pos_emb)
+        return query, *self._keys_values(self.linear_kv_up_proj(latent)[0], rope_key)
 
     def _gathered_heads(self, source: Tensor, latent: Tensor, rope_key: Tensor, ctx: ForwardContext) -> Heads:
         """Compute the heads as :meth:`_heads` from latents that are already all-gathered."""
-        query = self.linear_query(source, is_gathered=True)[0]
-        key_value = self.linear_kv_up_proj(latent, is_gathered=True)[0]
-        rope_key = self._rotated_key(rope_key, ctx.rotary_pos_emb)
-        return self._split(query, key_value, rope_key, ctx.rotary_pos_emb)
+        query = self._query(self.linear_query(source, is_gathered=True)[0], ctx.rotary_pos_emb)
+        return query, *self.expand(latent, self._rotated_key(rope_key, ctx.rotary_pos_emb))
+
+    def _attend_cached(
+        self, source: Tensor, latent: Tensor, rope_key: Tensor, layout: CachedLayout, ctx: ForwardContext
+    ) -> Tensor:
+        """Attend to the paged cache, which holds the latents after their norm and the rotated rope keys; return
+        [n, 1, a * e]."""
+        query = self._query(self.linear_query(source)[0], ctx.rotary_pos_emb)
+        latent, rope_key = (self._for_all_heads(x, self._group) for x in (latent, rope_key))
+        rope_key, core = self._rotated_key(rope_key, ctx.rotary_pos_emb), self.core_attention
+        return layout.attend_latents(core, self, query, latent.unsqueeze(2), rope_key, core.mask(ctx)).flatten(2)
+
+    # ---- cached_layout.LatentHeads
+
+    def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys [t, b, a, d] and values [t, b, a, e] of gathered latents [t, b, r] and rotated rope keys
+        [t, b, 1, rope]."""
+        return self._keys_values(self.linear_kv_up_proj(latent, is_gathered=True)[0], rope_key)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Apply the transposed up projection of keys to queries [n, b, a, d]: ``q . Uk latent = Uk^T q . latent``.
+        Returns [n, b, a, r + rope]."""
+        nope, rope = query.split((self._nope, self._rope), dim=-1)
+        return torch.cat((torch.einsum("nbad,adr->nbar", nope, self._up_weights[0]), rope), dim=-1)
+
+    def values(self, latent: Tensor) -> Tensor:
+        """Apply the up projection of values to each head's mean of latents [n, b, a, r]; return [n, b, a, e]."""
+        return torch.einsum("nbar,aer->nbae", latent, self._up_weights[1])
+
+    @property
+    def _up_weights(self) -> tuple[Tensor, ...]:
+        """Up projections of keys [a, nope, r] and of values [a, e, r]."""
+        weight = cast("Tensor", self.linear_kv_up_proj.weight).unflatten(0, (-1, self._nope + self._value))
+        return weight.split((self._nope, self._value), dim=1)
 
     def _rotated_key(self, rope_key: Tensor, tables: Tables) -> Tensor:
         """Return the rope key [s, b, 1, rope] of [s, b, rope], rotated by ``tables`` (None: no rotation)."""
         rope_key = rope_key.unsqueeze(2)
         return rope_key if tables is None else self._rotated(rope_key, *tables, True)
 
-    def _split(self, query: Tensor, key_value: Tensor, rope_key: Tensor, tables: Tables) -> Heads:
-        """Return query [s, b, a, nope + rope], key [t, b, a, nope + rope] and value [t, b, a, v] from the outputs of
-        the up projections and the rotated ``rope_key`` [t, b, 1, rope], which is copied to all heads. Applies
-        ``tables`` to the rope channels of the queries only."""
+    def _query(self, query: Tensor, tables: Tables) -> Tensor:
+        """Return queries [s, b, a, nope + rope] of the query projection's output, rope channels rotated by
+        ``tables``."""
         query = query.unflatten(-1, (-1, self._nope + self._rope))
+        if tables is None:
+            return query
+        nope, rope = query.split((self._nope, self._rope), dim=-1)
+        return torch.cat((nope, self._rotated(rope, *tables, True)), dim=-1)
+
+    def _keys_values(self, key_value: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return key [t, b, a, nope + rope] and value [t, b, a, v] of the up projection's output and the rotated
+        ``rope_key`` [t, b, 1, rope], which is copied to all heads."""
         key, value = key_value.unflatten(-1, (-1, self._nope + self._value)).split((self._nope, self._value), dim=-1)
-        if tables is not None:
-            nope, rope = query.split((self._nope, self._rope), dim=-1)
-            query = torch.cat((nope, self._rotated(rope, *tables, True)), dim=-1)
-        return query, torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
+        return torch.cat((key, rope_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
 
 
 serve_other_names(__name__)

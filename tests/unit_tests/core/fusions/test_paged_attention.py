@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" e
 """The interpreter has no products of bf16."""
 
 
-def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, seed=0):
+def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, seed=0, values_in_keys=False):
     generator = torch.Generator().manual_seed(seed)
     num_pages = sum(position // page + 1 for position in positions) + 3
     order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
@@ -23,7 +23,8 @@ def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, s
     keys, values = (
         torch.randn(num_pages, page, groups, size, generator=generator).to(dtype) for size in (width, out_width)
     )
-    query = torch.randn(len(positions), heads, width, generator=generator).to(dtype)
+    query_width = width + out_width * values_in_keys
+    query = torch.randn(len(positions), heads, query_width, generator=generator).to(dtype)
     rows = torch.arange(len(positions)), torch.tensor(positions)
     tensors = [x.to(DEVICE) for x in (query, keys, values, tables, *rows)]
     splits = (torch.from_numpy(x).to(DEVICE) for x in split_tokens(np.array(positions)))
@@ -33,6 +34,7 @@ def case(heads, groups, width, out_width, dtype, positions=POSITIONS, page=16, s
 def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=None):
     """Attention in fp64, token by token."""
     found = []
+    keys = torch.cat((values, keys), -1) if query.shape[2] > keys.shape[3] else keys
     for row, (sequence, position) in enumerate(zip(rows.sequences.tolist(), rows.positions.tolist())):
         first = 0 if left is None else max(position - left, 0)
         pages = rows.tables[sequence].long()
@@ -54,6 +56,19 @@ def reference(query, keys, values, rows, scale, left=None, soft_cap=None, sink=N
 def test_paged_attention_equals_softmax_over_gathered_keys(heads, groups, width, out_width, options, dtype):
     inputs = case(heads, groups, width, out_width, dtype)
     options = {**options, "scale": 0.3}
+    if "sink" in options:
+        options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = paged_attention(*inputs, **options)
+    tolerance = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("heads", "width", "out_width"), [(5, 6, 20), (20, 16, 32), (20, 16, 272)])
+@pytest.mark.parametrize("options", [{}, {"left": 300, "sink": True}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_be_channels_of_the_keys(heads, width, out_width, options, dtype):
+    inputs = case(heads, 1, width, out_width, dtype, values_in_keys=True)
+    options = {**options, "scale": 0.1}
     if "sink" in options:
         options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     found = paged_attention(*inputs, **options)
@@ -97,6 +112,19 @@ def test_paged_attention_on_a_gpu_at_sizes_of_models(heads, groups, width, posit
     options = {**options, "scale": width**-0.5}
     if "sink" in options:
         options["sink"] = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = paged_attention(*inputs, **options)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)
+    assert torch.equal(found, paged_attention(*inputs, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "positions"), [(16, [2047 + 8 * n for n in range(64)]), (128, [3000, 17, 255])])
+@pytest.mark.parametrize("options", [{}, {"left": 1000}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_to_latents_on_a_gpu_at_sizes_of_models(heads, positions, options, dtype):
+    inputs = case(heads, 1, 64, 512, dtype, positions, page=256, values_in_keys=True)
+    options = {**options, "scale": 576**-0.5}
     found = paged_attention(*inputs, **options)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(found.double(), reference(*inputs, **options), rtol=tolerance, atol=tolerance)

@@ -18,6 +18,9 @@ LATENT = {
     "multi_latent_attention": True, "kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
     "qk_layernorm": True, "rope_type": "rope", "add_bias_linear": False,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8, "v_head_dim": 12,
+}  # fmt: skip
 MODELS = {
     "learned": {},
     "grouped": {**LLAMA, **ROPE, "qk_layernorm": True, "ffn_hidden_size": 22},
@@ -27,8 +30,10 @@ MODELS = {
     "experts": {**LLAMA, **ROPE, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},
     "latent": {**ROPE, **LATENT, "q_lora_rank": 12},
     "latent without query latent": {**ROPE, **LATENT},
+    "latent with window, sink and yarn": {**ROPE, **LATENT, **YARN, "window_size": (5, 0), "softmax_type": "learnable"},
     "tied": {**ROPE, "share_embeddings_and_output_weights": True},
 }
+LATENT_WINDOW = "latent with window, sink and yarn"
 ALL = {"top_logprobs": VOCAB}
 
 
@@ -111,7 +116,7 @@ def test_batch_invariant_log_probabilities_are_equal_bit_for_bit(name):
     assert any(run(other, seed)[0] != expected for seed in range(1, 6)), "another order of sums would be found"
 
 
-@pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap"])
+@pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap", "latent", LATENT_WINDOW])
 def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
     model, calls = build(name, torch.float32), []
     expected = [run(model, seed) for seed in range(2)]
@@ -128,6 +133,34 @@ def test_the_paged_kernel_gives_the_tokens_of_gathered_keys(name, monkeypatch):
             assert tokens == completions[index][0]
             assert [x.logprob for x in scores] == pytest.approx([x.logprob for x in completions[index][1]], abs=1e-4)
     assert max(calls) > 1
+
+
+@pytest.mark.parametrize(("batch_invariant", "dtype"), [(False, torch.float64), (True, torch.float32)])
+def test_few_tokens_attend_to_latents_without_expanding_the_history(batch_invariant, dtype):
+    model = build("latent", dtype, ffn_hidden_size=24, batch_invariant_mode=batch_invariant)
+    each = engine(model, pages=160, max_length=260, max_tokens=200, max_sequences=2)
+    expanded, outputs = [], {}
+    hook = model.decoder.layers[0].self_attention.linear_kv_up_proj.register_forward_pre_hook(
+        lambda _, inputs: expanded.append(len(inputs[0]))
+    )
+    document = [7 * place % VOCAB for place in range(165)]
+    each.generate([Request(prompt=document[:161], max_new_tokens=3)])
+    assert expanded[0] >= 161 and bool(expanded[1:]) == batch_invariant
+    expanded.clear()
+    # five more tokens after a cached prefix of 160, next to a new prompt
+    requests = [Request(prompt=x, max_new_tokens=2, **ALL) for x in ([1] * 9, document)]
+    numbers = [each.add(request) for request in requests]
+    while each.has_work:
+        outputs |= {x.request: x.completion for x in each.step()}
+    assert batch_invariant or expanded == [9]
+    hook.remove()
+    for number, request in zip(numbers, requests):
+        ids = torch.tensor([[*request.prompt, *outputs[number].tokens]])
+        with torch.no_grad():
+            expected = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB].log_softmax(-1)
+        for row, score in enumerate(outputs[number].scores, len(request.prompt) - 1):
+            error = abs(score.logprob - float(expected[row, score.token]))
+            assert error < (1e-10 if dtype == torch.float64 else 1e-5)
 
 
 def test_a_stop_token_ends_the_text_without_being_part_of_it():

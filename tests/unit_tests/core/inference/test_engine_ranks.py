@@ -10,13 +10,14 @@ from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
 from megatron.core.inference.scoring import score
-from tests.unit_tests.core.inference.test_engine import LATENT, MODELS, ROPE, prompts
+from tests.unit_tests.core.inference.test_engine import LATENT, LATENT_WINDOW, MODELS, ROPE, prompts
 from tests.unit_tests.core.models.test_gpt_model import make_config, make_model
 
 EXPERTS = {**MODELS["experts"], "moe_token_dispatcher_type": "alltoall"}
 CASES = {
     "tp": ({"tensor": 2}, MODELS["grouped"]),
     "tp of latents": ({"tensor": 2}, {**ROPE, **LATENT}),
+    "tp of latents with window": ({"tensor": 2}, MODELS[LATENT_WINDOW]),
     "tp with sequence parallelism": ({"tensor": 2}, {**MODELS["learned"], "sequence_parallel": True}),
     "tp of latents with sequence parallelism": ({"tensor": 2}, {**ROPE, **LATENT, "sequence_parallel": True}),
     "pp": ({"pipeline": 2}, MODELS["tied"]),

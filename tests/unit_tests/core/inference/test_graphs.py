@@ -19,7 +19,7 @@ from megatron.core.inference.scheduler import Limits
 from megatron.core.inference.step import decode_size
 from tests.test_utils.kernels import DEVICE
 from tests.test_utils.tape import record_tape, run_as_on_a_device
-from tests.unit_tests.core.inference.test_engine import MODELS, build, prompts
+from tests.unit_tests.core.inference.test_engine import LATENT_WINDOW, MODELS, build, prompts
 
 SETTINGS = [
     {"temperature": 0}, {}, {"temperature": 0.7, "top_k": 3}, {"top_p": 0.8}, {"top_k": 9, "top_p": 0.5},
@@ -28,6 +28,7 @@ SETTINGS = [
 
 def gathered_attention(query, keys, values, rows, *, scale, left=None, soft_cap=None, sink=None):
     """Paged attention in operations whose shapes do not depend on lengths."""
+    keys = torch.cat((values, keys), -1) if query.shape[2] > keys.shape[3] else keys
     tables = pad(rows.tables, (0, 4 - rows.tables.shape[1]))[rows.sequences]  # 16 tokens: equal orders of sums
     k, v = (x[tables].flatten(1, 2).repeat_interleave(query.shape[1] // x.shape[2], 2) for x in (keys, values))
     scores = torch.einsum("nad,ntad->nat", query, k) * scale
@@ -83,7 +84,7 @@ def recorded(device):
     return StepGraphs(device, record_tape if DEVICE == "cpu" else None)
 
 
-@pytest.mark.parametrize("name", ["learned", "grouped", "window", "sink"])
+@pytest.mark.parametrize("name", ["learned", "grouped", "window", "sink", "latent", LATENT_WINDOW])
 def test_recorded_steps_equal_eager_ones_bit_for_bit(name, as_on_a_device):
     model, found = build(name, torch.float32).to(DEVICE), []
     for seed in range(3):
@@ -97,7 +98,7 @@ def test_recorded_steps_equal_eager_ones_bit_for_bit(name, as_on_a_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap", "experts"])
+@pytest.mark.parametrize("name", ["grouped", "window", "sink", "soft cap", "experts", "latent", LATENT_WINDOW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_graphs_equal_eager_steps_bit_for_bit(name, dtype):
     model = build(name, dtype).cuda()
