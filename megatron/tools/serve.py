@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -102,7 +103,9 @@ def serve(engine: Engine, trained: TrainedModel, args: argparse.Namespace) -> in
             f"--host {args.host} --port {args.port}: cannot listen ({error.strerror}); use another"
         ) from error
     with listening, suppress(KeyboardInterrupt):  # uvicorn has ended when it passes the signal on
-        program = app.build_program(server, args.token)
+        program, started = app.build_program(server, args.token), time.monotonic()
+        if count := engine.record_graphs():
+            print(f"recorded {count} CUDA graphs in {time.monotonic() - started:.1f} s", flush=True)
         address = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving {name} on http://{address}:{listening.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         program.run([listening])

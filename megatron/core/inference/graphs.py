@@ -2,11 +2,12 @@
 
 A step's inputs are one row of integers. The first step of a shape runs without a graph, which loads kernels and
 allocates the cache, and is then recorded on a static copy of its inputs; later steps of that shape copy their inputs
-and replay. Graphs share the memory of their temporary tensors.
+and replay. Graphs share the memory of their temporary tensors. At most MAX_GRAPHS are kept.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +20,9 @@ from megatron.core.fusions.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.transformer.moe.dispatch import LocalDispatcher
 from megatron.core.transformer.moe.experts import GroupedExperts
 from megatron.core.transformer.moe.moe_layer import MoELayer
+
+MAX_GRAPHS = 128
+"""The least recently used graph is deleted for a new one."""
 
 
 def graph_problem(model: Any) -> str | None:
@@ -56,18 +60,26 @@ class StepGraphs:
     def __init__(self, device: torch.device, record: Recorder | None = None) -> None:
         self._device = device
         self._record = record or partial(record_cuda_graph, pool=torch.cuda.graph_pool_handle())
-        self._steps: dict[Hashable, _Step] = {}
+        self._steps: OrderedDict[Hashable, _Step] = OrderedDict()
+        """The least recently used first."""
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._steps)
 
     def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``compute`` of ``values``, int64, on the device. The result is overwritten by the next call. Steps of
         the same ``shape`` run the same operations on inputs of the same size."""
         step = self._steps.get(shape)
         if step is None:
+            if len(self._steps) >= MAX_GRAPHS:
+                self._steps.popitem(last=False)
             host = torch.empty(len(values), dtype=torch.int64, pin_memory=self._device.type == "cuda")
             inputs = torch.from_numpy(values).to(self._device)
             found = compute(inputs)
             self._steps[shape] = _Step(host, inputs, self._record(partial(compute, inputs), None))
             return found
+        self._steps.move_to_end(shape)
         step.host.numpy()[:] = values
         step.inputs.copy_(step.host, non_blocking=True)
         return step.replay()

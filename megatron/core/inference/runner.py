@@ -111,8 +111,8 @@ class Runner:
         tables = {"num_pages": -(-self.max_length // size), "num_sequences": rows} if replays else {}
         arrays, form = step_arrays(plan, size, direct=short, **tables)
         if replays:
-            splits = arrays["splits"]
-            capacity = max(power_of_two(len(splits)), (16 if is_decode else 4) * rows)
+            splits, unit = arrays["splits"], (16 if is_decode else 4) * rows
+            capacity = unit * power_of_two(-(-len(splits) // unit))
             arrays["splits"] = np.pad(splits, (0, capacity - len(splits)))
         compute = partial(self._compute, plan.chunks, arrays, form)
         if self.graphs is not None and replays:

@@ -5,7 +5,7 @@ All integers and numbers of a step are one int64 array, copied to the device at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -114,6 +114,19 @@ def decode_size(num_sequences: int) -> int:
     power = power_of_two(num_sequences)
     multiple = power if power <= 8 else max(8, power // 16)
     return -(-num_sequences // multiple) * multiple
+
+
+def common_plans(max_sequences: int, max_tokens: int, page_size: int) -> Iterator[StepPlan]:
+    """Yield a plan of padding for each size of a decode step or short prompt, greedy and sampled from all tokens;
+    largest first, so that later graphs fit into its memory."""
+    decoded = sorted({decode_size(count) for count in range(1, max_sequences + 1)}, reverse=True)
+    prompts = [size for size in (512, 256, 128, 64) if size <= min(MAX_SHORT_ROWS, max_tokens)]
+    for sampling in (GREEDY, Sampling(seed=0)):
+        for size in prompts:
+            chunk = Chunk(0, size, PADDING.pages * -(-size // page_size))
+            yield StepPlan([0] * size, [chunk], [OutputRow(size - 1, sampling=sampling)])
+        for size in decoded:
+            yield StepPlan([0] * size, [PADDING] * size, [OutputRow(row, sampling=sampling) for row in range(size)])
 
 
 class StepForm(NamedTuple):

@@ -6,11 +6,13 @@ attention in torch operations.
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import pad
 
 from megatron.core.attention import cached_layout
+from megatron.core.inference import graphs
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.graphs import StepGraphs, graph_problem
 from megatron.core.inference.requests import Request
@@ -58,12 +60,12 @@ def as_on_a_device(monkeypatch):
         run_as_on_a_device(monkeypatch)
 
 
-def run(model, seed, graphs, **options):
+def run(model, seed, make_graphs, **options):
     """Run the prompts in random order with all kinds of draws; return (completions, shapes, preemptions)."""
     rng = random.Random(seed)
     limits = Limits(max_length=16, max_tokens=rng.choice((9, 40)), max_sequences=rng.choice((2, 5, 9)))
     engine = Engine(model, limits, num_pages=rng.choice((8, 40)), page_size=4, cuda_graphs=False, **options)
-    engine.runner.graphs, engine.runner.pads_prompts = graphs and graphs(engine.runner.device), True
+    engine.runner.graphs, engine.runner.pads_prompts = make_graphs and make_graphs(engine.runner.device), True
     pending, numbers, done = list(enumerate(prompts() * 2)), {}, {}
     rng.shuffle(pending)
     kinds = SETTINGS if seed % 2 else SETTINGS[:1]
@@ -109,6 +111,38 @@ def test_cuda_graphs_equal_eager_steps_bit_for_bit(name, dtype):
         expected, _, _ = run(model, seed, None)
         found, shapes, _ = run(model, seed, lambda device: StepGraphs(device))
         assert found == expected and shapes
+
+
+def test_the_least_recently_used_graph_is_deleted(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    recordings = []
+
+    def record(run, stream):
+        recordings.append(run)
+        return run
+
+    steps = StepGraphs(torch.device("cpu"), record)
+    for shape, count in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
+        values = np.full(shape, shape)
+        assert torch.equal(steps.run(shape, values, lambda x: 2 * x), torch.from_numpy(2 * values))
+        assert len(recordings) == count and steps.num_graphs <= 2
+
+
+@pytest.mark.parametrize("name", ["grouped", "latent"])
+def test_recorded_common_steps_are_those_that_requests_run(name, as_on_a_device):
+    model = build(name, torch.float32).to(DEVICE)
+    limits = Limits(max_length=70, max_sequences=9)
+    for samplings in ([Sampling(temperature=0)], [Sampling(seed=3), Sampling(temperature=0)]):
+        engine = Engine(model, limits, num_pages=90, page_size=16, cuda_graphs=False)
+        engine.runner.graphs, engine.runner.pads_prompts = recorded(engine.runner.device), True
+        count = engine.record_graphs()
+        assert count == engine.runner.graphs.num_graphs == 2 * len({1, 2, 4, 8, 16, "prompt of 64"})
+        requests = [Request(prompt=x, max_new_tokens=3 + n, sampling=samplings[n % len(samplings)])
+                    for n, x in enumerate(prompts())]  # fmt: skip
+        found = engine.generate(requests)
+        assert engine.runner.graphs.num_graphs == count
+        alone = Engine(model, limits, num_pages=90, page_size=16, cuda_graphs=False).generate(requests)
+        assert [x.tokens for x in found] == [x.tokens for x in alone]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,7 +1,9 @@
 """The server answers OpenAI's client, scores as a forward pass does, and survives wrong requests and lost clients."""
 
 import json
+import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from megatron.core.config.errors import UserError  # noqa: E402
+from megatron.core.inference.engine import Engine  # noqa: E402
+from megatron.core.inference.scheduler import Limits  # noqa: E402
+from megatron.core.inference.server import app  # noqa: E402
 from megatron.core.tokenizers.simple import NullTokenizer  # noqa: E402
-from megatron.tools.serve import parse_command_line  # noqa: E402
+from megatron.tools.serve import parse_command_line, serve  # noqa: E402
 from tests.test_utils.model_server import LENGTH, running_server, tiny_model, tiny_tokenizer, wait  # noqa: E402
 
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -316,6 +321,7 @@ def test_a_full_queue_gets_429_and_recovers(server):
 
 def test_a_failed_engine_answers_503(tokenizer, caplog):
     with running_server(tokenizer) as (url, service):
+
         def fail():
             raise RuntimeError("no memory")
 
@@ -345,3 +351,16 @@ def test_wrong_flags_are_named(flags, word):
     with pytest.raises(UserError, match=word):
         parse_command_line(["--load", "x", *flags.split()])
     assert parse_command_line(["--load", "x", "--host", "::1"]).host == "::1"
+
+
+def test_graphs_are_recorded_before_the_server_takes_requests(tokenizer, monkeypatch, capsys):
+    engine = Engine(tiny_model(tokenizer.vocab_size), Limits(LENGTH, 64, 2), num_pages=20, page_size=8)
+    program, trained = SimpleNamespace(run=lambda sockets: None), SimpleNamespace(tokenizer=tokenizer)
+    args = parse_command_line(["--load", "mine", "--port", "0"])
+    monkeypatch.setattr(app, "build_program", lambda server, token: program)
+    for count in (5, 0):
+        monkeypatch.setattr(engine, "record_graphs", lambda count=count: count)
+        assert serve(engine, trained, args) == 0
+        *recorded, line = capsys.readouterr().out.splitlines()
+        assert line.startswith("serving mine on http") and len(recorded) == bool(count)
+        assert all(re.fullmatch(r"recorded 5 CUDA graphs in \d+\.\d s", each) for each in recorded)
