@@ -198,14 +198,15 @@ class Engine:
         for running, chunk in planned:
             first, ids, request = len(tokens), running.ids, running.request
             start, stop = chunk.start, chunk.stop
+            divisor = request.sampling.temperature or 1.0 if request.logprobs_at_temperature else 1.0
             tokens += ids[start:stop]
             if request.prompt_logprobs:
                 scored = running.completion.prompt_scores  # a preempted sequence has some already
                 for place in range(max(start, len(scored) - 1), min(stop, running.num_prompt - 1)):
-                    rows.append(OutputRow(first + place - start, ids[place + 1]))
+                    rows.append(OutputRow(first + place - start, ids[place + 1], divisor=divisor))
                     owners.append((running, False))
             if stop == len(ids) and request.max_new_tokens:
-                rows.append(OutputRow(len(tokens) - 1, None, running.sampling, stop))
+                rows.append(OutputRow(len(tokens) - 1, None, running.sampling, stop, divisor))
                 owners.append((running, True))
         num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
         return StepPlan(tokens, [chunk for _, chunk in planned], rows, num_top), owners

@@ -26,10 +26,13 @@ class Request:
     """Whether to compute log-probabilities of the prompt's tokens, which needs a forward pass over the full prompt."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at each position."""
+    logprobs_at_temperature: bool = False
+    """Whether the temperature divides the logits of log-probabilities (0: by 1)."""
 
 
 class TokenScore(NamedTuple):
-    """Raw log-probability of a token: fp32 log-softmax of the true vocabulary, before temperature and filters."""
+    """Log-probability of a token: fp32 log-softmax of the true vocabulary, before filters, and before temperature
+    unless the request has ``logprobs_at_temperature``."""
 
     token: int
     logprob: float

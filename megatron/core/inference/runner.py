@@ -173,6 +173,9 @@ class Runner:
         elif form.num_sampled:
             drawn = draw(logits.index_select(0, step.sampled), step.draws, form.draws)
             tokens = tokens.index_copy(0, step.sampled, drawn)
+        if form.has_divisors:
+            stored = stored.to(torch.promote_types(stored.dtype, torch.float32))
+            stored = stored / step.divisors.to(stored.dtype)[:, None]
         logprobs = self.logprobs(stored)
         chosen = logprobs.gather(1, tokens[:, None])
         # a row with NaN, +inf or only -inf has NaN; no error here: other ranks would wait for this one
@@ -184,7 +187,7 @@ class Runner:
         return torch.cat([each.double() for each in parts], dim=1)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Return raw log-probabilities [r, v] of logits [r, stored vocabulary]: log-softmax in fp32 (fp64 for fp64)."""
+        """Return log-probabilities [r, v] of logits [r, stored vocabulary]: log-softmax in fp32 (fp64 for fp64)."""
         if self.batch_invariant:
             return log_softmax(logits, self.model.vocab_size)
         logits = logits[:, : self.model.vocab_size]

@@ -16,7 +16,7 @@ from megatron.core.inference.engine import Engine
 from megatron.core.inference.step import OutputRow, StepPlan
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Tokens of a context, and of its continuation."""
+"""Tokens of a context, then tokens of its continuation."""
 
 
 @dataclass

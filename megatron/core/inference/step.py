@@ -33,6 +33,8 @@ class OutputRow(NamedTuple):
     """Set, with a seed, if ``target`` is None."""
     position: int = 0
     """Position of the token to sample."""
+    divisor: float = 1.0
+    """Number that divides the logits of the reported log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class StepPlan:
     def encode(self) -> dict[str, Any]:
         """Return the plan as JSON values, for a broadcast."""
         outputs = [
-            [x.row, x.target, None if x.sampling is None else [*vars(x.sampling).values()], x.position]
+            [x.row, x.target, None if x.sampling is None else [*vars(x.sampling).values()], *x[3:]]
             for x in self.outputs
         ]
         return {"tokens": self.tokens, "chunks": self.chunks, "outputs": outputs, "num_top": self.num_top}
@@ -57,8 +59,8 @@ class StepPlan:
     def decode(cls, values: dict[str, Any]) -> StepPlan:
         """Return the plan of :meth:`encode`'s values."""
         outputs = [
-            OutputRow(row, target, None if sampling is None else Sampling(*sampling), position)
-            for row, target, sampling, position in values["outputs"]
+            OutputRow(row, target, None if sampling is None else Sampling(*sampling), *rest)
+            for row, target, sampling, *rest in values["outputs"]
         ]
         chunks = [Chunk(start, num_new, tuple(pages)) for start, num_new, pages in values["chunks"]]
         return cls(values["tokens"], chunks, outputs, values["num_top"])
@@ -135,6 +137,7 @@ class StepForm(NamedTuple):
     num_top: int
     num_sampled: int
     draws: Form
+    has_divisors: bool
 
 
 class StepTensors(NamedTuple):
@@ -145,6 +148,8 @@ class StepTensors(NamedTuple):
     indices: StepIndices
     targets: Tensor
     """Token to score in each row with logits, [r]; -1: sample."""
+    divisors: Tensor
+    """``OutputRow.divisor``, fp64 [r]."""
     sampled: Tensor
     """Rows with logits that sample, [k]."""
     draws: Draws
@@ -159,11 +164,12 @@ def step_arrays(plan: StepPlan, page_size: int, **settings: Any) -> tuple[dict[s
     arrays = {
         "ids": np.array([plan.tokens], np.int64),
         "targets": np.array([-1 if x.target is None else x.target for x in outputs], np.int64),
+        "divisors": np.array([x.divisor for x in outputs], np.float64),
         "sampled": np.array([each[0] for each in sampled], np.int64),
         **index_arrays(plan.chunks, [x.row for x in outputs], page_size, **settings),
     }
     arrays |= {f"draw_{name}": x for name, x in draws.items()}
-    return arrays, StepForm(plan.num_top, len(sampled), form)
+    return arrays, StepForm(plan.num_top, len(sampled), form, bool((arrays["divisors"] != 1).any()))
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -181,4 +187,4 @@ def unpack(values: Tensor, arrays: Mapping[str, np.ndarray]) -> StepTensors:
     }
     indices = StepIndices(**{name: found[name] for name in StepIndices._fields})
     draws = Draws(**{name: found[f"draw_{name}"] for name in Draws._fields})
-    return StepTensors(found["ids"], indices, found["targets"], found["sampled"], draws)
+    return StepTensors(found["ids"], indices, found["targets"], found["divisors"], found["sampled"], draws)

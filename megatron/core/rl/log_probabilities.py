@@ -1,4 +1,4 @@
-"""Log-probabilities of token sequences by forward passes of the training model, in any layout.
+"""Log-probabilities and entropies of token sequences by forward passes of the training model, in any layout.
 
 Sequences are packed into rows of documents, rows are the micro-batches of a forward-only pipeline schedule, and
 data-parallel ranks share the rows. With ``batch_invariant_mode`` the results are the generator's
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,26 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import Group
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_model import unwrapped
 from megatron.core.tensor_parallel.batch_invariant import log_softmax
-from megatron.core.tensor_parallel.operators import all_gather_along_first_dim, gather_from_region
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_losses
+from megatron.core.tensor_parallel.operators import all_gather_along_first_dim, gather_from_region, reduce_from_region
 
+Batch = dict[str, Any]
 IGNORED = -1
 """Label of a token without a successor."""
+PIECE = 1024
+"""Tokens whose logits are in fp32 at a time."""
+
+
+class TokenStatistics(NamedTuple):
+    """Numbers of the tokens of a sequence from the second on, each [tokens - 1], fp32 (fp64 for fp64)."""
+
+    log_probabilities: Tensor
+    entropies: Tensor
+    """Entropy in nats of the distribution that predicted the token."""
 
 
 @dataclass
@@ -39,7 +52,7 @@ class Row:
     """(index of the sequence, first token in the row)."""
     tokens: list[int]
 
-    def batch(self, sequences: Sequence[Sequence[int]], device: torch.device) -> dict[str, Any]:
+    def batch(self, sequences: Sequence[Sequence[int]], device: torch.device) -> Batch:
         """Return tokens, labels, position_ids, sample_index [1, length] and the document bounds, on ``device``."""
         lengths = [len(sequences[index]) for index, _ in self.places]
         missing = self.length - sum(lengths)
@@ -82,23 +95,82 @@ def pack(sequences: Sequence[Sequence[int]], length: int) -> list[Row]:
 
 @torch.no_grad()
 def token_log_probabilities(
-    model: Sequence[nn.Module], sequences: Sequence[Sequence[int]], *, row_length: int
+    model: Sequence[nn.Module], sequences: Sequence[Sequence[int]], *, row_length: int, temperature: float = 1.0
 ) -> list[Tensor]:
     """Return for each of ``sequences`` the log-probabilities of its tokens from the second on, fp32 [tokens - 1] (fp64
-    for fp64), on the model's device and equal on all ranks. From raw logits, without temperature.
+    for fp64), on the model's device and equal on all ranks.
 
     Collective over all ranks, which pass the same sequences. The model runs in evaluation mode.
 
     Args:
         model: this rank's chunks of a ``GPTModel``, wrapped or not.
         row_length: tokens of a micro-batch; with context or sequence parallelism a multiple of 2 CP x TP.
+        temperature: divides the logits; the engine reports the same with ``Request.logprobs_at_temperature``.
     """
+    if temperature != 1:
+        statistics = token_statistics(model, sequences, row_length=row_length, temperature=temperature)
+        return [each.log_probabilities for each in statistics]
 
-    def labelled(chunk: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def labelled(chunk: nn.Module, batch: Batch) -> Tensor:
         return _forward(chunk, batch, labels=batch["labels"])
 
     found = _rows(model, sequences, row_length, labelled, lambda chunk, losses: -losses[0])
     return [each[:-1] for each in found]
+
+
+@torch.no_grad()
+def token_statistics(
+    model: Sequence[nn.Module], sequences: Sequence[Sequence[int]], *, row_length: int, temperature: float = 1.0
+) -> list[TokenStatistics]:
+    """Return the log-probabilities and entropies of the tokens of each of ``sequences``, from the logits divided by
+    ``temperature``. Arguments as in :func:`token_log_probabilities`."""
+    if not temperature > 0:
+        raise UserError(f"temperature {temperature}: must be above 0")
+
+    def compute(chunk: nn.Module, batch: Batch) -> Tensor:
+        output, inner = _forward(chunk, batch), unwrapped(chunk)
+        return _statistics(inner, output[0], batch["labels"][0], temperature) if inner.post_process else output
+
+    found = _rows(model, sequences, row_length, compute, lambda chunk, statistics: statistics, (2,))
+    return [TokenStatistics(*each[:-1].unbind(-1)) for each in found]
+
+
+def _statistics(model: Any, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Return log-probabilities and entropies [s, 2] of the output ``logits`` [s, .] of the last stage."""
+    group, head, found = model.groups.tp, model.output_layer, []
+    if not model.parallel_output:
+        logits = logits.chunk(group.size, -1)[group.rank]
+    # a device tensor, as in the engine: GPUs multiply by the reciprocal of a number
+    divisor = torch.tensor(temperature, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for piece, label in zip(logits.split(PIECE), labels.split(PIECE)):
+        scaled = piece.to(divisor.dtype) / divisor
+        losses = vocab_parallel_losses(
+            scaled,
+            label,
+            group=group,
+            vocab_size=head.vocab_size,
+            divisible_by=head.divisible_by,
+            batch_invariant=head.batch_invariant,
+        )
+        found.append(torch.stack((-losses, vocab_parallel_entropies(scaled, group)), -1))
+    return torch.cat(found)
+
+
+def vocab_parallel_entropies(logits: Tensor, group: Group) -> Tensor:
+    """Return the entropy in nats, [...], of the softmax over the vocabulary of all ranks of ``group``:
+
+        log sum exp(x - m) - sum (x - m) exp(x - m) / sum exp(x - m),    m = max x
+
+    ``logits`` [..., v] is this rank's slice; -inf marks padding. Differentiable; two all-reduces in forward, in the
+    dtype of the logits."""
+    maximum = logits.detach().amax(-1, keepdim=True)
+    if group.size > 1:
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group.handle)
+    shifted = logits - maximum
+    weights = shifted.exp()
+    products = weights * shifted.masked_fill(shifted == -torch.inf, 0.0)
+    total, product = reduce_from_region(torch.stack((weights.sum(-1), products.sum(-1))), group)
+    return total.log() - product / total
 
 
 @torch.no_grad()
@@ -119,7 +191,7 @@ def full_log_probabilities(
     return _rows(model, sequences, row_length, _forward, finish, (last.vocab_size,))
 
 
-def _forward(chunk: nn.Module, batch: dict[str, Any], **labels: Tensor) -> Tensor:
+def _forward(chunk: nn.Module, batch: Batch, **labels: Tensor) -> Tensor:
     return chunk(
         batch["tokens"],
         batch["position_ids"],
@@ -133,7 +205,7 @@ def _rows(
     model: Sequence[nn.Module],
     sequences: Sequence[Sequence[int]],
     row_length: int,
-    forward: Callable[[nn.Module, dict[str, Any]], Tensor],
+    forward: Callable[[nn.Module, Batch], Tensor],
     finish: Callable[[Any, Tensor], Tensor],
     width: tuple[int, ...] = (),
 ) -> list[Tensor]:
@@ -152,7 +224,7 @@ def _rows(
     local = rows[groups.dp.rank * count : (groups.dp.rank + 1) * count]
     results: list[Tensor] = []
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches() -> Iterator[Batch]:
         for row in local:
             batch = row.batch(sequences, device)
             yield {name: layout.local(x, 1) if name in ("tokens", "labels") else x for name, x in batch.items()} | {
@@ -160,7 +232,7 @@ def _rows(
                 "sample_index": layout.local(batch["sample_index"], 1),
             }
 
-    def forward_step(iterator: Iterator[dict[str, Any]], chunk: nn.Module) -> tuple[Tensor, None]:
+    def forward_step(iterator: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, None]:
         output = forward(chunk, next(iterator))
         if unwrapped(chunk).post_process:  # type: ignore[union-attr]
             results.append(layout.full(finish(unwrapped(chunk), output), 0))

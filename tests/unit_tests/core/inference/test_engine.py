@@ -76,6 +76,24 @@ def test_every_position_equals_a_full_forward_pass(name):
             torch.testing.assert_close(found, expected[row], atol=1e-10, rtol=0)
 
 
+def test_log_probabilities_can_be_those_of_the_temperature():
+    model, limits = build("grouped"), {"max_tokens": 40}
+    common = {"max_new_tokens": 4, "prompt_logprobs": True, **ALL}
+    hot, greedy = Sampling(temperature=0.6, seed=1), Sampling(temperature=0)
+    kinds = [(hot, True), (hot, False), (greedy, True)]
+    requests = [Request(prompt=x, sampling=sampling, logprobs_at_temperature=scaled, **common)
+                for x in prompts() for sampling, scaled in kinds]  # fmt: skip
+    for request, done in zip(requests, engine(model, **limits).generate(requests), strict=True):
+        ids = torch.tensor([[*request.prompt, *done.tokens]])
+        divisor = 0.6 if request.logprobs_at_temperature and request.sampling.temperature else 1.0
+        with torch.no_grad():
+            logits = model(ids, torch.arange(ids.shape[1])[None])[0, :, :VOCAB]
+        expected = (logits / divisor).log_softmax(-1)
+        for row, score in enumerate([*done.prompt_scores[1:], *done.scores]):
+            assert score.logprob == pytest.approx(float(expected[row, score.token]), abs=1e-10)
+            assert score.top[0][1] == pytest.approx(float(expected[row].max()), abs=1e-10)
+
+
 def run(model, seed):
     """Run the prompts in random order, steps and pages; return ({prompt: (tokens, scores)}, preemptions)."""
     rng = random.Random(seed)

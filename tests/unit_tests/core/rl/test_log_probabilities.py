@@ -9,12 +9,23 @@ from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
-from megatron.core.rl.log_probabilities import full_log_probabilities, pack, token_log_probabilities
+from megatron.core.rl import log_probabilities
+from megatron.core.rl.log_probabilities import (
+    full_log_probabilities,
+    pack,
+    token_log_probabilities,
+    token_statistics,
+    vocab_parallel_entropies,
+)
 from tests.unit_tests.core.inference.test_batch_invariant import DTYPES, SIZES, VOCAB, build
+from tests.unit_tests.core.inference.test_engine import MODELS
+from tests.unit_tests.core.models.test_gpt_model import make_config, make_model
 
 ROW = 32
 LENGTHS = 5, 17, 1, 30, 9, 12, 2
+TEMPERATURE = 0.7
 
 
 def sequences():
@@ -27,12 +38,13 @@ def scored(rank, world_size, name, dtype, sizes):
     model = build(name, DTYPES[dtype], **sizes).train()
     found = token_log_probabilities([model], sequences(), row_length=ROW)
     assert model.training
-    return found, full_log_probabilities([model], sequences(), row_length=ROW)
+    scaled = token_log_probabilities([model], sequences(), row_length=ROW, temperature=TEMPERATURE)
+    return found, full_log_probabilities([model], sequences(), row_length=ROW), scaled
 
 
-def generated(name, dtype):
+def generated(name, dtype, **fields):
     engine = Engine(build(name, DTYPES[dtype]), Limits(max_length=31, max_tokens=7), num_pages=40, page_size=4)
-    requests = [Request(prompt=x, max_new_tokens=0, prompt_logprobs=True) for x in sequences()]
+    requests = [Request(prompt=x, max_new_tokens=0, prompt_logprobs=True, **fields) for x in sequences()]
     return [
         torch.tensor([score.logprob for score in each.prompt_scores[1:]], dtype=torch.float32)
         for each in engine.generate(requests)
@@ -50,11 +62,76 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "sizes", "world_size"), LAYOUTS)
 def test_log_probabilities_of_every_layout_equal_the_engines_scores(gloo_pool, name, sizes, world_size, dtype):
     expected = generated(name, dtype)
-    for tokens, rows in gloo_pool.run(scored, world_size, name, dtype, sizes):
+    hot = generated(name, dtype, sampling=Sampling(temperature=TEMPERATURE), logprobs_at_temperature=True)
+    for tokens, rows, scaled in gloo_pool.run(scored, world_size, name, dtype, sizes):
         assert [len(x) for x in tokens] == [length - 1 for length in LENGTHS]
         assert all(torch.equal(x, y) for x, y in zip(tokens, expected, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(scaled, hot, strict=True))
         for x, row, sequence in zip(tokens, rows, sequences(), strict=True):
             assert torch.equal(row[:-1].gather(1, torch.tensor(sequence)[1:, None])[:, 0], x)
+
+
+def statistics(rank, world_size, sizes, temperature, options):
+    log_probabilities.PIECE = 5
+    sizes = {SIZES[key]: size for key, size in sizes.items()}
+    groups = parallel_state.initialize_model_parallel(**sizes)
+    fields = {**MODELS["grouped"], **sizes}
+    ends = {"pre_process": groups.pp.is_first, "post_process": groups.pp.is_last}
+    names = {"position_embedding_type": fields.pop("position_embedding_type")}
+    model = make_model(make_config(**fields), **names, **ends, **options)
+    return token_statistics([model], sequences(), row_length=ROW, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
+@pytest.mark.parametrize(("sizes", "options"), [
+    ({}, {}), ({"tp": 2}, {}), ({"tp": 2}, {"parallel_output": False}), ({"cp": 2}, {}), ({"pp": 2}, {}),
+    ({"tp": 2, "cp": 2}, {}), ({"tp": 2, "pp": 2}, {}),
+])  # fmt: skip
+def test_statistics_of_every_layout_equal_their_definition(gloo_pool, sizes, options, temperature):
+    model, expected = make_model(**MODELS["grouped"]).eval(), []
+    for sequence in sequences():
+        ids = torch.tensor([sequence])
+        with torch.no_grad():
+            logits = model(ids, torch.arange(len(sequence))[None])[0, :-1, :VOCAB]
+        weights = (logits / temperature).exp()
+        chances = weights / weights.sum(-1, keepdim=True)
+        chosen = chances.gather(1, ids[0, 1:, None])[:, 0].log()
+        expected.append((chosen, -(chances * chances.log()).sum(-1)))
+    world_size = 1
+    for size in sizes.values():
+        world_size *= size
+    for found in gloo_pool.run(statistics, world_size, sizes, temperature, options):
+        for each, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(tuple(each), wanted, atol=1e-10, rtol=0)
+
+
+def entropies(rank, world_size, logits):
+    group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp
+    local = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
+    found = vocab_parallel_entropies(local, group)
+    (found * torch.arange(1.0, 4.0)).sum().backward()
+    return found.detach(), local.grad
+
+
+def test_entropies_and_their_gradients_equal_those_of_torch(gloo_pool):
+    logits = torch.randn(3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 5
+    logits[:, 5:] += 900  # exponentials of unshifted logits overflow
+    true = logits[:, :9].clone().requires_grad_()
+    logits[:, 9:] = -torch.inf
+    expected = torch.distributions.Categorical(logits=true).entropy()
+    (expected * torch.arange(1.0, 4.0)).sum().backward()
+    for size in (1, 2, 4):  # the last of four ranks holds padding only
+        results = gloo_pool.run(entropies, size, logits)
+        assert all(torch.allclose(found, expected.detach(), atol=1e-12, rtol=0) for found, _ in results)
+        gradient = torch.cat([grad for _, grad in results], -1)
+        torch.testing.assert_close(gradient[:, :9], true.grad, atol=1e-12, rtol=0)
+        assert not gradient[:, 9:].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperatures_that_divide_by_nothing_are_rejected(temperature):
+    with pytest.raises(UserError, match="must be above 0"):
+        token_log_probabilities([], [[1, 2]], row_length=ROW, temperature=temperature)
 
 
 def test_sequences_that_fit_in_no_row_are_rejected():
