@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.attention.cached_layout import Chunk, PagedCache
 from megatron.core.config.errors import UserError
@@ -96,6 +97,8 @@ class Engine:
             raise UserError(f"prompt: token {wrong[0]} is outside of the vocabulary of {vocabulary}")
         if not 0 <= request.top_logprobs <= vocabulary:
             raise UserError(f"top_logprobs {request.top_logprobs}: must be between 0 and {vocabulary}")
+        if request.return_routes and self.runner.model.config.num_moe_experts is None:
+            raise UserError("return_routes: the model has no experts; remove it")
         running = Running(self._next, request, list(request.prompt), sampling=request.sampling.seeded())
         self.scheduler.add(running)
         self._next += 1
@@ -157,10 +160,14 @@ class Engine:
         while :attr:`has_work`."""
         batch = self.scheduler.plan()
         assert batch, "step() without work"
-        plan, owners = self._plan(batch)
-        results = self.run_plan(plan)
-        for running, count in batch:
-            self.scheduler.computed(running, count)
+        planned = [(running, Chunk(running.num_cached, count, tuple(running.pages))) for running, count in batch]
+        planned.sort(key=lambda each: not each[1].is_direct)  # these read pages, if they are at the front
+        plan, owners = self._plan(planned)
+        results, routes = self.run_plan(plan)
+        for (running, chunk), part in zip(planned, routes.split([chunk.num_new for chunk in plan.chunks], dim=1)):
+            self.scheduler.computed(running, chunk.num_new)
+            if running.request.return_routes:
+                running.completion.route_parts.append(part)
         outputs = []
         for (running, samples), values in zip(owners, results):
             score = _score(values, running.request.top_logprobs)
@@ -179,22 +186,21 @@ class Engine:
                 outputs.append(Output(running.number, None, running.completion))
         return outputs
 
-    def run_plan(self, plan: StepPlan) -> list[list[float]]:
-        """Run ``plan`` on all ranks and return the rows of :meth:`Runner.run`. Call it on rank 0. Raises UserError if
-        the logits of a row that samples are not finite."""
+    def run_plan(self, plan: StepPlan) -> tuple[list[list[float]], Tensor]:
+        """Run ``plan`` on all ranks and return the results of :meth:`Runner.run`. Call it on rank 0. Raises UserError
+        if the logits of a row that samples are not finite."""
         if self._world.size > 1:
             self._broadcast(plan.encode())
-        results = self.runner.run(plan).tolist()
+        found, routes = self.runner.run(plan)
+        results = found.tolist()
         if any(values[0] == FAILED for values in results):
             raise UserError(NOT_FINITE)
-        return results
+        return results, routes
 
-    def _plan(self, batch: Sequence[tuple[Running, int]]) -> tuple[StepPlan, list[tuple[Running, bool]]]:
+    def _plan(self, planned: Sequence[tuple[Running, Chunk]]) -> tuple[StepPlan, list[tuple[Running, bool]]]:
         """Return the inputs of a step, and for each output row its sequence and whether it samples."""
         tokens: list[int] = []
         rows, owners = [], []
-        planned = [(running, Chunk(running.num_cached, count, tuple(running.pages))) for running, count in batch]
-        planned.sort(key=lambda each: not each[1].is_direct)  # these read pages, if they are at the front
         for running, chunk in planned:
             first, ids, request = len(tokens), running.ids, running.request
             start, stop = chunk.start, chunk.stop
@@ -209,7 +215,8 @@ class Engine:
                 rows.append(OutputRow(len(tokens) - 1, None, running.sampling, stop, divisor))
                 owners.append((running, True))
         num_top = max((running.request.top_logprobs for running, _ in owners), default=0)
-        return StepPlan(tokens, [chunk for _, chunk in planned], rows, num_top), owners
+        has_routes = any(running.request.return_routes for running, _ in planned)
+        return StepPlan(tokens, [chunk for _, chunk in planned], rows, num_top, has_routes), owners
 
     # ---- ranks
 

@@ -47,11 +47,14 @@ def graph_problem(model: Any) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
+Outputs = tuple[Tensor, ...]
+
+
 class _Step(NamedTuple):
     host: Tensor
     """Pinned copy of the inputs."""
     inputs: Tensor
-    replay: Callable[[], Tensor]
+    replay: Callable[[], Outputs]
 
 
 class StepGraphs:
@@ -67,9 +70,9 @@ class StepGraphs:
     def num_graphs(self) -> int:
         return len(self._steps)
 
-    def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``compute`` of ``values``, int64, on the device. The result is overwritten by the next call. Steps of
-        the same ``shape`` run the same operations on inputs of the same size."""
+    def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Outputs]) -> Outputs:
+        """Return ``compute`` of ``values``, int64, on the device. The next call overwrites the results. Steps of the
+        same ``shape`` run the same operations on inputs of the same size."""
         step = self._steps.get(shape)
         if step is None:
             if len(self._steps) >= MAX_GRAPHS:

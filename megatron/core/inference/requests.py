@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from megatron.core.inference.sampling import PLAIN, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -28,6 +31,8 @@ class Request:
     """Number of most likely tokens to report at each position."""
     logprobs_at_temperature: bool = False
     """Whether the temperature divides the logits of log-probabilities (0: by 1)."""
+    return_routes: bool = False
+    """Whether to return the experts of each token. Cached prefixes, which have none, are then computed again."""
 
 
 class TokenScore(NamedTuple):
@@ -53,6 +58,15 @@ class Completion:
     finish_reason: FinishReason | None = None
     """``stop``: a stop token; ``length``: ``max_new_tokens`` or the maximum sequence length; ``cancelled``:
     :meth:`Engine.cancel`. None: running."""
+    route_parts: list[Tensor] = field(default_factory=list, repr=False)
+    """Experts of the tokens of each step, int32 [layers, tokens, k]; -1 in layers without experts."""
+
+    @property
+    def routes(self) -> dict[int, Tensor]:
+        """Layer number -> experts, int64 [tokens, k], of prompt and text if requested, for
+        ``transformer/moe/replay.py``. The last token of the text lacks routes if no forward pass has computed it."""
+        layers = torch.cat(self.route_parts, 1).long() if self.route_parts else ()
+        return {layer: experts for layer, experts in enumerate(layers, 1) if (experts >= 0).all()}
 
 
 class Output(NamedTuple):

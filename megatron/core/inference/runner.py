@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from megatron.core.inference.step import (
 from megatron.core.tensor_parallel.batch_invariant import log_softmax
 from megatron.core.tensor_parallel.operators import gather_from_region
 from megatron.core.transformer.context_parallel_support import cache_problem
+from megatron.core.transformer.moe.replay import Routes, record_routes
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +100,16 @@ class Runner:
         return needed
 
     @torch.no_grad()
-    def run(self, plan: StepPlan) -> Tensor:
-        """Run a step; return fp64 [r, 2 + 2 * num_top] on the CPU, equal on all ranks: token (or :data:`FAILED`), its
-        log-probability, the most likely tokens, and their log-probabilities. Decode steps and, on GPUs, short prompts
-        are padded to one of few sizes, and replayed if there are CUDA graphs."""
-        num_outputs, is_decode = len(plan.outputs), plan.is_decode
+    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Run a step; return two tensors on the CPU, equal on all ranks.
+
+        - fp64 [r, 2 + 2 * num_top]: token (or :data:`FAILED`), its log-probability, the most likely tokens, and their
+          log-probabilities.
+        - With ``has_routes`` int32 [layers, n, k], the experts of each row; -1 in layers without experts.
+
+        Decode steps and, on GPUs, short prompts are padded to one of few sizes, and replayed if there are CUDA
+        graphs."""
+        num_rows, num_outputs, is_decode = len(plan.tokens), len(plan.outputs), plan.is_decode
         short = is_decode or (self.pads_prompts and plan.is_short)
         plan = plan.padded(math.lcm(ROWS if self.batch_invariant else 1, self._layout.stream.size), short=short)
         size, rows = self.cache.page_size, len(plan.tokens)
@@ -117,14 +123,14 @@ class Runner:
         compute = partial(self._compute, plan.chunks, arrays, form)
         if self.graphs is not None and replays:
             shape = rows, len(plan.outputs), capacity, form
-            results = self.graphs.run(shape, pack(arrays), compute)
+            results, routes = self.graphs.run(shape, pack(arrays), compute)
         else:
-            results = compute(torch.from_numpy(pack(arrays)).to(self.device, non_blocking=True))
-        return results[:num_outputs].cpu()
+            results, routes = compute(torch.from_numpy(pack(arrays)).to(self.device, non_blocking=True))
+        return results[:num_outputs].cpu(), routes[:, :num_rows].cpu()
 
     def _compute(
         self, chunks: Sequence[Chunk], arrays: Mapping[str, np.ndarray], form: StepForm, values: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Return the results of :meth:`run` on the device, from the packed ``arrays``."""
         step = unpack(values, arrays)
         layout = CachedLayout.of_indices(
@@ -135,7 +141,8 @@ class Runner:
             max_length=self.max_length,
             batch_invariant=self.batch_invariant,
         )
-        with self._step_layout(layout):
+        no_routes: AbstractContextManager[Routes] = nullcontext({})
+        with self._step_layout(layout), record_routes([self.model]) if form.has_routes else no_routes as routes:
             output = self._stage(step.ids, layout)
         count = len(step.targets)
         results = torch.empty(count, 2 + 2 * form.num_top, dtype=torch.float64, device=self.device)
@@ -143,7 +150,18 @@ class Runner:
             results = self._results(self.logits(output, layout), step, form)
         if self.groups.pp.size > 1:
             dist.broadcast(results, self.groups.pp.ranks[-1], group=self.groups.pp.handle)
-        return results
+        return results, self._all_routes(routes, layout.num_rows, form)
+
+    def _all_routes(self, routes: Routes, num_rows: int, form: StepForm) -> Tensor:
+        """Return the routes of the layers of all stages, int32 [layers, n, k]."""
+        config = self.model.config
+        size = config.num_layers * form.has_routes, num_rows, config.moe_router_topk
+        found = torch.full(size, -1, dtype=torch.int32, device=self.device)
+        for layer, (experts,) in routes.items():
+            found[layer - 1] = experts[:, 0]
+        if form.has_routes and self.groups.pp.size > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.pp.handle)
+        return found
 
     def _stage(self, ids: Tensor, layout: CachedLayout) -> Tensor:
         """Run this stage's layers; return logits [1, ., v] on the last stage, else the hidden states that were sent."""

@@ -106,7 +106,8 @@ class Scheduler:
         chunks = []
         while self.waiting and budget and len(self.running) < self.limits.max_sequences:
             sequence = self.waiting[0]
-            if not sequence.request.prompt_logprobs:  # those need the logits of every token
+            request = sequence.request
+            if not (request.prompt_logprobs or request.return_routes):  # those need every token's forward pass
                 sequence.pages = self.pool.match(sequence.ids)
                 sequence.keys = list(map(self.pool.stored_key, sequence.pages))
                 sequence.num_cached = len(sequence.pages) * self.pool.page_size
@@ -140,6 +141,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free(sequence)
+        sequence.completion.route_parts.clear()
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 

@@ -101,7 +101,8 @@ def _step(engine: Engine, parts: Sequence[tuple[_Input, int, int]]) -> None:
                 owners.append(result)
         tokens += each.ids[start:stop]
         chunks.append(Chunk(start, stop - start, tuple(each.pages)))
-    for values, result in zip(engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1)), owners, strict=True):
+    found, _ = engine.run_plan(StepPlan(tokens, chunks, rows, num_top=1))
+    for values, result in zip(found, owners, strict=True):
         _, logprob, _, best = values
         result.logprob += logprob
         result.is_greedy &= logprob == best  # a token that ties with the most likely one is greedy, too

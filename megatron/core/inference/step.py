@@ -6,7 +6,7 @@ All integers and numbers of a step are one int64 array, copied to the device at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -46,6 +46,8 @@ class StepPlan:
     outputs: list[OutputRow]
     num_top: int = 0
     """Number of most likely tokens to report for each output row."""
+    has_routes: bool = False
+    """Whether to report the experts of each row."""
 
     def encode(self) -> dict[str, Any]:
         """Return the plan as JSON values, for a broadcast."""
@@ -53,7 +55,7 @@ class StepPlan:
             [x.row, x.target, None if x.sampling is None else [*vars(x.sampling).values()], *x[3:]]
             for x in self.outputs
         ]
-        return {"tokens": self.tokens, "chunks": self.chunks, "outputs": outputs, "num_top": self.num_top}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | {"outputs": outputs}
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> StepPlan:
@@ -63,7 +65,7 @@ class StepPlan:
             for row, target, sampling, *rest in values["outputs"]
         ]
         chunks = [Chunk(start, num_new, tuple(pages)) for start, num_new, pages in values["chunks"]]
-        return cls(values["tokens"], chunks, outputs, values["num_top"])
+        return cls(**{**values, "chunks": chunks, "outputs": outputs})
 
     @cached_property
     def is_decode(self) -> bool:
@@ -102,6 +104,7 @@ class StepPlan:
             self.chunks + [PADDING] * missing,
             self.outputs + [OutputRow(row, sampling=GREEDY) for row in range(len(self.outputs), outputs)],
             self.num_top,
+            self.has_routes,
         )
 
 
@@ -138,6 +141,7 @@ class StepForm(NamedTuple):
     num_sampled: int
     draws: Form
     has_divisors: bool
+    has_routes: bool
 
 
 class StepTensors(NamedTuple):
@@ -169,7 +173,8 @@ def step_arrays(plan: StepPlan, page_size: int, **settings: Any) -> tuple[dict[s
         **index_arrays(plan.chunks, [x.row for x in outputs], page_size, **settings),
     }
     arrays |= {f"draw_{name}": x for name, x in draws.items()}
-    return arrays, StepForm(plan.num_top, len(sampled), form, bool((arrays["divisors"] != 1).any()))
+    scaled = bool((arrays["divisors"] != 1).any())
+    return arrays, StepForm(plan.num_top, len(sampled), form, scaled, plan.has_routes)
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> np.ndarray:

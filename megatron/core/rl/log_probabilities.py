@@ -10,6 +10,7 @@ Legend: s tokens of this rank's part of a row, v vocabulary without padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from megatron.core.pipeline_parallel.stage_model import unwrapped
 from megatron.core.tensor_parallel.batch_invariant import log_softmax
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_losses
 from megatron.core.tensor_parallel.operators import all_gather_along_first_dim, gather_from_region, reduce_from_region
+from megatron.core.transformer.moe.replay import SequenceRoutes, pack_routes, replay_routes
 
 Batch = dict[str, Any]
 IGNORED = -1
@@ -95,7 +97,12 @@ def pack(sequences: Sequence[Sequence[int]], length: int) -> list[Row]:
 
 @torch.no_grad()
 def token_log_probabilities(
-    model: Sequence[nn.Module], sequences: Sequence[Sequence[int]], *, row_length: int, temperature: float = 1.0
+    model: Sequence[nn.Module],
+    sequences: Sequence[Sequence[int]],
+    *,
+    row_length: int,
+    temperature: float = 1.0,
+    routes: Sequence[SequenceRoutes] | None = None,
 ) -> list[Tensor]:
     """Return for each of ``sequences`` the log-probabilities of its tokens from the second on, fp32 [tokens - 1] (fp64
     for fp64), on the model's device and equal on all ranks.
@@ -106,21 +113,28 @@ def token_log_probabilities(
         model: this rank's chunks of a ``GPTModel``, wrapped or not.
         row_length: tokens of a micro-batch; with context or sequence parallelism a multiple of 2 CP x TP.
         temperature: divides the logits; the engine reports the same with ``Request.logprobs_at_temperature``.
+        routes: experts of each sequence's tokens, replayed in all layers; the engine's ``Completion.routes``.
     """
     if temperature != 1:
-        statistics = token_statistics(model, sequences, row_length=row_length, temperature=temperature)
+        options = {"row_length": row_length, "temperature": temperature, "routes": routes}
+        statistics = token_statistics(model, sequences, **options)  # type: ignore[arg-type]
         return [each.log_probabilities for each in statistics]
 
     def labelled(chunk: nn.Module, batch: Batch) -> Tensor:
         return _forward(chunk, batch, labels=batch["labels"])
 
-    found = _rows(model, sequences, row_length, labelled, lambda chunk, losses: -losses[0])
+    found = _rows(model, sequences, row_length, labelled, lambda chunk, losses: -losses[0], routes=routes)
     return [each[:-1] for each in found]
 
 
 @torch.no_grad()
 def token_statistics(
-    model: Sequence[nn.Module], sequences: Sequence[Sequence[int]], *, row_length: int, temperature: float = 1.0
+    model: Sequence[nn.Module],
+    sequences: Sequence[Sequence[int]],
+    *,
+    row_length: int,
+    temperature: float = 1.0,
+    routes: Sequence[SequenceRoutes] | None = None,
 ) -> list[TokenStatistics]:
     """Return the log-probabilities and entropies of the tokens of each of ``sequences``, from the logits divided by
     ``temperature``. Arguments as in :func:`token_log_probabilities`."""
@@ -131,7 +145,7 @@ def token_statistics(
         output, inner = _forward(chunk, batch), unwrapped(chunk)
         return _statistics(inner, output[0], batch["labels"][0], temperature) if inner.post_process else output
 
-    found = _rows(model, sequences, row_length, compute, lambda chunk, statistics: statistics, (2,))
+    found = _rows(model, sequences, row_length, compute, lambda chunk, statistics: statistics, (2,), routes)
     return [TokenStatistics(*each[:-1].unbind(-1)) for each in found]
 
 
@@ -208,8 +222,11 @@ def _rows(
     forward: Callable[[nn.Module, Batch], Tensor],
     finish: Callable[[Any, Tensor], Tensor],
     width: tuple[int, ...] = (),
+    routes: Sequence[SequenceRoutes] | None = None,
 ) -> list[Tensor]:
     """Run ``forward`` on all rows; return ``finish`` of its output, [s, *width], per sequence [tokens, *width]."""
+    if routes is not None and (problem := _routes_problem(routes, sequences)):
+        raise UserError(f"routes: {problem}")
     groups = parallel_state.get_process_groups()
     inner: Any = unwrapped(model[-1])
     device = next(p.device for chunk in model for p in chunk.parameters())
@@ -238,19 +255,23 @@ def _rows(
             results.append(layout.full(finish(unwrapped(chunk), output), 0))
         return output, None
 
+    replay: AbstractContextManager[None] = nullcontext()
+    if routes is not None:
+        replay = replay_routes(model, pack_routes(routes, [row.places for row in local], row_length))
     was_training = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
     try:
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[batches() for _ in model],
-            model=list(model),
-            num_microbatches=count,
-            seq_length=row_length,
-            micro_batch_size=1,
-            forward_only=True,
-        )
+        with replay:
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[batches() for _ in model],
+                model=list(model),
+                num_microbatches=count,
+                seq_length=row_length,
+                micro_batch_size=1,
+                forward_only=True,
+            )
     finally:
         for chunk, mode in zip(model, was_training):
             chunk.train(mode)
@@ -264,6 +285,18 @@ def _rows(
         for index, first in row.places:
             by_sequence[index] = values[first : first + len(sequences[index])]
     return [by_sequence[index] for index in range(len(sequences))]
+
+
+def _routes_problem(routes: Sequence[SequenceRoutes], sequences: Sequence[Sequence[int]]) -> str | None:
+    """Return why ``routes`` are not those of ``sequences``; None if they fit."""
+    if len(routes) != len(sequences):
+        return f"{len(routes)} sequences have routes, {len(sequences)} have tokens"
+    for index, (each, tokens) in enumerate(zip(routes, sequences)):
+        if each.keys() != routes[0].keys():
+            return f"sequence {index} has layers {sorted(each)}, sequence 0 {sorted(routes[0])}"
+        if (longest := max(map(len, each.values()), default=0)) > len(tokens):
+            return f"sequence {index} has {len(tokens)} tokens, and routes of {longest}"
+    return None
 
 
 def _on_all_stages(results: list[Tensor], like: Tensor, groups: Any) -> Tensor:

@@ -5,7 +5,8 @@ the kernels or the rounding differ (as between a generator and its trainer).
     with replay_routes(model, routes): ...        # forward and backward passes of the same micro-batches
 
 Routes are those of full sequences, so that record and replay may have different layouts. Weights of the experts follow
-from the router's current logits at the replayed experts, and the router gets their gradients.
+from the router's current logits at the replayed experts, and the router gets their gradients. The generator returns the
+routes of a request (``Completion.routes``), which ``pack_routes`` arranges for micro-batches of packed sequences.
 
 Legend: s tokens of full sequences, b batch, k choices of a token.
 """
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.attention.token_layout import TokenLayout
@@ -24,7 +26,9 @@ from megatron.core.tensor_parallel.operators import all_gather_along_first_dim
 from megatron.core.transformer.moe.router import TopKRouter
 
 Routes = Mapping[int, Sequence[Tensor]]
-"""Layer number -> int64 [s, b, k] of each forward pass, in order."""
+"""Layer number -> int64 [s, b, k] of each forward pass, in order. -1: the router chooses."""
+SequenceRoutes = Mapping[int, Tensor]
+"""Layer number -> int64 [tokens, k] of the leading tokens of a sequence."""
 Select = Callable[[Tensor, TokenLayout], Tensor]
 
 
@@ -84,9 +88,25 @@ def replay_routes(model: Sequence[nn.Module], routes: Routes) -> Iterator[None]:
                     f"routes: layer {router.layer_number} has routes {tuple(local.shape)} for tokens and choices "
                     f"{(*logits.shape[:2], router.k)}; replay the micro-batches that were recorded"
                 )
-            return local.to(logits.device)
+            local = local.to(logits.device)
+            return select(logits, layout).where(local < 0, local)
 
         return choose
 
     with _selecting(model, replaying):
         yield
+
+
+def pack_routes(
+    routes: Sequence[SequenceRoutes], rows: Sequence[Sequence[tuple[int, int]]], length: int
+) -> dict[int, list[Tensor]]:
+    """Return the :data:`Routes` of one forward pass per row of ``length`` tokens. A row lists its sequences as (index
+    in ``routes``, first token in the row). Routers choose for tokens without routes, such as padding."""
+    packed: dict[int, list[Tensor]] = {}
+    for layer, example in routes[0].items():
+        packed[layer] = [torch.full((length, 1, example.shape[1]), -1) for _ in rows]
+        for whole, places in zip(packed[layer], rows):
+            for index, first in places:
+                experts = routes[index][layer]
+                whole[first : first + len(experts), 0] = experts
+    return packed

@@ -73,13 +73,20 @@ def run(model, seed, make_graphs, **options):
         if pending and (not engine.has_work or rng.random() < 0.3):
             index, prompt = pending.pop()
             sampling = Sampling(**kinds[index % len(kinds)], seed=index)
-            request = Request(prompt=prompt, max_new_tokens=5 + index % 4, sampling=sampling, top_logprobs=seed % 3)
+            routed = model.config.num_moe_experts is not None and index % 2 == 0
+            request = Request(
+                prompt=prompt, max_new_tokens=5 + index % 4, sampling=sampling, top_logprobs=seed % 3,
+                logprobs_at_temperature=index % 3 == 0, return_routes=routed,
+            )  # fmt: skip
             numbers[engine.add(request)] = index
         for output in engine.step() if engine.has_work else ():
             if output.completion.finish_reason:
                 done[numbers[output.request]] = output.completion
     shapes = set() if engine.runner.graphs is None else set(engine.runner.graphs._steps)
-    return {index: (x.tokens, x.scores) for index, x in done.items()}, shapes, engine.scheduler.num_preemptions
+    found = {
+        index: (x.tokens, x.scores, {layer: y.tolist() for layer, y in x.routes.items()}) for index, x in done.items()
+    }
+    return found, shapes, engine.scheduler.num_preemptions
 
 
 def recorded(device):
@@ -124,7 +131,8 @@ def test_the_least_recently_used_graph_is_deleted(monkeypatch):
     steps = StepGraphs(torch.device("cpu"), record)
     for shape, count in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
         values = np.full(shape, shape)
-        assert torch.equal(steps.run(shape, values, lambda x: 2 * x), torch.from_numpy(2 * values))
+        (found,) = steps.run(shape, values, lambda x: (2 * x,))
+        assert torch.equal(found, torch.from_numpy(2 * values))
         assert len(recordings) == count and steps.num_graphs <= 2
 
 

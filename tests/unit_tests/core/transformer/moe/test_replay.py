@@ -5,7 +5,12 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
-from megatron.core.transformer.moe.replay import record_routes, replay_routes
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import Limits
+from megatron.core.rl.log_probabilities import token_statistics
+from megatron.core.transformer.moe.replay import pack_routes, record_routes, replay_routes
 from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, make_config, make_model
 
 FIELDS = {**LLAMA, "num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "hidden_size": 32,
@@ -13,7 +18,9 @@ FIELDS = {**LLAMA, "num_moe_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_s
 LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
     "tp2, sp, ep2": {
-        "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
     },  # fmt: skip
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
@@ -92,3 +99,102 @@ def test_missing_and_other_routes_are_rejected():
         losses(model, ids)
     with replay_routes([model], routes), pytest.raises(UserError, match="replay the micro-batches"):
         losses(model, ids[:, :9])
+
+
+PROMPTS = [[5, 7, 1], [8] * 9, [3, 2, 8, 4, 1, 5], [9, 9, 2, 30]]
+ROW = 20
+RANKS = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+}  # fmt: skip
+ROPE = {"position_embedding_type": "rope", "rotary_percent": 1.0}
+
+
+def rank_model(ranks):
+    """The model of this rank: a dense layer, then two of experts."""
+    sizes = {RANKS[name]: size for name, size in ranks.items()}
+    groups = parallel_state.initialize_model_parallel(**sizes)
+    fields = {**FIELDS, **sizes, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0], "ffn_hidden_size": 48}
+    if ranks.get("tp", 1) > 1:
+        fields["sequence_parallel"] = True
+    ends = {"pre_process": groups.pp.is_first, "post_process": groups.pp.is_last}
+    return make_model(make_config(**fields), **ends, **ROPE)
+
+
+def generated(rank, world_size, ranks):
+    """Completions with routes, in small steps with preemption."""
+    engine = Engine(rank_model(ranks), Limits(max_length=16, max_tokens=5, max_sequences=3), num_pages=8, page_size=4)
+    requests = [Request(prompt=x, max_new_tokens=6, sampling=Sampling(seed=n), return_routes=n != 3)
+                for n, x in enumerate([*PROMPTS, PROMPTS[1]])]  # fmt: skip
+    found = [(x.tokens, [y.logprob for y in x.scores], x.routes) for x in engine.generate(requests)]
+    return found, engine.scheduler.num_preemptions
+
+
+def replayed(rank, world_size, ranks, sequences, routes):
+    """Statistics with free and replayed routes, and with other routers."""
+    model = rank_model(ranks)
+    free = token_statistics([model], sequences, row_length=ROW, routes=None)
+    found = token_statistics([model], sequences, row_length=ROW, routes=routes)
+    return free, found, token_statistics([changed(model)], sequences, row_length=ROW)
+
+
+def test_the_trainer_replays_the_routes_of_generated_texts(gloo_pool):
+    ((done, preemptions),) = gloo_pool.run(generated, 1, {})
+    assert preemptions and done[3][2] == {}
+    for ranks in ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}):
+        (others, _), *_ = gloo_pool.run(generated, 2, ranks)
+        for (tokens, _, routes), (expected, _, wanted) in zip(others, done, strict=True):
+            assert tokens == expected and routes.keys() == wanted.keys()
+            assert all(torch.equal(routes[layer], wanted[layer]) for layer in wanted)
+    done, prompts = done[:3] + done[4:], [*PROMPTS[:3], PROMPTS[1]]
+    sequences = [[*prompt, *tokens] for prompt, (tokens, _, _) in zip(prompts, done)]
+    routes = [each for _, _, each in done]
+    assert all(each.keys() == {2, 3} for each in routes)
+    assert [len(each[2]) for each in routes] == [len(x) - 1 for x in sequences]
+    for ranks in ({}, {"cp": 2}, {"pp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 2}):
+        world_size = 1 if not ranks else 2
+        for free, found, other in gloo_pool.run(replayed, world_size, ranks, sequences, routes):
+            for prompt, (_, scores, _), x, y, z in zip(prompts, done, free, found, other, strict=True):
+                expected = torch.tensor(scores, dtype=torch.float64)
+                torch.testing.assert_close(y.log_probabilities[len(prompt) - 1 :], expected, atol=1e-10, rtol=0)
+                torch.testing.assert_close(x.log_probabilities, y.log_probabilities, atol=1e-10, rtol=0)
+                assert not torch.allclose(z.log_probabilities, y.log_probabilities, atol=1e-3)
+
+
+def test_replayed_experts_are_those_of_the_generator_although_the_router_changed():
+    model = rank_model({})
+    engine = Engine(model, Limits(max_length=16), num_pages=8, page_size=4)
+    (done,) = engine.generate([Request(prompt=PROMPTS[0], max_new_tokens=6, return_routes=True)])
+    ids = torch.tensor([[*PROMPTS[0], *done.tokens]])
+    packed = pack_routes([done.routes], [[(0, 0)]], ids.shape[1])
+    with record_routes([changed(model)]) as free, replay_routes([model], packed), record_routes([model]) as used:
+        model(ids, torch.arange(ids.shape[1])[None])
+    for layer, experts in done.routes.items():
+        assert torch.equal(used[layer][0][:-1, 0], experts)
+        assert not torch.equal(free[layer][0][:-1, 0], experts)
+        assert torch.equal(free[layer][0][-1], used[layer][0][-1])  # no pass of the engine computed the last token
+
+
+def test_routes_are_packed_at_the_places_of_their_sequences():
+    routes = [{2: torch.tensor([[1, 0], [2, 3]])}, {2: torch.tensor([[3, 1]])}]
+    packed = pack_routes(routes, [[(1, 0), (0, 2)], []], 5)
+    free = [-1, -1]
+    assert [x[:, 0].tolist() for x in packed[2]] == [[[3, 1], free, [1, 0], [2, 3], free], [free] * 5]
+
+
+@pytest.mark.parametrize(("routes", "problem"), [
+    ([{1: torch.zeros(2, 2)}], "1 sequences have routes, 2 have tokens"),
+    ([{1: torch.zeros(2, 2)}, {2: torch.zeros(2, 2)}], r"sequence 1 has layers \[2\], sequence 0 \[1\]"),
+    ([{1: torch.zeros(2, 2)}, {1: torch.zeros(4, 2)}], "sequence 1 has 3 tokens, and routes of 4"),
+])  # fmt: skip
+def test_routes_of_other_sequences_are_rejected(routes, problem):
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    with pytest.raises(UserError, match=problem):
+        token_statistics([make_model(**FIELDS)], [[1, 2, 3]] * 2, row_length=ROW, routes=routes)
+
+
+def test_only_models_with_experts_return_routes():
+    engine = Engine(make_model(**LLAMA), Limits(max_length=16), num_pages=4, page_size=4)
+    with pytest.raises(UserError, match="return_routes: the model has no experts"):
+        engine.add(Request(prompt=[1], return_routes=True))
