@@ -40,11 +40,19 @@ WARMUP = 3
 
 
 def build(args: argparse.Namespace, length: int) -> Any:
-    """The sizes of Llama 3 8B with initial weights, in bf16 (--smoke: a small model)."""
+    """The sizes of Llama 3 8B with initial weights, in bf16 (--smoke: a small model); --latent: with attention of the
+    sizes of DeepSeek-V2."""
     hidden, ffn, heads, groups, vocabulary = (64, 128, 4, 2, 512) if args.smoke else (4096, 14336, 32, 8, 128256)
+    attention: dict[str, Any] = {"num_query_groups": groups}
+    if args.latent:
+        rank, channels = (16, 8) if args.smoke else (512, 128)
+        attention = {
+            "multi_latent_attention": True, "kv_lora_rank": rank, "qk_head_dim": channels, "v_head_dim": channels,
+            "qk_pos_emb_head_dim": channels // 2, "qk_layernorm": True, "rope_type": "rope",
+        }  # fmt: skip
     config = TransformerConfig(
-        num_layers=args.layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads,
-        num_query_groups=groups, swiglu=True, normalization="RMSNorm", add_bias_linear=False,
+        **attention, num_layers=args.layers, hidden_size=hidden, ffn_hidden_size=ffn, num_attention_heads=heads,
+        swiglu=True, normalization="RMSNorm", add_bias_linear=False,
         params_dtype=torch.bfloat16, bf16=True, hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     return GPTModel(
@@ -75,13 +83,16 @@ class Limit:
         self.weights = sum(x.numel() for name, x in model.named_parameters() if "word_embeddings" not in name)
 
     def prefill(self, length: int) -> float:
-        width = self.config.num_attention_heads * self.config.kv_channels
+        width = self.config.num_attention_heads * self.config.kv_channels  # of latent attention, about
         flops = 2 * self.weights * length + 2 * 2 * self.config.num_layers * width * length**2 / 2
         return flops / (self.args.tflops * 1e9)
 
     def decode(self, batch: int, context: int) -> float:
-        cached = 2 * self.config.num_layers * self.config.num_query_groups * self.config.kv_channels
-        return 2 * (self.weights + batch * context * cached) / (self.args.bandwidth * 1e9)
+        config = self.config
+        cached = 2 * config.num_query_groups * config.kv_channels
+        if config.multi_latent_attention:
+            cached = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return 2 * (self.weights + batch * context * cached * config.num_layers) / (self.args.bandwidth * 1e9)
 
 
 def prefill_row(engine: Engine, limit: Limit, length: int) -> dict[str, Any]:
@@ -160,6 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each row")
     parser.add_argument("--bandwidth", type=float, default=4.2, help="TB/s (H200: 4.2, H100: 2.9)")
     parser.add_argument("--tflops", type=float, default=650.0)
+    parser.add_argument("--latent", action="store_true", help="multi-latent attention")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step of each batch size")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU too; writes nothing unless --output")
@@ -190,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
             rows += decode_rows(engine, limit, batch, args)
             print(*rows[-3:], sep="\n", flush=True)
     if rows and (not args.smoke or args.output != parser.get_default("output")):
-        settings = {name: getattr(args, name) for name in ("layers", "steps", "bandwidth", "tflops")}
+        settings = {name: getattr(args, name) for name in ("layers", "latent", "steps", "bandwidth", "tflops")}
         record = {"environment": environment(cpu=args.smoke), "settings": settings, "rows": rows}
         args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -113,6 +113,18 @@ class Engine:
             if running.number == number:
                 scheduler.finish(running, "cancelled")
 
+    def discard_cache(self, *, free_memory: bool = False) -> None:
+        """Discard all cached keys, because the weights have changed; running requests compute theirs again. Call it on
+        every rank between steps.
+
+        ``free_memory``: also free the cache and CUDA graphs, for training. The next steps allocate and record them
+        again, as is necessary if parameters have other memory (``rl/host_copy.py``)."""
+        self.scheduler.discard_pages()
+        if free_memory:
+            self.runner.cache = PagedCache(self.pool.num_pages, self.pool.page_size)
+            if self.runner.graphs is not None:
+                self.runner.graphs.clear()
+
     @property
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)

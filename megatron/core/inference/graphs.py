@@ -70,6 +70,10 @@ class StepGraphs:
     def num_graphs(self) -> int:
         return len(self._steps)
 
+    def clear(self) -> None:
+        """Delete all graphs and their memory."""
+        self._steps.clear()
+
     def run(self, shape: Hashable, values: np.ndarray, compute: Callable[[Tensor], Outputs]) -> Outputs:
         """Return ``compute`` of ``values``, int64, on the device. The next call overwrites the results. Steps of the
         same ``shape`` run the same operations on inputs of the same size."""

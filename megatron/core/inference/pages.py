@@ -85,6 +85,11 @@ class PagePool:
             previous = key
         return pages
 
+    def unpublish(self) -> None:
+        """Forget the contents of all pages."""
+        self._pages.clear()
+        self._contents.clear()
+
     def stored_key(self, page: int) -> bytes:
         """Return the key of a published page."""
         return self._contents[page][0]

@@ -138,6 +138,12 @@ class Scheduler:
         self.pool.release(sequence.pages)
         sequence.pages, sequence.keys, sequence.num_cached = [], [], 0
 
+    def discard_pages(self) -> None:
+        """Preempt all running sequences, and forget the contents of all pages."""
+        while self.running:
+            self._preempt(self.running[-1])
+        self.pool.unpublish()
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free(sequence)

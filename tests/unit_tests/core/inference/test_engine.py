@@ -211,6 +211,25 @@ def test_a_cancelled_request_frees_its_pages():
     assert not each.has_work and each.pool.num_free == each.pool.num_usable
 
 
+@pytest.mark.parametrize("free_memory", [False, True])
+def test_a_discarded_cache_has_no_keys_of_former_weights(free_memory):
+    model, other = build("grouped"), build("grouped", seed=8)
+    requests = [Request(prompt=[*[1] * 11, n], max_new_tokens=3, sampling=Sampling(seed=n)) for n in range(3)]
+    expected = [x.scores for x in engine(other).generate(requests)]
+    each = engine(model, max_tokens=2)
+    each.generate(requests)
+    numbers, done = [each.add(request) for request in requests], {}
+    assert each.step() == [] and each.scheduler.running[0].num_cached == 10  # 8 by its prefix
+    model.load_state_dict(other.state_dict())
+    each.discard_cache(free_memory=free_memory)
+    assert each.pool.num_free == each.pool.num_usable and bool(each.runner.cache._tensors) != free_memory
+    while each.has_work:
+        done |= {x.request: x.completion for x in each.step()}
+    assert [x.logprob for number in numbers for x in done[number].scores] == pytest.approx(
+        [x.logprob for scores in expected for x in scores], abs=1e-10
+    )
+
+
 def test_an_equal_prompt_is_computed_once():
     each = engine(build("learned"), max_tokens=16)
     counts = []

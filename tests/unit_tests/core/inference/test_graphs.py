@@ -149,8 +149,8 @@ def test_recorded_common_steps_are_those_that_requests_run(name, as_on_a_device)
                     for n, x in enumerate(prompts())]  # fmt: skip
         found = engine.generate(requests)
         assert engine.runner.graphs.num_graphs == count
-        alone = Engine(model, limits, num_pages=90, page_size=16, cuda_graphs=False).generate(requests)
-        assert [x.tokens for x in found] == [x.tokens for x in alone]
+        eager = Engine(model, limits, num_pages=90, page_size=16, cuda_graphs=False).generate(requests)
+        assert [x.tokens for x in found] == [x.tokens for x in eager]
 
 
 @pytest.mark.parametrize("name", MODELS)
