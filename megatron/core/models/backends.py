@@ -108,7 +108,8 @@ class EngineNamedLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         for branch in self.branches:
             kind = type(branch.mixer)
-            norms = {f"{branch.name}.{norm}": linear for norm, linear in _INNER_NORMS.get(kind, {}).items()}
+            inner = _INNER_NORMS.get(kind, {}).items()
+            norms = {f"{branch.name}.{norm}": linear for norm, linear in inner if hasattr(branch.mixer, norm)}
             if kind in _NORM_IN_LINEAR:
                 norms[branch.norm_name] = _NORM_IN_LINEAR[kind]
             for norm, linear in norms.items():

@@ -122,8 +122,9 @@ class MLASelfAttention(Segmented):
         # each rank's heads read the one rope key: its gradient is all-reduced (reduce-scattered under sequence
         # parallelism)
         self._for_all_heads: Callable[..., Tensor] = operators.copy_to_region
+        self._of_gathered: dict[str, bool] = {}  # Transformer Engine's linears do not take the argument
         if groups.stream(config.sequence_parallel).size > 1:
-            self._for_all_heads = operators.gather_from_sequence
+            self._for_all_heads, self._of_gathered = operators.gather_from_sequence, {"is_gathered": True}
 
     def _build_projections(
         self, config: TransformerConfig, slots: MLASelfAttentionSubmodules, groups: ProcessGroups
@@ -245,7 +246,7 @@ class MLASelfAttention(Segmented):
     def expand(self, latent: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [t, b, a, d] and values [t, b, a, e] of gathered latents [t, b, r] and rotated rope keys
         [t, b, 1, rope]."""
-        return self._keys_values(self.linear_kv_up_proj(latent, is_gathered=True)[0], rope_key)
+        return self._keys_values(self.linear_kv_up_proj(latent, **self._of_gathered)[0], rope_key)
 
     def absorb(self, query: Tensor) -> Tensor:
         """Apply the transposed up projection of keys to queries [n, b, a, d]: ``q . Uk latent = Uk^T q . latent``.

@@ -14,12 +14,17 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
     TENorm,
     TERowParallelLinear,
     kernel_variables,
     load_transformer_engine,
 )
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import Limits
 from megatron.core.models.backends import kernel_summary
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
@@ -34,6 +39,9 @@ from megatron.core.transformer.spec_utils import build_module
 from tests.test_utils import fake_transformer_engine
 
 VOCAB, LENGTH, BATCH = 40, 12, 2
+LATENT = {"multi_latent_attention": True, "kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+          "v_head_dim": 6, "qk_layernorm": True, "rope_type": "rope", "add_bias_linear": False,
+          "normalization": "RMSNorm"}  # fmt: skip
 CASES = {
     "gpt": {"hidden_dropout": 0.1},
     "llama": {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "num_query_groups": 2,
@@ -46,6 +54,8 @@ CASES = {
     "olmo-2": {"norm_placement": "post", "normalization": "RMSNorm", "qk_layernorm": True,
                "qk_layernorm_across_heads": True},
     "gpt-neox": {"use_parallel_residual": True, "hidden_dropout": 0.1},
+    "latent": {**LATENT, "q_lora_rank": 12},
+    "latent without query latent": LATENT,
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }  # fmt: skip
 
@@ -96,8 +106,22 @@ def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch)
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], msg=name)
     fused = case not in ("post-norm residual", "olmo-2")
-    assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._gemm.linear,
+    attention = model.decoder.layers[0].self_attention
+    if "latent" in case:
+        assert isinstance(attention.linear_kv_up_proj, TEColumnParallelLinear)
+        return
+    assert isinstance(attention.linear_qkv._gemm.linear,
                       fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
+
+
+def test_latent_attention_generates_the_texts_of_built_in_layers(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    requests, texts = [Request(prompt=[1, 2, 3], max_new_tokens=6, sampling=Sampling(seed=n)) for n in range(3)], []
+    for engine in (False, True):
+        model = make_model(engine, **CASES["latent"])
+        done = Engine(model, Limits(max_length=LENGTH), num_pages=12, page_size=4).generate(requests)
+        texts.append([x.tokens for x in done])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"window_size": (3, 2), "embed_layernorm": True}], ids=["all", "windows"])
