@@ -79,8 +79,9 @@ TRAINING = {
     "task_scores": "core config observe",
     "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start task_scores",
     "watchdog": "components core config exits hooks initialize observe start train_state",
-    "run": "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
-    "stored_settings tasks train_state trainer watchdog",
+    "run":
+        "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
+        "stored_settings tasks train_state trainer watchdog",
     "entry": "core arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }
@@ -117,14 +118,8 @@ MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
 MAX_ENTRY_LINES = 60
-OPTIONAL_IMPORT_HOMES = (
-    "megatron/core/attention/kernels/",
-    "megatron/core/extensions/",
-    "megatron/core/fusions/",
-    "megatron/core/tokenizers/",
-    "megatron/tools/",
-    "megatron/training/hooks/",
-)
+OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
+                         "megatron/core/tokenizers/", "megatron/tools/", "megatron/training/hooks/")
 
 # path or path::name -> reason; each entry lifts the budget rules for that place
 EXCEPTIONS = {
@@ -234,12 +229,8 @@ def test_every_listed_package_exists():
 
 
 def test_few_modules_are_outside_packages():
-    loose = [
-        path
-        for top in ("core", "training")
-        for path in (ROOT / "megatron" / top).glob("*.py")
-        if path.name != "__init__.py"
-    ]
+    loose = [path for top in ("core", "training") for path in (ROOT / "megatron" / top).glob("*.py")
+             if path.name != "__init__.py"]
     own = [path for path in loose if module_name(path) not in SHIMS]
     assert len(own) <= 20, sorted(map(str, own))
 
@@ -307,12 +298,8 @@ def test_house_rules(path):
         if isinstance(node, ast.Global):
             assert relative == "megatron/core/parallel_state.py", f"{relative}:{node.lineno}: global"
         if isinstance(node, ast.Try) and library and f"{relative}::import" not in EXCEPTIONS:
-            imports = [
-                child
-                for statement in node.body
-                for child in ast.walk(statement)
-                if isinstance(child, ast.Import | ast.ImportFrom)
-            ]
+            imports = [child for statement in node.body for child in ast.walk(statement)
+                       if isinstance(child, ast.Import | ast.ImportFrom)]
             assert not imports or relative.startswith(OPTIONAL_IMPORT_HOMES), f"{relative}:{node.lineno}: try: import"
 
 
@@ -366,11 +353,9 @@ def test_parallel_state_pulls_in_few_modules():
     import subprocess
     import sys
 
-    program = (
-        "import sys, megatron.core.parallel_state;"
-        "print(sum(name.startswith('megatron') and not hasattr(module, '__path__') "
-        "for name, module in sys.modules.items()))"
-    )
+    program = ("import sys, megatron.core.parallel_state;"
+               "print(sum(name.startswith('megatron') and not hasattr(module, '__path__') "
+               "for name, module in sys.modules.items()))")
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert int(result.stdout) <= 11, "at most 11 modules beside packages"
 
