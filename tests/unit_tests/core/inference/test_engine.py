@@ -186,6 +186,29 @@ def test_few_tokens_attend_to_latents_without_expanding_the_history(batch_invari
             assert error < (1e-10 if dtype == torch.float64 else 1e-5)
 
 
+@pytest.mark.parametrize("name", ["grouped", "window", "latent"])
+def test_few_tokens_after_a_cached_prefix_read_pages_by_the_kernel(name, monkeypatch):
+    model, rows, kernel = build(name, torch.float32), [], cached_layout.paged_attention
+
+    def counted(query, *args, **kwargs):
+        rows.append(len(query))
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(cached_layout, "_kernel_serves", lambda query: True)
+    monkeypatch.setattr(cached_layout, "paged_attention", counted)
+    each = engine(model, pages=80, max_length=180, max_tokens=200, max_sequences=2)
+    document = [7 * place % VOCAB for place in range(165)]
+    each.generate([Request(prompt=document[:161], max_new_tokens=1)])
+    assert rows == []
+    new, done = each.generate([Request(prompt=x, max_new_tokens=1, **ALL) for x in ([1] * 9, document)])
+    assert set(rows) == {5}
+    for prompt, completion in (([1] * 9, new), (document, done)):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = model(ids, torch.arange(len(prompt))[None])[0, -1, :VOCAB].log_softmax(-1)
+        assert completion.scores[0].logprob == pytest.approx(float(expected[completion.scores[0].token]), abs=1e-4)
+
+
 def test_a_stop_token_ends_the_text_without_being_part_of_it():
     model = build("grouped")
     greedy = Sampling(temperature=0)
