@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.fp8.gather import begin_gather
 from megatron.core.fp8.products import add_product, multiply, transposed
@@ -23,6 +24,7 @@ from megatron.core.fp8.storage import fp8_copy
 from megatron.core.fusions.fp8_cast import (
     E4M3,
     LARGEST,
+    CastTarget,
     Copies,
     Quantized,
     Scale,
@@ -118,8 +120,10 @@ class Fp8Gemms(Gemms):
 
     def pack_input(self, x: Tensor, *, for_backward: bool) -> Operands:
         columns = for_backward and self.weight_gradients
-        copies = self.cast_input(x, columns=columns, observes=for_backward)
+        copies = carried(x) or self.cast_input(x, columns=columns, observes=for_backward)
         rows = _present(copies.rows)
+        if columns and copies.columns is None:
+            copies = copies._replace(columns=transposed(_flat(rows)))
         first = rows._replace(data=rows.data.view(x.shape))
         second: Operand = first if copies.columns is None else copies.columns
         return Operands(first, second if self.weight_gradients or not for_backward else x)
@@ -204,6 +208,21 @@ class PerTensorGemms(Fp8Gemms):
         scale = self._scale(grad, row, observes=True)
         return cast_tensor(grad, self.gradient_format, scale, rows=rows, columns=columns)
 
+    def _target(self, row: int, dtype: torch.dtype, device: torch.device) -> CastTarget | None:
+        history = self.history
+        if history is None or not self.weight_gradients:  # weight gradients in higher precision read the values
+            return None
+        scale = history.scale(row, device)
+        return None if scale is None else CastTarget(dtype, scale, partial(history.observe, row))
+
+    def input_target(self, device: torch.device) -> CastTarget | None:
+        """Return the cast of X for its producer; None unless the scale is known before."""
+        return None if self.history is None else self._target(self._input, E4M3, device)
+
+    def gradient_target(self, device: torch.device) -> CastTarget | None:
+        """Return the cast of dY for its producer; None unless the scale is known before."""
+        return None if self.history is None else self._target(self._gradient, self.gradient_format, device)
+
     def gather_gradient(self, grad: Tensor, group: Group) -> Tensor:
         if not self.weight_gradients:  # these read the values
             return super().gather_gradient(grad, group)
@@ -233,6 +252,16 @@ class PerTensorGemms(Fp8Gemms):
         if len(amaxes) > 1 or any(group.size > 1 for group in self.weight_groups):
             amax = current_amax(torch.cat(amaxes), self.weight_groups)
         return [cast_tensor(each, E4M3, amax, rows=rows, columns=columns) for each in weights]
+
+
+def targets_between(first: nn.Module, second: nn.Module, device: torch.device) -> tuple[CastTarget, CastTarget] | None:
+    """Return the casts of the input of the layer ``second`` and of the output gradient of ``first``, for the operation
+    between the two; None unless both layers are in fp8 with scales that are known before."""
+    one, other = (getattr(getattr(layer, "traits", None), "gemms", None) for layer in (first, second))
+    if not (isinstance(one, PerTensorGemms) and isinstance(other, PerTensorGemms)):
+        return None
+    gradient, output = one.gradient_target(device), other.input_target(device)
+    return None if output is None or gradient is None else (output, gradient)
 
 
 class BlockwiseGemms(Fp8Gemms):

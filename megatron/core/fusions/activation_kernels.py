@@ -48,6 +48,30 @@ if triton is not None:
     from megatron.core.fusions.fp8_cast import magnitude_bits
 
     @triton.jit
+    def gated_value(gate, up, slope, clamp, offset, CLAMPS: tl.constexpr):
+        """Return a(gate) (up + offset), fp32; CLAMPS bounds gate and up by ``clamp`` first."""
+        if CLAMPS:
+            gate = tl.minimum(gate, clamp)
+            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+        return gate * tl.sigmoid(slope * gate) * (up + offset)
+
+    @triton.jit
+    def gated_gradients(gate, up, upstream, slope, clamp, offset, CLAMPS: tl.constexpr):
+        """Return the gradients of gate and up, fp32; zero for clamped elements."""
+        if CLAMPS:
+            gate_moves = gate <= clamp
+            up_moves = (up >= -clamp) & (up <= clamp)
+            gate = tl.minimum(gate, clamp)
+            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+        sigmoid = tl.sigmoid(slope * gate)
+        grad_up = upstream * gate * sigmoid
+        grad_gate = upstream * (up + offset) * sigmoid * (1.0 + slope * gate * (1.0 - sigmoid))
+        if CLAMPS:
+            grad_gate = tl.where(gate_moves, grad_gate, 0.0)
+            grad_up = tl.where(up_moves, grad_up, 0.0)
+        return grad_gate, grad_up
+
+    @triton.jit
     def _gated_forward(
         packed, weights, out, amax_bits, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr,
         WEIGHTED: tl.constexpr, NOTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -61,10 +85,7 @@ if triton is not None:
         inside = column < width
         gate = tl.load(packed + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(packed + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-        if CLAMPS:
-            gate = tl.minimum(gate, clamp)
-            up = tl.minimum(tl.maximum(up, -clamp), clamp)
-        result = gate * tl.sigmoid(slope * gate) * (up + offset)
+        result = gated_value(gate, up, slope, clamp, offset, CLAMPS)
         if WEIGHTED:
             result *= tl.load(weights + row).to(tl.float32)
         rounded = result.to(out.dtype.element_ty)
@@ -88,21 +109,11 @@ if triton is not None:
         gate = tl.load(packed + gate_at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(packed + gate_at + width, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        if CLAMPS:
-            gate_moves = gate <= clamp
-            up_moves = (up >= -clamp) & (up <= clamp)
-            gate = tl.minimum(gate, clamp)
-            up = tl.minimum(tl.maximum(up, -clamp), clamp)
-        sigmoid = tl.sigmoid(slope * gate)
         if WEIGHTED:
-            product = tl.where(inside, upstream * gate * sigmoid * (up + offset), 0.0)
+            product = tl.where(inside, upstream * gated_value(gate, up, slope, clamp, offset, CLAMPS), 0.0)
             tl.store(grad_weights + tl.program_id(0), tl.sum(product, axis=0))
             upstream *= tl.load(weights + row).to(tl.float32)
-        grad_up = upstream * gate * sigmoid
-        grad_gate = upstream * (up + offset) * sigmoid * (1.0 + slope * gate * (1.0 - sigmoid))
-        if CLAMPS:
-            grad_gate = tl.where(gate_moves, grad_gate, 0.0)
-            grad_up = tl.where(up_moves, grad_up, 0.0)
+        grad_gate, grad_up = gated_gradients(gate, up, upstream, slope, clamp, offset, CLAMPS)
         rounded_gate, rounded_up = grad_gate.to(grad_packed.dtype.element_ty), grad_up.to(grad_packed.dtype.element_ty)
         tl.store(grad_packed + gate_at, rounded_gate, mask=inside)
         tl.store(grad_packed + gate_at + width, rounded_up, mask=inside)

@@ -27,6 +27,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions import activation_kernels
 from megatron.core.fusions.batch_invariant_product import in_full_vectors
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+from megatron.core.fusions.fp8_cast import CastTarget
+from megatron.core.fusions.gated_cast import gated_cast_triton
 
 _QUICK_GELU_SLOPE = 1.702
 
@@ -56,6 +58,18 @@ def select_weighted_activation(config: TransformerConfig) -> Callable[[Tensor, T
     if config.geglu or not is_gated or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return plain
     return ByDevice(partial(activation_kernels.weighted_gated_triton, traits=_gate_traits(config)), plain)
+
+
+def select_gated_cast(config: TransformerConfig) -> Callable[[Tensor, CastTarget, CastTarget], Tensor] | None:
+    """Return the kernel that applies a gated activation and writes fp8 copies for the layers around it; None if they
+    read values: without delayed scaling, with biases, or with --tp-comm-overlap, which computes parts of the rows."""
+    reads_values = config.add_bias_linear or config.tp_comm_overlap
+    if config.fp8 is None or config.fp8_recipe != "delayed" or reads_values:
+        return None
+    is_served = config.gated_linear_unit and not config.geglu and config.params_dtype.itemsize == 2
+    if not is_served or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
+        return None
+    return partial(gated_cast_triton, traits=_gate_traits(config))
 
 
 def _weighted(x: Tensor, weights: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ Legend: t rows (tokens, or output features of a weight), i columns (input featur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -71,6 +71,15 @@ class Scale(NamedTuple):
     """fp32 [1]: multiplies the values."""
     inverse: Tensor
     """fp32 [1]: 1 / factor."""
+
+
+class CastTarget(NamedTuple):
+    """Cast that the producer of a matrix does in place of its reader."""
+
+    dtype: torch.dtype
+    scale: Scale
+    observe: Callable[[Tensor], None]
+    """Records amaxes fp32 [n] of the matrix."""
 
 
 def factor_of(amax: Tensor, largest: float) -> Tensor:
@@ -168,7 +177,7 @@ if triton is not None:
         return (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
     @triton.jit
-    def _to_fp8(value, factor, dtype: tl.constexpr):
+    def fp8_value(value, factor, dtype: tl.constexpr):
         """Round ``value * factor`` to ``dtype``; NaN for infinities. The hardware's conversion clips."""
         return (value * factor + (value - value)).to(dtype)
 
@@ -203,7 +212,7 @@ if triton is not None:
             factor = _factor(tl.max(tl.load(amax_bits + part, mask=part < count, other=0), axis=0), largest)
             if program == 0:
                 tl.store(inverse, tl.div_rn(factor * 0.0 + 1.0, factor))
-        quantized = _to_fp8(value, factor, data.dtype.element_ty)
+        quantized = fp8_value(value, factor, data.dtype.element_ty)
         if ROWS:
             tl.store(data + row[:, None] * width + column[None, :], quantized, mask=inside)
         if COLUMNS:
@@ -243,7 +252,7 @@ if triton is not None:
             inside = (row < height)[:, None] & (column < width)[None, :]
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             factor = _block_factor(tl.max(magnitude_bits(value), axis=1), largest, SQUARE)
-            tl.store(data + at, _to_fp8(value, factor[:, None], data.dtype.element_ty), mask=inside)
+            tl.store(data + at, fp8_value(value, factor[:, None], data.dtype.element_ty), mask=inside)
             inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)
             if SQUARE:
                 tl.store(scales + tile_t * tiles_i + tile_i, tl.max(inverse, axis=0))
@@ -255,7 +264,7 @@ if triton is not None:
             inside = (row < height)[:, None] & (column < width)[None, :]
             value = tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
             factor = _block_factor(tl.max(magnitude_bits(value), axis=0), largest, SQUARE)
-            quantized = _to_fp8(value, factor[None, :], transposed.dtype.element_ty)
+            quantized = fp8_value(value, factor[None, :], transposed.dtype.element_ty)
             at = transposed + column.to(tl.int64)[:, None] * height + row[None, :]
             tl.store(at, tl.trans(quantized), mask=(column < width)[:, None] & (row < height)[None, :])
             inverse = tl.div_rn(tl.zeros_like(factor) + 1.0, factor)

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import select_activation
+from megatron.core.fp8.gemms import targets_between
+from megatron.core.fusions.activations import select_activation, select_gated_cast
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import ForwardContext
@@ -57,13 +58,22 @@ class MLP(Segmented):
         self.linear_fc1 = build_module(
             submodules.linear_fc1, config.hidden_size, fc1_width, init_method=weight_init(config), **shared
         )
-        self.activation = select_activation(config)
+        self.activation, self._gated_cast = select_activation(config), select_gated_cast(config)
         self._keeping = activation_output(config)
         self.linear_fc2 = build_module(
             submodules.linear_fc2, width, config.hidden_size, init_method=output_weight_init(config), **shared
         )
 
     describe = staticmethod(describe_mlp)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        """Return the activation of ``x``; with delayed fp8 scales a tensor that carries only fp8 copies for fc2, and in
+        backward for fc1."""
+        if self._gated_cast is not None and x.is_cuda:
+            targets = targets_between(self.linear_fc1, self.linear_fc2, x.device)
+            if targets is not None:
+                return self._gated_cast(x, *targets)
+        return self.activation(x)
 
     @property
     def first_linear(self) -> nn.Module:
@@ -83,7 +93,7 @@ class MLP(Segmented):
         yield
         intermediate, _ = self.linear_fc1(gathering)
         yield
-        activated = self.activation(intermediate)
+        activated = self._activate(intermediate)
         with self._keeping(activated, self.activation, intermediate):
             summing = leave(self.linear_fc2, activated, ctx)
         yield
