@@ -39,8 +39,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 CALIBRATION = ROOT / "megatron" / "training" / "report" / "plan" / "calibration.tsv"
 PAGE = ROOT / "docs" / "guides" / "planning.md"
 HEADER = "# kind\tmeasured / predicted time\trows; written by benchmarks/plan_validation.py\n"
-OTHER_KERNELS = re.compile(r"\+(te|no-fusions|halves|learned)\b|through copy engines")
+OTHER_KERNELS = re.compile(r"\+(te|no-fusions|halves|learned)\b|through copy engines|with separate torch operations")
 """Rows with kernels or options that the time model does not describe."""
+MOST_HOST = 0.1
+"""Share of host time above which a row does not calibrate kernels."""
 FAR_APART = 0.05
 """Relative difference from which two rows have an order."""
 
@@ -53,12 +55,29 @@ class Row:
     workload: str
     """Rows of the same workload and GPU are compared with each other."""
     measured: float
-    """Seconds per step of the unit below."""
-    predicted: float
+    """Seconds per step."""
+    uncalibrated: float
+    """Predicted seconds per step, without a factor."""
     per_gpu: float
     """Measured tokens per second and GPU."""
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...]
+    """Kinds of rows that calibrate this one, the most similar first: kinds of models, or the program of a published
+    row."""
     source: str = ""
+    host: float = 0.0
+    """Predicted seconds in which the device waits for the host or the link to it; no factor applies to them."""
+    factor: float = 1.0
+    """Measured over predicted time of other rows."""
+
+    @property
+    def predicted(self) -> float:
+        """Predicted seconds per step."""
+        return (self.uncalibrated - self.host) * self.factor + self.host
+
+    @property
+    def speed(self) -> float:
+        """Predicted tokens per second and GPU."""
+        return self.per_gpu * self.measured / self.predicted
 
     @property
     def error(self) -> float:
@@ -81,11 +100,12 @@ def own_rows() -> list[Row]:
         cfg = resolve(parse_args(words[at + 1 :], model_family=find_program(words[at])[0].name), gpus, gpus=True)
         gpu = kind_of_device(row["environment"]["device"])
         assert gpu is not None, row["environment"]["device"]
-        time = predict_step(cfg, Cluster(gpu, 1, gpus), cfg.tokenizer.vocab_size or 0, {}).seconds
+        time = predict_step(cfg, Cluster(gpu, 1, gpus), cfg.tokenizer.vocab_size or 0, {})
+        host = sum(time.parts.get(part, 0.0) for part in ("host", "copies of optimizer state"))
         per_gpu = cfg.training.global_batch_size * cfg.data.seq_length / row["seconds_per_iteration"] / gpus
         kinds = tuple(calibration_kinds(cfg, gpu))
         seconds = row["seconds_per_iteration"]
-        found.append(Row(name, workload(cfg, gpu.name), seconds, time, per_gpu, kinds))
+        found.append(Row(name, workload(cfg, gpu.name), seconds, time.seconds, per_gpu, kinds, host=host))
     return found
 
 
@@ -100,19 +120,22 @@ def factors(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
     GPU."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for row in rows:
+        if row.host > MOST_HOST * row.uncalibrated:
+            continue
         for kind in row.kinds[:2]:
-            ratios[kind].append(math.log(row.measured / row.predicted))
+            ratios[kind].append(math.log((row.measured - row.host) / (row.uncalibrated - row.host)))
     return {kind: (math.exp(statistics.fmean(each)), len(each)) for kind, each in sorted(ratios.items())}
 
 
 def left_out(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with predictions that are calibrated by all other rows."""
-    found = []
-    for row in rows:
-        known = factors(other for other in rows if other is not row)
-        factor = next((known[kind][0] for kind in row.kinds if kind in known), 1.0)
-        found.append(replace(row, predicted=row.predicted * factor))
-    return found
+    return [calibrate(row, [other for other in rows if other is not row]) for row in rows]
+
+
+def calibrate(row: Row, others: Sequence[Row]) -> Row:
+    """Return ``row`` with the prediction that ``others`` calibrate."""
+    known = factors(others)
+    return replace(row, factor=next((known[kind][0] for kind in row.kinds if kind in known), 1.0))
 
 
 # ---- published rows
@@ -142,7 +165,7 @@ def published_rows() -> list[Row]:
             flops = full_flops(resolved, vocab_size) if row["convention"] == "full" else flops
             speed = speed * 1e12 * length / flops
         measured = samples * length / speed / gpus
-        found.append(Row(row["name"], workload(resolved, row["gpu"]), measured, seconds, speed, (), row["source"]))
+        found.append(Row(row["name"], workload(resolved, row["gpu"]), measured, seconds, speed, (row["source"],), row["source"]))
     return found
 
 
@@ -162,15 +185,18 @@ def _stated(cfg: FlatConfig, cluster: Cluster, vocab_size: int) -> tuple[float, 
 
 
 def pairs(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return (pairs in the right order, pairs) of one workload whose measured speeds differ by more than 5 %."""
+    """Return (pairs in the right order, pairs) of one workload whose measured speeds differ by more than 5 %. Both rows
+    are calibrated by the rows other than these two: with different factors, the measured order would enter them. Equal
+    predictions are not in order."""
     right = total = 0
     for index, first in enumerate(rows):
         for second in rows[:index]:
             if first.workload != second.workload or abs(first.per_gpu / second.per_gpu - 1) <= FAR_APART:
                 continue
             total += 1
-            predicted = [each.per_gpu * each.measured / each.predicted for each in (first, second)]
-            right += (first.per_gpu > second.per_gpu) == (predicted[0] > predicted[1])
+            others = [row for row in rows if row is not first and row is not second]
+            speeds = [calibrate(row, others).speed for row in (first, second)]
+            right += (speeds[0] - speeds[1]) * (first.per_gpu - second.per_gpu) > 0
     return right, total
 
 
@@ -206,8 +232,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         cell = f" {row.source} |" if source else ""
-        predicted = row.per_gpu * row.measured / row.predicted
-        lines.append(f"| {row.name} |{cell} {row.per_gpu:,.0f} | {predicted:,.0f} | {row.error:+.1%} |")
+        lines.append(f"| {row.name} |{cell} {row.per_gpu:,.0f} | {row.speed:,.0f} | {row.error:+.1%} |")
     return "\n".join(lines)
 
 

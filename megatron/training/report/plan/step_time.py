@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.moe import expert_tensor_ranks
-from megatron.core.description.model import ModelDescription, Op, Piece
+from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
+from megatron.core.description.model import ModelDescription, Op, Param, Piece
 from megatron.core.description.parts import activation_bytes
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.simulate import simulate
@@ -61,6 +62,13 @@ GROUPED = 0.92
 """Rate of grouped GEMMs relative to single ones."""
 HOST_LAYER = 2.1e-3
 """Host time of one layer's forward and backward pass, in seconds (GPT-345M without CUDA graphs)."""
+KERNEL = 3e-6
+"""Shortest duration of a kernel, launch included, in seconds."""
+ROW_COUNTS = 2.2e-3
+"""Idle time of the device in a layer with experts, forward and backward, in seconds: the host reads row counts, and the
+queue of the device runs empty (Qwen3-30B shape on two GPUs, with and without --moe-static-rows)."""
+HOST_LINK = 55e9
+"""Bytes per second between a GPU and host memory, in each direction."""
 OTHER = 0.01
 """Elementwise kernels, copies and gaps, relative to compute."""
 TP_EXPOSED = {False: 0.85, True: 0.33}
@@ -116,7 +124,7 @@ def predict_step(
     model = model or cfg.describe(vocab_size)
     stages = run_stages(cfg, vocab_size or None, model)
     factor = calibration_factor(cfg, cluster.gpu, calibration() if factors is None else factors)
-    costs = [_scaled(stage_times(cfg, model, stage, cluster), factor) for stage in stages]
+    costs = [stage_times(cfg, model, stage, cluster, factor) for stage in stages]
     duration, bubble = _pipeline(cfg, costs, cluster, rough)
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     parts: Seconds[str] = Seconds()
@@ -128,10 +136,6 @@ def predict_step(
     after = [_after_backward(cfg, model, stages[rank::ranks], cluster, costs[rank]) for rank in range(ranks)]
     parts.add(max(after, key=lambda each: sum(each.values())))
     return StepTime(sum(parts.values()), dict(parts), bubble)
-
-
-def _scaled(times: Times, factor: float) -> Times:
-    return Seconds({key: seconds * factor for key, seconds in times.items()})
 
 
 # ---- compute
@@ -152,7 +156,7 @@ def gemm_seconds(gpu: Gpu, rate: float, sizes: tuple[float, float, float], group
     # persistent kernels split the last wave: half of the quantization remains
     quantized = full * (1 + 0.5 * (math.ceil(waves) / waves - 1))
     seconds = 2 * m * n * k * groups * quantized * (1 + HALF_K / k) / (rate * 1e12)
-    return max(seconds, item * groups * (m * n + n * k + m * k) / (gpu.memory_rate * 1e12)) + 3e-6
+    return max(seconds, item * groups * (m * n + n * k + m * k) / (gpu.memory_rate * 1e12)) + KERNEL
 
 
 def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> Times:
@@ -185,8 +189,8 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
     forward, backward = (1 + half / max(keys, 1.0) for half in HALF_KEYS)
     return Seconds(
         {
-            ("F", "attention"): flops * forward / (gpu.attention_forward * 1e12),
-            ("I", "attention"): 2.5 * flops * backward / (gpu.attention_backward * 1e12),
+            ("F", "attention"): KERNEL + flops * forward / (gpu.attention_forward * 1e12),
+            ("I", "attention"): KERNEL + 2.5 * flops * backward / (gpu.attention_backward * 1e12),
         }
     )
 
@@ -204,7 +208,10 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
             times = _attention(cfg, op, gpu)
         else:
             seconds = op.traffic * _tokens(cfg) / (gpu.memory_rate * 1e12)
-            times = Seconds({("F", "memory-bound"): 0.4 * seconds, ("I", "memory-bound"): 0.6 * seconds})
+            floor = KERNEL * (op.traffic > 0)
+            times = Seconds(
+                {("F", "memory-bound"): floor + 0.4 * seconds, ("I", "memory-bound"): floor + 0.6 * seconds}
+            )
         again = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
         if full or again:
             for (phase, _), seconds in list(times.items()):
@@ -276,19 +283,38 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
 # ---- stages
 
 
-def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster) -> Times:
-    """Return the times of one micro-batch on a stage. A stage is at least as slow as the host starts its kernels."""
+def stage_times(
+    cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, factor: float = 1.0
+) -> Times:
+    """Return the times of one micro-batch on a stage, those of the device multiplied by ``factor``. A stage is at least
+    as slow as the host starts its kernels."""
     pieces = stage_pieces(model, stage)
     found = summed_times(cfg, model, pieces, cluster)
     branches = sum(piece.is_branch for piece in pieces)
     if cfg.distributed.use_torch_fsdp2:
         _add_fsdp(cfg, model, stage, cluster, found)
+    found = Seconds({key: seconds * factor for key, seconds in found.items()})
+    if _reads_row_counts(cfg):
+        experts = sum(any(param.is_expert for param in piece.params) for piece in pieces)
+        found["F", "host"] += experts * ROW_COUNTS / 2
+        found["I", "host"] += experts * ROW_COUNTS / 2
     total, graphs = sum(found.values()), cfg.flat.cuda_graph_impl not in (None, "none")
     if not graphs and total < branches / 2 * HOST_LAYER:
         missing = branches / 2 * HOST_LAYER - total
         found["F", "host"] += missing / 3
         found["I", "host"] += missing * 2 / 3
     return found
+
+
+def _reads_row_counts(cfg: PretrainConfig) -> bool:
+    """Whether the host reads how many rows the experts of a rank get."""
+    model = cfg.model
+    return (
+        model.expert_model_parallel_size > 1
+        and model.moe_token_dispatcher_type != "allgather"
+        and not model.moe_static_rows
+        and not model.moe_pad_expert_input_to_capacity
+    )
 
 
 def summed_times(cfg: PretrainConfig, model: ModelDescription, pieces: Sequence[Piece], cluster: Cluster) -> Times:
@@ -367,6 +393,13 @@ def _data_ranks(cfg: PretrainConfig) -> tuple[int, int]:
     return cfg.data_parallel_size * cfg.model.context_parallel_size, cfg.model.tensor_model_parallel_size
 
 
+def _newton_schulz_flops(cfg: PretrainConfig, param: Param) -> float:
+    """Return the FLOPs of Muon's update of a global parameter, whose leading dims count matrices. Per step X X^T, its
+    square, and their product with X, for X [m, n] with m <= n: 4 m^2 n + 2 m^3."""
+    m, n = sorted(param.shape[-2:])
+    return cfg.optimizer.muon_num_ns_steps * math.prod(param.shape[:-2]) * (4.0 * m * m * n + 2.0 * m**3)
+
+
 def _after_backward(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], cluster: Cluster, cost: Times
 ) -> Seconds[str]:
@@ -384,6 +417,15 @@ def _after_backward(
     moved = 2 * gradient_bytes(cfg) + 2 * state + activation_bytes(cfg.model)
     elements = dense / ranks + experts / copies if sharded else dense + experts
     found = Seconds({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
+    if cfg.optimizer.optimizer in MUON_OPTIMIZERS:
+        matrices = [each.param for each in stored if is_hidden_matrix(each.param.name, len(each.shape))]
+        shards = {True: held * (copies if sharded else 1), False: stride * (ranks if sharded else 1)}
+        flops = sum(_newton_schulz_flops(cfg, param) / shards[param.is_expert] for param in matrices)
+        found["orthogonalization"] = flops / (cluster.gpu.gemm * 1e12)
+    if cfg.optimizer.optimizer_cpu_offload:
+        copied = elements * state * cfg.optimizer.optimizer_offload_fraction
+        directions = 1 if cfg.optimizer.overlap_cpu_optimizer_d2h_h2d else 2
+        found["copies of optimizer state"] = directions * copied / HOST_LINK
     if fsdp:
         return found
     first = {phase: sum(value for (each, _), value in cost.items() if each in phase) for phase in ("F", "IW")}
