@@ -65,8 +65,8 @@ HOST_LAYER = 2.1e-3
 KERNEL = 3e-6
 """Shortest duration of a kernel, launch included, in seconds."""
 ROW_COUNTS = 2.2e-3
-"""Idle time of the device in a layer with experts, forward and backward, in seconds: the host reads row counts, and the
-queue of the device runs empty (Qwen3-30B shape on two GPUs, with and without --moe-static-rows)."""
+"""Idle time of the device in a layer with experts, forward and backward, in seconds: the host reads row counts for the
+all-to-all, and the queue of the device runs empty (Qwen3-30B shape on two GPUs, compared with --moe-static-rows)."""
 HOST_LINK = 55e9
 """Bytes per second between a GPU and host memory, in each direction."""
 OTHER = 0.01
@@ -258,7 +258,7 @@ def _context_communication(cfg: PretrainConfig, cluster: Cluster, attention: flo
     kind = model.cp_comm_type[0] if isinstance(model.cp_comm_type, (list, tuple)) else model.cp_comm_type
     if kind == "a2a":
         heads = _tokens(cfg) * 2 * model.num_attention_heads * width * activation_bytes(model) / tp + values
-        one = A2A_SLOWDOWN * cluster.collective(heads, cp, tp)
+        one = A2A_SLOWDOWN * cluster.collective(heads, cp, tp, "all_to_all")
         return Seconds({("F", "context communication"): one, ("I", "context communication"): one})
     one = cluster.collective(values * cp, cp, tp) if kind == "allgather" else (cp - 1) * cluster.send(values, tp)
     # a ring overlaps its messages with the attention of the previous block; with more steps it waits for the slowest
@@ -276,7 +276,7 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
     if model.moe_token_dispatcher_type == "allgather":
         one = cluster.collective(stream * ep, ep, stride)
     else:
-        one = cluster.collective(stream * model.moe_router_topk, ep, stride)
+        one = cluster.collective(stream * model.moe_router_topk, ep, stride, "all_to_all")
     return Seconds({("F", "expert communication"): 2 * one, ("I", "expert communication"): 2 * one})
 
 
@@ -286,8 +286,8 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
 def stage_times(
     cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, factor: float = 1.0
 ) -> Times:
-    """Return the times of one micro-batch on a stage, those of the device multiplied by ``factor``. A stage is at least
-    as slow as the host starts its kernels."""
+    """Return the times of one micro-batch on a stage, with device times multiplied by ``factor``. A stage is at least as
+    slow as the host starts its kernels."""
     pieces = stage_pieces(model, stage)
     found = summed_times(cfg, model, pieces, cluster)
     branches = sum(piece.is_branch for piece in pieces)
@@ -312,7 +312,6 @@ def _reads_row_counts(cfg: PretrainConfig) -> bool:
     return (
         model.expert_model_parallel_size > 1
         and model.moe_token_dispatcher_type != "allgather"
-        and not model.moe_static_rows
         and not model.moe_pad_expert_input_to_capacity
     )
 
