@@ -26,7 +26,7 @@ MOST_EVENTS = 300
 MOST_TEXTS = 8
 """Samples per prompt, evenly spaced over the run, the first and the last among them."""
 MOST_CHARACTERS = 4000
-"""Characters of a sample."""
+"""Characters of a prompt and of a text."""
 MOST_LAYERS = 8
 """Layers that a chart shows, evenly spaced."""
 ROWS = {
@@ -293,7 +293,7 @@ def _texts(number: int, run: Run) -> str:
     few = "" if len(shown) == len(found) else f" <small>{len(shown)} of {len(found)} samples</small>"
     rows = "".join(
         f"<dt>iteration {each.iteration:,}</dt>"
-        f"<dd><b>{escape(each.prompt)}</b>{escape(each.text[:MOST_CHARACTERS])}</dd>"
+        f"<dd><b>{escape(each.prompt[:MOST_CHARACTERS])}</b>{escape(each.text[:MOST_CHARACTERS])}</dd>"
         for each in shown
     )
     return f'<h3>Prompt {number}{few}</h3><dl class="texts">{rows}</dl>'

@@ -286,8 +286,8 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
 def stage_times(
     cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, factor: float = 1.0
 ) -> Times:
-    """Return the times of one micro-batch on a stage, with device times multiplied by ``factor``. A stage is at least as
-    slow as the host starts its kernels."""
+    """Return the times of one micro-batch on a stage, with device times multiplied by ``factor``. A stage is at least
+    as slow as the host starts its kernels."""
     pieces = stage_pieces(model, stage)
     found = summed_times(cfg, model, pieces, cluster)
     branches = sum(piece.is_branch for piece in pieces)
