@@ -60,8 +60,10 @@ HALF_KEYS = (400, 450)
 """Keys per query at which attention forward and backward reach half of their rate."""
 GROUPED = 0.92
 """Rate of grouped GEMMs relative to single ones."""
-HOST_LAYER = 2.1e-3
-"""Host time of one layer's forward and backward pass, in seconds (GPT-345M without CUDA graphs)."""
+LAUNCH = 40e-6
+"""Host time of one kernel of a layer, in seconds (GPT-345M without CUDA graphs)."""
+LAUNCHES = {"layer": 53, "bidirectional": 19, "fp8": 18, "experts": 113, "all-to-all": 105}
+"""Kernels of a layer's forward and backward pass, and additions to them, counted in profiles of measured rows."""
 KERNEL = 3e-6
 """Shortest duration of a kernel, launch included, in seconds."""
 ROW_COUNTS = 2.2e-3
@@ -200,7 +202,7 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
     found: Times = Seconds()
     model, full = cfg.model, cfg.model.recompute_granularity == "full" and layer
     modules = set(model.recompute_modules or ("core_attn",)) if model.recompute_granularity == "selective" else set()
-    experts = any(param.is_expert for param in piece.params) or piece.name == "experts"
+    experts = _has_experts(piece) or piece.name == "experts"
     for op in piece.ops:
         if op.kind == "gemm" and op.gemm:
             times = _gemm(cfg, op, gpu, experts, head)
@@ -244,7 +246,7 @@ def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, at
         found["I", "tensor communication"] = share * backward
     if cp > 1 and any(op.kind == "attention" for op in piece.ops):
         found.add(_context_communication(cfg, cluster, attention))
-    if model.expert_model_parallel_size > 1 and any(param.is_expert for param in piece.params):
+    if model.expert_model_parallel_size > 1 and _has_experts(piece):
         found.add(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
     return found
 
@@ -290,20 +292,31 @@ def stage_times(
     as slow as the host starts its kernels."""
     pieces = stage_pieces(model, stage)
     found = summed_times(cfg, model, pieces, cluster)
-    branches = sum(piece.is_branch for piece in pieces)
     if cfg.distributed.use_torch_fsdp2:
         _add_fsdp(cfg, model, stage, cluster, found)
     found = Seconds({key: seconds * factor for key, seconds in found.items()})
     if _reads_row_counts(cfg):
-        experts = sum(any(param.is_expert for param in piece.params) for piece in pieces)
+        experts = sum(map(_has_experts, pieces))
         found["F", "host"] += experts * ROW_COUNTS / 2
         found["I", "host"] += experts * ROW_COUNTS / 2
-    total, graphs = sum(found.values()), cfg.flat.cuda_graph_impl not in (None, "none")
-    if not graphs and total < branches / 2 * HOST_LAYER:
-        missing = branches / 2 * HOST_LAYER - total
+    graphs = cfg.flat.cuda_graph_impl not in (None, "none")
+    missing = _launch_seconds(cfg, pieces) - sum(found.values())
+    if not graphs and missing > 0:
         found["F", "host"] += missing / 3
         found["I", "host"] += missing * 2 / 3
     return found
+
+
+def _launch_seconds(cfg: PretrainConfig, pieces: Sequence[Piece]) -> float:
+    """Return the seconds in which the host starts the kernels of the layers in ``pieces``, without CUDA graphs."""
+    kinds = ["layer", *["bidirectional"] * (not cfg.family.is_causal), *["fp8"] * (cfg.model.fp8 is not None)]
+    launches = sum(LAUNCHES[kind] for kind in kinds) / 2 * sum(piece.is_branch for piece in pieces)
+    kinds = ["experts", *["all-to-all"] * _reads_row_counts(cfg)]
+    return LAUNCH * (launches + sum(LAUNCHES[kind] for kind in kinds) * sum(map(_has_experts, pieces)))
+
+
+def _has_experts(piece: Piece) -> bool:
+    return any(param.is_expert for param in piece.params)
 
 
 def _reads_row_counts(cfg: PretrainConfig) -> bool:

@@ -14,6 +14,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.plan import search as search_module
+from megatron.training.report.plan import step_time
 from megatron.training.report.plan.bounds import Bounds
 from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_kinds, kind_of_device
 from megatron.training.report.plan.goodput import expected_maximum, goodput, simulate_ranks
@@ -141,11 +142,21 @@ def test_muon_and_offloaded_state_take_their_time_after_the_backward_pass():
     assert both.parts[part] == pytest.approx(10 * elements / 55e9, rel=0.05)
 
 
-def test_experts_wait_for_row_counts_of_the_all_to_all():
+def test_experts_wait_for_row_counts_of_the_all_to_all(monkeypatch):
+    monkeypatch.setattr(step_time, "LAUNCH", 0.0)
     flags = f"{MOE} --expert-model-parallel-size 8 --moe-token-dispatcher-type"
     counted, gathered = predicted(f"{flags} alltoall"), predicted(f"{flags} allgather")
     microbatches = 32 / 8
     assert counted.parts["host"] - gathered.parts.get("host", 0.0) == pytest.approx(8 * microbatches * 2.2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "launches"), [("", 53), ("--fp8-format hybrid --fp8-recipe tensorwise", 71), ("--num-experts 8", 166)]
+)
+def test_a_step_is_not_faster_than_the_host_starts_its_kernels(monkeypatch, flags, launches):
+    monkeypatch.setattr(step_time, "LAUNCH", 1e-3)
+    found = predicted(f"{SMALL} {flags}", world_size=1)
+    assert found.seconds - found.parts["optimizer"] == pytest.approx(32 * 8 * launches * 1e-3)
 
 
 def test_factors_apply_to_device_time_only():
