@@ -45,6 +45,7 @@ FLAGS=(--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 192
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer"
     --data-path "$OUT/corpus_text_document" --split 95,4,1 --num-workers 0
     --eval-interval 175 --eval-iters 8 --log-interval 50 --log-throughput
+    --sample-prompts "Once upon a time" --sample-interval 50 --sample-temperature 0.4
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 175 --tensorboard-dir "$OUT/tensorboard")
 TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$PROCESSES" pretrain_gpt.py "${FLAGS[@]}")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -64,4 +65,4 @@ run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "Once upon a 
 step "the loss curve"
 run "$PYTHON" tools/plot_metrics.py "$OUT/checkpoints" --output "$OUT/loss.png" --text
 
-printf '\nall of it is in %s: corpus, tokenizer, data, checkpoints, metrics.jsonl, TensorBoard files, loss.png\n' "$OUT"
+printf '\nall of it is in %s: corpus, tokenizer, data, checkpoints, metrics.jsonl, TensorBoard files, loss.png;\nopen %s in a browser: losses, and how the text of the model changed\n' "$OUT" "$OUT/checkpoints/report.html"

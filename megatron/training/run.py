@@ -243,9 +243,9 @@ def _checked_inputs(cfg: PretrainConfig, world: Group) -> Tokenizer | None:
 
 
 def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
-    """Run the final validation and test after training, which ended for ``reason`` (None: --skip-train); return the
-    exit code, UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end skips the evaluations, and
-    a signal skips the remaining ones. Collective."""
+    """Run the final validation and test, then write samples, after training, which ended for ``reason`` (None:
+    --skip-train); return the exit code, UNSAVED_EXIT_CODE if the last save failed. A run that stopped before its end
+    skips them, and a signal skips the remaining ones. Collective."""
     cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
     if reason is not None:
@@ -260,6 +260,8 @@ def _final_evaluation(trainer: Trainer, reason: ExitReason | None) -> int:
             logger.warning(NO_FINAL_EVALUATION)
             break
         trainer.evaluate(sets, name, final=True)
+    else:
+        trainer.write_samples(final=True)
     return code
 
 

@@ -22,6 +22,8 @@ from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalName, EvalSet, Evaluator
 from megatron.training.exits import conditions
+from megatron.training.generation.task_scores import TaskScores
+from megatron.training.generation.text_samples import TextSamples
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums, global_counts
@@ -29,7 +31,6 @@ from megatron.training.observe.metrics import EvalResult, StepMetrics, check_fin
 from megatron.training.observe.step_parts import Mark, StepMarks, mark
 from megatron.training.start.cuda_graphs import make_forward_backward
 from megatron.training.start.main_loss import supply_main_loss
-from megatron.training.task_scores import TaskScores
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,12 @@ class Trainer:
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups, parts.on_forward)
         self.task_scores: TaskScores | None = None
         if cfg.validation.eval_tasks is not None:
-            self.task_scores = TaskScores(cfg, parts.model, parts.task.tokenizer, parts.groups)
+            self.task_scores = TaskScores(cfg, parts, parts.task.tokenizer)
+        self.samples: TextSamples | None = None
+        if cfg.validation.sample_prompts is not None:
+            self.samples = TextSamples(cfg, parts, parts.task.tokenizer)
+        self.last_samples: int | None = None
+        """Iteration of the last samples."""
         self.device = training_device()
         self.forward_backward = make_forward_backward(cfg, self.device)
         checked = cfg.training.check_for_nan_in_loss_and_grad and not cfg.model.fp16
@@ -77,12 +83,17 @@ class Trainer:
             if conditions.is_log_iteration(self.cfg.logging.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
             self.hooks.on_step(self.state, metrics)
-            if conditions.is_eval_iteration(
+            evaluates = conditions.is_eval_iteration(
                 validation.eval_interval, self.state.iteration, validation.start_eval_at_iter
-            ):
+            )
+            if evaluates:
                 self.evaluate()
             if conditions.every(validation.eval_tasks_interval, self.state.iteration):
                 self.score_tasks()
+            if conditions.every(validation.sample_interval, self.state.iteration) or (
+                evaluates and validation.sample_interval is None
+            ):
+                self.write_samples()
             reason = self.exits.check(self.state)
             if conditions.is_save_iteration(checkpoint.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
@@ -302,6 +313,17 @@ class Trainer:
         assert self.task_scores is not None, "a rule requires --eval-tasks"
         self.read_checks()
         self.hooks.on_evaluate(self.state, self.task_scores())
+        self.restart_timer()
+
+    def write_samples(self, final: bool = False) -> None:
+        """Let the model continue --sample-prompts and call ``on_samples`` of the hooks; does nothing without prompts,
+        or with samples of this iteration. First raises for non-finite losses so far. Collective; waits for the
+        device."""
+        if self.samples is None or self.last_samples == self.state.iteration:
+            return
+        self.read_checks()
+        self.hooks.on_samples(self.state, self.samples(final))
+        self.last_samples = self.state.iteration
         self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:

@@ -76,8 +76,8 @@ TRAINING = {
     "trained_model": "core arguments checkpoint config initialize stored_settings tasks",
     "components": "core checkpoint data evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
-    "task_scores": "core config observe",
-    "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start task_scores",
+    "generation": "core components config observe rules",
+    "trainer": "core checkpoint checks components config evaluate exits generation hooks initialize observe start",
     "watchdog": "components core config exits hooks initialize observe start train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "

@@ -15,7 +15,7 @@ each step, the other ranks call ``follow`` (``generate`` does).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Engine:
         num_pages: pages of ``page_size`` tokens in the cache; one page is reserved. None: as many as fit into the
             memory (a CPU: 1 GiB), at most what ``limits`` can use.
         cuda_graphs: record steps as CUDA graphs where possible (``graphs.py``). Results are the same.
+        on_step: called on every rank before and after each step that it computes.
 
     With ``batch_invariant_mode`` in the model's configuration, a token's log-probabilities have the bits of the
     trainer's forward pass in every batch, and for every split of its prompt into steps.
@@ -58,7 +59,9 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = PAGE_SIZE,
         cuda_graphs: bool = True,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
+        self._on_step = on_step or (lambda: None)
         self.runner = Runner(model, max_length=limits.max_length, cuda_graphs=cuda_graphs)
         self._world = model.groups.world
         if num_pages is None:
@@ -203,8 +206,10 @@ class Engine:
         if the logits of a row that samples are not finite."""
         if self._world.size > 1:
             self._broadcast(plan.encode())
+        self._on_step()
         found, routes = self.runner.run(plan)
         results = found.tolist()
+        self._on_step()
         if any(values[0] == FAILED for values in results):
             raise UserError(NOT_FINITE)
         return results, routes
@@ -241,7 +246,7 @@ class Engine:
         """Run the steps of rank 0 until it calls :meth:`stop`."""
         while (values := self._broadcast(None)) is not None:
             if values:
-                self.runner.run(StepPlan.decode(values))
+                self._run(StepPlan.decode(values))
 
     def keep_alive(self) -> None:
         """Show the other ranks that rank 0 waits for requests: collectives time out."""

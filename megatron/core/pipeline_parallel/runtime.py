@@ -23,8 +23,9 @@ from megatron.core.pipeline_parallel.results import MicroBatchResult, logged_pai
 from megatron.core.pipeline_parallel.stage_model import DefersWeightGradients, set_input
 from megatron.core.tensor_parallel.linear import WeightGradientStore
 
-ForwardEvent = Literal["reads", "has batch", "done"]
-"""Moments of a forward step: before it reads its micro-batch, after it has read it, and at its end."""
+ForwardEvent = Literal["reads", "has batch", "done", "generates"]
+"""Moments of a forward step: before it reads its micro-batch, after it has read it, and at its end; or before and
+after a step of generation."""
 
 
 @dataclass(frozen=True)

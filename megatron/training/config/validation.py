@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from megatron.core.config.cli import flag
 from megatron.core.config.groups import FlagGroup
-from megatron.core.config.ranges import Batch, Iterations, NonNegativeInt, PositiveInt
+from megatron.core.config.ranges import Batch, Dim, Iterations, NonNegativeInt, PositiveInt, Range
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,19 @@ class ValidationConfig(FlagGroup):
 
     eval_tasks_path: str | None = None
     """Folder with the YAML files of more tasks."""
+
+    sample_prompts: list[str] | None = None
+    """Texts that the model continues during and after training, to show what it writes. @FILE: one prompt per line of
+    a file; an empty text: a new document."""
+
+    sample_interval: PositiveInt | None = None
+    """Iterations between samples; default: at each evaluation. Requires --sample-prompts."""
+
+    sample_tokens: Dim = 64
+    """Maximum tokens of a sample."""
+
+    sample_temperature: Annotated[float, Range(0, 1000)] = 0.0
+    """Temperature of samples, drawn with --seed; 0: always the likeliest token."""
 
 
 def eval_samples(cfg: ValidationConfig) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.config.errors import UserError
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
-from megatron.training.observe.metrics import EvalResult, Record, StepMetrics
+from megatron.training.observe.metrics import EvalResult, Record, Sample, StepMetrics
 from megatron.training.observe.plan_comparison import Prediction
 from megatron.training.observe.run_records import Ending
 from megatron.training.train_state import TrainState
@@ -65,6 +65,9 @@ class Hook:
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         """Called after each evaluation, with the results of all its data sets."""
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        """Called after the model wrote texts (--sample-prompts), with one sample per prompt."""
 
     def on_save(self, state: TrainState) -> None:
         """Called just *before* the checkpoint of ``state.iteration`` is written, to store log data first."""
@@ -134,6 +137,10 @@ class Hooks(Hook):
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         self._show_steps()
         self._tell_all("on_evaluate", state, results)
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        self._show_steps()
+        self._tell_all("on_samples", state, samples)
 
     def on_save(self, state: TrainState) -> None:
         self._show_steps()

@@ -37,7 +37,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     hooks: list[Hook] = []
     if run.is_log_rank:
         if files:
-            kinds: tuple[str, ...] = ("train", "valid", "test", "task")
+            kinds: tuple[str, ...] = ("train", "valid", "test", "task", "sample")
             hooks.append(FileSink(files[0], kinds, clock, trains=not cfg.validation.skip_train))
         hooks.append(console(cfg, clock))
     if run.device == "cuda" and run.data_parallel_rank == 0:
@@ -46,7 +46,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         hooks.append(TimersHook(timers))
     if run.is_log_rank:
         if files:
-            kinds = ("timing", "save", "evaluation", "start", "end", "plan")
+            kinds = ("timing", "save", "evaluation", "generation", "start", "end", "plan")
             hooks.append(FileSink(files[1], kinds, clock, trains=not cfg.validation.skip_train))
         hooks += sinks(cfg, clock, files)
         if run.prediction is not None:

@@ -4,6 +4,7 @@ The grammar is fixed (docs/reference/logging.md): fields, formats and order matc
 working. Additional values (tokens per second, MFU, remaining time) get separate lines, never a new field.
 """
 
+import json
 import logging
 import math
 import sys
@@ -12,11 +13,12 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
+from megatron.core.config.errors import printable
 from megatron.core.timers import Timers
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
 from megatron.training.observe.throughput import Throughput, cuda_memory_megabytes
 from megatron.training.train_state import TrainState
 
@@ -98,6 +100,12 @@ def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
     return [rule, line, rule]
 
 
+def sample_line(iteration: int, sample: Sample) -> str:
+    """Return the line of a sample, with prompt and text as quoted strings: without line ends and control characters."""
+    prompt, text = (printable(json.dumps(each, ensure_ascii=False)) for each in (sample.prompt, sample.text))
+    return f" sample {sample.number} at iteration {iteration} | {prompt} | {text}"
+
+
 def perplexity(loss: float) -> float:
     """Return exp(loss), with the loss clamped at 20 as in Megatron-LM, which bounds the width of the number."""
     return math.exp(min(20.0, loss))
@@ -157,6 +165,10 @@ class ConsoleHook(Hook):
         for result in results:
             for line in evaluation_lines(state.iteration, result):
                 self.lines.info(line)
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self.lines.info("%s", sample_line(state.iteration, sample))
 
 
 class TimersHook(Hook):

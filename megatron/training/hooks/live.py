@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.console import evaluation_lines
+from megatron.training.hooks.console import evaluation_lines, sample_line
 from megatron.training.hooks.interval import IntervalSummary
 from megatron.training.hooks.sinks import Clock
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
 from megatron.training.observe.run_records import Ending
 from megatron.training.observe.throughput import memory_bytes
 from megatron.training.train_state import TrainState
@@ -89,6 +89,13 @@ class LiveHook(Hook):
             for name, value in result.losses.items():
                 data = f"{result.name}{'' if result.dataset is None else f' {result.dataset}'}"
                 self.rows[f"{data}, {name}"] = f"{value:.4f} at {state.iteration:,}"
+        self._draw(self.seconds())
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        """Print the lines of the samples above the view."""
+        for sample in samples:
+            line = sample_line(state.iteration, sample)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._draw(self.seconds())
 
     def on_stop(self, state: TrainState, ending: Ending, reason: str) -> None:

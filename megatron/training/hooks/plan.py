@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary
-from megatron.training.observe.metrics import EvalResult, MetricsFile, Record
+from megatron.training.observe.metrics import EvalResult, MetricsFile, Record, Sample
 from megatron.training.observe.plan_comparison import Comparison, PlanWatch, Prediction
 from megatron.training.observe.step_parts import mean_parts
 from megatron.training.train_state import TrainState
@@ -43,6 +43,9 @@ class PlanHook(Hook):
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         self.watch.add_apart("evaluation", sum(result.seconds for result in results))
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        self.watch.add_apart("samples", sum(sample.seconds for sample in samples))
 
     def on_save_timed(self, record: Record) -> None:
         self.watch.add_apart("checkpoint saving", record["stall_seconds"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,17 @@ from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import perplexity
 from megatron.training.hooks.interval import IntervalSummary, Step
-from megatron.training.observe.metrics import EvalResult, MetricsFile, Record, eval_record, read_metrics, record_losses
-from megatron.training.observe.run_records import Ending, end_record, evaluation_record, start_record
+from megatron.training.observe.metrics import (
+    EvalResult,
+    MetricsFile,
+    Record,
+    Sample,
+    eval_record,
+    read_metrics,
+    record_losses,
+    sample_record,
+)
+from megatron.training.observe.run_records import Ending, duration_record, end_record, start_record
 from megatron.training.observe.step_parts import mean_parts
 from megatron.training.observe.throughput import Throughput, memory_bytes
 from megatron.training.train_state import TrainState
@@ -54,6 +64,7 @@ TAGS = {
         "save-checkpoint-gb-per-second": "gb_per_second",
     },
     "evaluation": {"evaluation-time": "seconds"},
+    "generation": {"generation-time": "seconds"},
 }
 """Fields of records by kind and tag. Times are in seconds, ``throughput`` in TFLOP/s per device."""
 
@@ -167,7 +178,13 @@ class Sink(Hook):
         for result in results:
             self.write(eval_record(state.iteration, state.consumed_train_samples, result))
         if any(result.seconds for result in results):  # not for results that are reported again
-            self.write(evaluation_record(state.iteration, state.consumed_train_samples, results))
+            self.write(duration_record("evaluation", state.iteration, state.consumed_train_samples, results))
+        self.flush()
+
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self.write(sample_record(state.iteration, state.consumed_train_samples, sample))
+        self.write(duration_record("generation", state.iteration, state.consumed_train_samples, samples))
         self.flush()
 
     def on_save(self, state: TrainState) -> None:
@@ -247,6 +264,9 @@ class TensorBoardSink(Sink):
         """Add the points of a record; ``again``: only the points by samples."""
         if self.writer is not None and record["kind"] == "start":
             self.write_settings(record)
+        elif self.writer is not None and record["kind"] == "sample":
+            if not again:
+                self.writer.add_text(f"sample {record['number']}", as_code(record), record["iteration"])
         elif self.writer is not None:
             for tag, value in scalars(record, self.cfg, self.clock.throughput.world_size).items():
                 if not again:
@@ -276,6 +296,11 @@ class TensorBoardSink(Sink):
             self.writer.close()
 
 
+def as_code(record: Record) -> str:
+    """Return prompt and text of a sample as a Markdown code block, which shows markup of the text as it is."""
+    return "\n".join(f"    {line}" for line in (record["prompt"] + record["text"]).splitlines())
+
+
 class WandbSink(Sink):
     """One Weights & Biases row per iteration. Steps never decrease, because wandb would drop such rows.
 
@@ -291,7 +316,7 @@ class WandbSink(Sink):
             raise missing_package("--wandb-project", "wandb", error) from error
         super().__init__(clock, cfg.tensorboard_log_interval)
         self.cfg, self.folder = cfg, Path(init_options["dir"])
-        self.open = partial(wandb.init, **init_options)
+        self.open, self.as_html = partial(wandb.init, **init_options), wandb.Html
         self.run: wandb.Run | None = None
 
     def on_train_start(self, run: RunInfo) -> None:
@@ -311,7 +336,11 @@ class WandbSink(Sink):
     def write(self, record: Record) -> None:
         """Add the values of a record to the row of its iteration. The save record of a background save goes to the
         latest row, because it appears after later iterations."""
-        row = scalars(record, self.cfg, self.clock.throughput.world_size)
+        row: Record = dict(scalars(record, self.cfg, self.clock.throughput.world_size))
+        if record["kind"] == "sample":
+            row = {
+                f"sample {record['number']}": self.as_html(f"<pre>{escape(record['prompt'] + record['text'])}</pre>")
+            }
         if self.run is not None and row:
             if record["kind"] == "train":
                 row["samples vs steps"] = record["consumed_samples"]

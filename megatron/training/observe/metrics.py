@@ -35,6 +35,9 @@ Record = dict[str, Any]
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """Strings for non-finite values, because JSON has no NaN."""
 
+TEXTS = ("kind", "dataset", "prompt", "text")
+"""Fields that hold text, in which "nan" is a word."""
+
 OF_ANOTHER_RANK = " (of another rank)"
 """Suffix of the name of a value that is checked here but was computed on another rank."""
 
@@ -107,6 +110,21 @@ class EvalResult:
     """Whether it was evaluated after training, not at --eval-interval."""
     seconds: float = 0.0
     """Duration of the evaluation of this set."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that the model under training wrote after a prompt."""
+
+    number: int
+    """Position in --sample-prompts, from 1."""
+    prompt: str
+    text: str
+    """Continuation, without the prompt."""
+    final: bool = False
+    """Whether it was written after training, not at an interval."""
+    seconds: float = 0.0
+    """Share of the duration of all samples."""
 
 
 def is_tensor(value: object) -> TypeGuard["Tensor"]:
@@ -195,6 +213,14 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> Re
     return record
 
 
+def sample_record(iteration: int, consumed_samples: int, sample: Sample) -> Record:
+    """Return the ``metrics.jsonl`` record of one sample; ``final`` only if true."""
+    record: Record = {"kind": "sample", "iteration": iteration, "consumed_samples": consumed_samples}
+    if sample.final:
+        record["final"] = True
+    return record | {"number": sample.number, "prompt": sample.prompt, "text": sample.text}
+
+
 def save_record(
     iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
 ) -> Record:
@@ -232,7 +258,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record | None:
-    """Return the record of one line, with strings such as "nan" as floats again, except in ``kind`` and ``dataset``.
+    """Return the record of one line, with strings such as "nan" as floats again, except in fields of `TEXTS`.
     Returns None for a line without a newline (torn), invalid JSON, or a record without an integer ``iteration`` or with
     ``statistics`` that are no object."""
     if not line.endswith(b"\n"):
@@ -247,7 +273,7 @@ def decode(line: bytes) -> Record | None:
         return None
     for holder in (record, statistics):
         for key, value in holder.items():
-            if key not in ("kind", "dataset") and isinstance(value, str) and value in NON_FINITE:
+            if key not in TEXTS and isinstance(value, str) and value in NON_FINITE:
                 holder[key] = NON_FINITE[value]
     return record
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 SLOWER = 1.05
 HIDDEN = 0.02
 """Share of a step that the host must wait for the device, else the step is bound by the host."""
-UPDATE_PARTS = ("optimizer", "data communication")
+UPDATE_PARTS = ("optimizer", "orthogonalization", "copies of optimizer state", "data communication")
 FORWARD, UPDATE, DATA, HOST = "forward and backward", "update", "data loading", "host"
 
 

@@ -1,4 +1,4 @@
-"""Records of ``timing.jsonl`` about a process of a run: its start, its end, and the time of evaluations."""
+"""Records of ``timing.jsonl`` about a process of a run: its start, its end, and the time of evaluations and samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from megatron.training.observe.metrics import EvalResult, Record
+from megatron.training.observe.metrics import EvalResult, Record, Sample
 from megatron.training.observe.plan_comparison import Prediction
 
 Ending = Literal["finished", "stopped", "failed"]
@@ -52,10 +52,11 @@ def end_record(iteration: int, consumed_samples: int, ending: Ending, reason: st
     }
 
 
-def evaluation_record(iteration: int, consumed_samples: int, results: Sequence[EvalResult]) -> Record:
-    """Return the record of the duration of one evaluation of all its sets."""
+def duration_record(kind: str, iteration: int, consumed_samples: int, results: Sequence[EvalResult | Sample]) -> Record:
+    """Return the record of the duration of one evaluation of all its sets (kind "evaluation"), or of all samples (kind
+    "generation")."""
     return {
-        "kind": "evaluation",
+        "kind": kind,
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "time": time.time(),

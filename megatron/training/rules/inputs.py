@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.config.cli import Problem, flags_of
-from megatron.core.config.errors import UserError, call_all
+from megatron.core.config.errors import UserError, call_all, counted
 from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.safe_files import read_text
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.stored_settings import misfits
 
@@ -101,6 +102,10 @@ def check_inputs(
         if built and own_data:
             select_data_set(cfg, built[0])
 
+    def check_prompts() -> None:
+        if built and files and cfg.validation.sample_prompts is not None:
+            read_sample_prompts(cfg.validation.sample_prompts, built[0], cfg.data.seq_length or 0)
+
     def check_files() -> None:
         kind, config = select_data_set(cfg, None)
         calls: list[Callable[[], object]] = [
@@ -108,6 +113,47 @@ def check_inputs(
         ]
         call_all(calls + [partial(sources_without_record, config, each) for each in built])
 
-    calls = [build, check_samples] if tokenizer and cfg.tokenizer.tokenizer_type is not None else []
+    calls = [build, check_samples, check_prompts] if tokenizer and cfg.tokenizer.tokenizer_type is not None else []
     call_all([*calls, check_files] if files and own_data else calls)
     return built[0] if built else None
+
+
+def read_sample_prompts(values: Sequence[str], tokenizer: Tokenizer, length: int) -> list[tuple[str, list[int]]]:
+    """Return the prompts of --sample-prompts with their tokens: texts, and for @FILE the lines of the file that are not
+    blank; an empty text has the token that starts a document.
+
+    Args:
+        length: maximum number of tokens, the generated ones included.
+
+    Raises:
+        UserError: a file cannot be read or has no prompt; a prompt is too long, or the tokenizer rejects it.
+    """
+    prompts: list[str] = []
+    for value in values:
+        if not value.startswith("@"):
+            prompts.append(value)
+            continue
+        try:
+            lines = [line for line in read_text(Path(value[1:])).splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise UserError(f"--sample-prompts {value}: cannot be read ({reason}); give a text file") from error
+        if not lines:
+            raise UserError(f"--sample-prompts {value}: the file has no prompt; give one per line")
+        prompts += lines
+    return [(prompt, _prompt_ids(prompt, tokenizer, length)) for prompt in prompts]
+
+
+def _prompt_ids(prompt: str, tokenizer: Tokenizer, length: int) -> list[int]:
+    shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}…")
+    try:
+        ids = tokenizer.tokenize(prompt) or [tokenizer.eod]
+        tokenizer.detokenize(ids)
+    except (UserError, NotImplementedError) as error:
+        raise UserError(f"--sample-prompts {shown}: {error or 'the tokenizer has no detokenize'}") from error
+    if len(ids) >= length:
+        raise UserError(
+            f"--sample-prompts {shown}: has {counted(len(ids), 'token')} and leaves no room for text in --seq-length "
+            f"{length}; give a shorter one"
+        )
+    return ids

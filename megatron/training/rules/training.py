@@ -53,6 +53,22 @@ def eval_tasks(cfg: PretrainConfig) -> Problems:
         return
     if values.eval_tasks_interval is None:
         yield problem(cfg, field, "requires --eval-tasks-interval", "add --eval-tasks-interval N")
+    for reason in _cannot_generate(cfg):
+        yield problem(cfg, field, reason, "use tools/evaluate.py on checkpoints")
+
+
+def samples(cfg: PretrainConfig) -> Problems:
+    """Require --sample-prompts for --sample-interval, and a layout in which the model can generate."""
+    if cfg.validation.sample_prompts is None:
+        if cfg.validation.sample_interval is not None:
+            yield problem(cfg, "sample_interval", "requires --sample-prompts", "add --sample-prompts TEXT")
+        return
+    for reason in _cannot_generate(cfg):
+        yield problem(cfg, "sample_prompts", reason, "use tools/generate.py on checkpoints")
+
+
+def _cannot_generate(cfg: PretrainConfig) -> list[str]:
+    """Return why the model under training cannot generate text in this layout."""
     model = cfg.model
     excluded = {
         "--context-parallel-size": model.context_parallel_size > 1,
@@ -62,9 +78,7 @@ def eval_tasks(cfg: PretrainConfig) -> Problems:
         f"{cfg.family.programs[0].script}, which does not generate": cfg.family.generate is None
         or not cfg.family.is_causal,
     }
-    for name, is_used in excluded.items():
-        if is_used:
-            yield problem(cfg, field, f"is not supported with {name}", "use tools/evaluate.py on checkpoints")
+    return [f"is not supported with {name}" for name, is_used in excluded.items() if is_used]
 
 
 def evaluation_batch_size_divides(cfg: PretrainConfig) -> Problems:

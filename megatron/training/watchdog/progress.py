@@ -3,8 +3,9 @@
 Progress is an event of a forward step (``ForwardEvent``) or of the training loop. The limit is
 --watchdog-timeout-seconds, or three times the longest silence of the run so far if that is longer. Before the first
 iteration only dead processes count as failures. The first iteration, the first micro-batch of an evaluation,
-checkpoints and the end of the run have an unknown duration; their limit is 0.9 x --distributed-timeout-minutes. The
-watchdog, which knows the culprit, thus acts before the collective time-out of the waiting ranks.
+generation, checkpoints and the end of the run have an unknown duration; their limit is 0.9 x
+--distributed-timeout-minutes. The watchdog, which knows the culprit, thus acts before the collective time-out of the
+waiting ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.runtime import ForwardEvent
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
 from megatron.training.train_state import TrainState
 
 STARTING = "starting"
@@ -23,6 +24,7 @@ DATA = "waiting for data"
 EVALUATION_DATA = "waiting for evaluation data"
 COMPUTING = "computing"
 EVALUATING = "evaluating"
+GENERATING = "generating text"
 SHARE_OF_COLLECTIVE_TIMEOUT = 0.9
 
 
@@ -105,6 +107,9 @@ class WatchdogHook(Hook):
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         self.progress.mark("after evaluation")
 
+    def on_samples(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        self.progress.mark("after samples")
+
     def on_save(self, state: TrainState) -> None:
         self.progress.mark("saving a checkpoint", long=True)
 
@@ -130,9 +135,12 @@ class ForwardProgress:
 
     def __call__(self, event: ForwardEvent, training: bool) -> None:
         """Mark an event of a training or evaluation forward step as progress: ``reads`` starts a phase of waiting for
-        data, other events one of computing. The limit is long during the first training iteration and until the first
-        evaluation forward step is done."""
+        data, other events one of computing. The limit is long during the first training iteration, until the first
+        evaluation forward step is done, and in generation: ranks wait for the rank that prepares the requests."""
         progress = self.progress
+        if event == "generates":
+            progress.mark(GENERATING, long=True)
+            return
         phases = (DATA, COMPUTING) if training else (EVALUATION_DATA, EVALUATING)
         if event == "done" and training and self._first_iteration is None:
             self._first_iteration = progress.iteration

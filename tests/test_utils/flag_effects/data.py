@@ -1,5 +1,6 @@
 """Data, tokenizers, evaluation."""
 
+import re
 from unittest import mock
 
 from tests.test_utils.flag_effects.rows import Probe, changes, finished, gives, keeps, keeps_to_rounding, row
@@ -114,10 +115,10 @@ def task_scores(attribute):
     """An attribute of the object that scores tasks, without the harness."""
 
     def ask(cfg):
-        from megatron.training import task_scores
+        from megatron.training.generation import task_scores
 
-        with mock.patch.object(task_scores, "find_tasks", lambda flag, names, path: path):
-            return getattr(task_scores.TaskScores(cfg, [None], object(), None), attribute)
+        with mock.patch.multiple(task_scores, find_tasks=lambda flag, names, path: path, LiveEngine=mock.Mock()):
+            return getattr(task_scores.TaskScores(cfg, None, object()), attribute)
 
     return ask
 
@@ -128,6 +129,21 @@ def scored_iterations(cfg):
     return [number for number in range(1, 5) if every(cfg.validation.eval_tasks_interval, number)]
 
 
+def texts_in(run):
+    """Iteration and number of words of each sample in the log."""
+    return [
+        (int(place), len(text.split()))
+        for place, text in re.findall(r'sample 1 at iteration (\d+) .*"(.*)"\n', run.log)
+    ]
+
+
+def other_text(base, run):
+    finished(base, run)
+    first, second = (re.findall(r"sample 1 at .*", each.log) for each in (base, run))
+    assert first and len(first) == len(second) and first != second
+
+
+SAMPLE = "--sample-prompts 5 --sample-tokens 9"
 EVALUATION = [
     row("--eval-iters 2", evaluated(16), base=EVAL),
     row("--eval-interval 1", evaluations(1, 2, 2), base=EVAL),
@@ -136,6 +152,10 @@ EVALUATION = [
     Probe("--eval-tasks-interval 2 --eval-tasks one", scored_iterations, [2, 4]),
     Probe("--eval-tasks-limit 3", task_scores("_limit"), 3, base=TASKS),
     Probe("--eval-tasks-path here", task_scores("_manager"), "here", base=TASKS),
+    row("--sample-prompts 5", gives(texts_in, [(2, 15)]), keeps("records", "weights")),
+    row("--sample-interval 1", gives(texts_in, [(1, 9), (2, 9)]), base=SAMPLE),
+    row("--sample-tokens 3", gives(texts_in, [(2, 3)]), base=SAMPLE),
+    row("--sample-temperature 3", other_text, base=SAMPLE),
     row("--eval-global-batch-size 8", evaluated(16), base=EVAL),
     row("--eval-micro-batch-size 4", gives(lambda run: {len(b.samples) for b in run.batches if not b.training}, {4}),
         keeps("evaluated"), keeps_to_rounding("evaluations"), base=EVAL),

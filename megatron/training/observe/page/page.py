@@ -23,6 +23,10 @@ from megatron.training.observe.plan_comparison import plan_shares
 
 PAGE_FILE = "report.html"
 MOST_EVENTS = 300
+MOST_TEXTS = 8
+"""Samples per prompt, evenly spaced over the run, the first and the last among them."""
+MOST_CHARACTERS = 4000
+"""Characters of a prompt and of a text."""
 MOST_LAYERS = 8
 """Layers that a chart shows, evenly spaced."""
 ROWS = {
@@ -65,6 +69,7 @@ def build_page(run: Run) -> str:
         _head(run, name),
         _list("problems", "Problems of the files", run.problems),
         _charts("losses", "Losses and learning", learning_charts(run), run),
+        _samples(run),
         _charts("speed", "Speed and memory", speed_charts(run), run),
         _plan(run),
         _charts("experts", "Load of experts", expert_charts(run), run),
@@ -236,9 +241,7 @@ def speed_charts(run: Run) -> list[Chart]:
 def by_layer(run: Run, name: str) -> list[tuple[str, Series]]:
     """Return (layer, series) of a statistic, at most ``MOST_LAYERS`` evenly spaced ones."""
     found = [(key[: -len(name) - 1], series) for key, series in run.statistics.items() if key.endswith(f"/{name}")]
-    if len(found) <= MOST_LAYERS:
-        return found
-    return [found[round(place * (len(found) - 1) / (MOST_LAYERS - 1))] for place in range(MOST_LAYERS)]
+    return [found[place] for place in evenly(len(found), MOST_LAYERS)]
 
 
 def layer_charts(run: Run) -> list[Chart]:
@@ -269,6 +272,31 @@ def expert_charts(run: Run) -> list[Chart]:
         lines = [Line(*pair) for pair in by_layer(run, f"tokens_per_expert {key}")]
         charts.append(Chart(f"chart-experts-{key}", title, lines, from_zero=key != "entropy"))
     return charts
+
+
+# ---- samples
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Return at most ``most`` indices below ``count``, evenly spaced, the first and the last among them."""
+    return list(range(count)) if count <= most else [round(place * (count - 1) / (most - 1)) for place in range(most)]
+
+
+def _samples(run: Run) -> str:
+    """Return the texts that the model wrote, by prompt and iteration."""
+    return _section("samples", "Samples", "".join(_texts(number, run) for number in sorted(run.texts)))
+
+
+def _texts(number: int, run: Run) -> str:
+    found = run.texts[number]
+    shown = [found[place] for place in evenly(len(found), MOST_TEXTS)]
+    few = "" if len(shown) == len(found) else f" <small>{len(shown)} of {len(found)} samples</small>"
+    rows = "".join(
+        f"<dt>iteration {each.iteration:,}</dt>"
+        f"<dd><b>{escape(each.prompt[:MOST_CHARACTERS])}</b>{escape(each.text[:MOST_CHARACTERS])}</dd>"
+        for each in shown
+    )
+    return f'<h3>Prompt {number}{few}</h3><dl class="texts">{rows}</dl>'
 
 
 # ---- plan, timeline, time

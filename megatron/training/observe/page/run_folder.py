@@ -51,6 +51,14 @@ class Event(NamedTuple):
     """Unix seconds."""
 
 
+class SampleText(NamedTuple):
+    """Text that the model wrote after ``iteration``."""
+
+    iteration: int
+    prompt: str
+    text: str
+
+
 @dataclass
 class Run:
     """A run as its files describe it."""
@@ -62,13 +70,15 @@ class Run:
     train: dict[str, Series] = field(default_factory=dict)
     evaluation: dict[tuple[str, str], Series] = field(default_factory=dict)
     """By (loss, data set); "validation", "test" or ``SPLIT-NAME``."""
+    texts: dict[int, list[SampleText]] = field(default_factory=dict)
+    """Texts by number of the prompt, in the order of iterations."""
     statistics: dict[str, Series] = field(default_factory=dict)
     timing: dict[str, Series] = field(default_factory=dict)
     """Measured values by name; ``parts/NAME`` and ``memory/NAME`` from the tables of a record."""
     losses: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock seconds by use: iterations, evaluation, checkpoint saving, repeated iterations."""
+    """Wall-clock seconds by use: iterations, evaluation, samples, checkpoint saving, repeated iterations."""
     wall: float | None = None
     """Seconds from the first start to the last record."""
     num_skipped: int = 0
@@ -182,6 +192,14 @@ def _add_metrics(run: Run, record: Record) -> None:
             if is_number(value):
                 run.evaluation.setdefault((loss, data), Series()).add(iteration, value)
         return
+    if kind == "sample":
+        which, prompt, text = (record.get(key) for key in ("number", "prompt", "text"))
+        if isinstance(which, int) and isinstance(prompt, str) and isinstance(text, str):
+            texts = run.texts.setdefault(which, [])
+            if texts and texts[-1].iteration == iteration:  # a complete run that was started again
+                texts.pop()
+            texts.append(SampleText(iteration, prompt, text))
+        return
     if kind != "train":
         return
     for key, value in record.items():
@@ -222,6 +240,8 @@ def _add_times(run: Run) -> None:
         elif kind == "evaluation":
             run.events.append(Event(iteration, "evaluation", f"{number(record, 'seconds'):.3g} s", when))
             _spend(run, "evaluation", number(record, "seconds"))
+        elif kind == "generation":
+            _spend(run, "samples", number(record, "seconds"))
         elif kind == "plan":
             run.plan = record
         elif kind in ("start", "end"):

@@ -86,14 +86,20 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def collective(self, size: float, ranks: int, stride: int, kind: str = "shard") -> float:
-        """Return the seconds of an all-gather, reduce-scatter or all-to-all of ``size`` bytes in total per rank, or an
-        ``all_reduce``. The group has ``ranks`` ranks, ``stride`` apart. Groups across nodes use a network card per rank
-        of the node, at most the speed of NVLink."""
+        """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes in total per rank, an ``all_reduce``
+        or an ``all_to_all``. The group has ``ranks`` ranks, ``stride`` apart. Groups across nodes use a network card
+        per rank of the node, at most the speed of NVLink. In an all-to-all the card of a rank carries the messages
+        of this rank to other nodes, while NVLink carries the rest."""
         if ranks == 1 or not size:
             return 0.0
         here = max(1, min(ranks, self.gpus_per_node // stride))
-        speed = _bus_bandwidth("nvlink", kind, size) * self.gpu.nvlink
+        speed = _bus_bandwidth("nvlink", "all_reduce" if kind == "all_reduce" else "shard", size) * self.gpu.nvlink
         latency = 10e-6 + 1e-6 * here
+        if kind == "all_to_all" and here < ranks:
+            outside = size * (ranks - here) / ranks
+            card = _bus_bandwidth("nic", "shard", outside) * self.nic_scale
+            inside = size * (here - 1) / ranks / (speed * 1e9)
+            return latency + 15e-6 * math.log2(ranks / here) + max(outside / (card * 1e9), inside)
         if here < ranks:
             cards = _bus_bandwidth("nic", kind, size) * self.nic_scale * here
             speed = min(speed, cards) if here > 1 else cards

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from megatron.core.config.fp8 import experts_in_fp8
 from megatron.core.config.moe import expert_tensor_ranks
-from megatron.core.description.model import ModelDescription, Op, Piece
+from megatron.core.config.muon import MUON_OPTIMIZERS, is_hidden_matrix
+from megatron.core.description.model import ModelDescription, Op, Param, Piece
 from megatron.core.description.parts import activation_bytes
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.simulate import simulate
@@ -59,8 +60,17 @@ HALF_KEYS = (400, 450)
 """Keys per query at which attention forward and backward reach half of their rate."""
 GROUPED = 0.92
 """Rate of grouped GEMMs relative to single ones."""
-HOST_LAYER = 2.1e-3
-"""Host time of one layer's forward and backward pass, in seconds (GPT-345M without CUDA graphs)."""
+LAUNCH = 40e-6
+"""Host time of one kernel of a layer, in seconds (GPT-345M without CUDA graphs)."""
+LAUNCHES = {"layer": 53, "bidirectional": 19, "fp8": 18, "experts": 113, "all-to-all": 105}
+"""Kernels of a layer's forward and backward pass, and additions to them, counted in profiles of measured rows."""
+KERNEL = 3e-6
+"""Shortest duration of a kernel, launch included, in seconds."""
+ROW_COUNTS = 2.2e-3
+"""Idle time of the device in a layer with experts, forward and backward, in seconds: the host reads row counts for the
+all-to-all, and the queue of the device runs empty (Qwen3-30B shape on two GPUs, compared with --moe-static-rows)."""
+HOST_LINK = 55e9
+"""Bytes per second between a GPU and host memory, in each direction."""
 OTHER = 0.01
 """Elementwise kernels, copies and gaps, relative to compute."""
 TP_EXPOSED = {False: 0.85, True: 0.33}
@@ -116,7 +126,7 @@ def predict_step(
     model = model or cfg.describe(vocab_size)
     stages = run_stages(cfg, vocab_size or None, model)
     factor = calibration_factor(cfg, cluster.gpu, calibration() if factors is None else factors)
-    costs = [_scaled(stage_times(cfg, model, stage, cluster), factor) for stage in stages]
+    costs = [stage_times(cfg, model, stage, cluster, factor) for stage in stages]
     duration, bubble = _pipeline(cfg, costs, cluster, rough)
     number, ranks = count_microbatches(cfg), cfg.model.pipeline_model_parallel_size
     parts: Seconds[str] = Seconds()
@@ -128,10 +138,6 @@ def predict_step(
     after = [_after_backward(cfg, model, stages[rank::ranks], cluster, costs[rank]) for rank in range(ranks)]
     parts.add(max(after, key=lambda each: sum(each.values())))
     return StepTime(sum(parts.values()), dict(parts), bubble)
-
-
-def _scaled(times: Times, factor: float) -> Times:
-    return Seconds({key: seconds * factor for key, seconds in times.items()})
 
 
 # ---- compute
@@ -152,7 +158,7 @@ def gemm_seconds(gpu: Gpu, rate: float, sizes: tuple[float, float, float], group
     # persistent kernels split the last wave: half of the quantization remains
     quantized = full * (1 + 0.5 * (math.ceil(waves) / waves - 1))
     seconds = 2 * m * n * k * groups * quantized * (1 + HALF_K / k) / (rate * 1e12)
-    return max(seconds, item * groups * (m * n + n * k + m * k) / (gpu.memory_rate * 1e12)) + 3e-6
+    return max(seconds, item * groups * (m * n + n * k + m * k) / (gpu.memory_rate * 1e12)) + KERNEL
 
 
 def _gemm(cfg: PretrainConfig, op: Op, gpu: Gpu, experts: bool, head: bool) -> Times:
@@ -185,8 +191,8 @@ def _attention(cfg: PretrainConfig, op: Op, gpu: Gpu) -> Times:
     forward, backward = (1 + half / max(keys, 1.0) for half in HALF_KEYS)
     return Seconds(
         {
-            ("F", "attention"): flops * forward / (gpu.attention_forward * 1e12),
-            ("I", "attention"): 2.5 * flops * backward / (gpu.attention_backward * 1e12),
+            ("F", "attention"): KERNEL + flops * forward / (gpu.attention_forward * 1e12),
+            ("I", "attention"): KERNEL + 2.5 * flops * backward / (gpu.attention_backward * 1e12),
         }
     )
 
@@ -196,7 +202,7 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
     found: Times = Seconds()
     model, full = cfg.model, cfg.model.recompute_granularity == "full" and layer
     modules = set(model.recompute_modules or ("core_attn",)) if model.recompute_granularity == "selective" else set()
-    experts = any(param.is_expert for param in piece.params) or piece.name == "experts"
+    experts = _has_experts(piece) or piece.name == "experts"
     for op in piece.ops:
         if op.kind == "gemm" and op.gemm:
             times = _gemm(cfg, op, gpu, experts, head)
@@ -204,7 +210,10 @@ def piece_times(cfg: PretrainConfig, piece: Piece, gpu: Gpu, *, head: bool = Fal
             times = _attention(cfg, op, gpu)
         else:
             seconds = op.traffic * _tokens(cfg) / (gpu.memory_rate * 1e12)
-            times = Seconds({("F", "memory-bound"): 0.4 * seconds, ("I", "memory-bound"): 0.6 * seconds})
+            floor = KERNEL * (op.traffic > 0)
+            times = Seconds(
+                {("F", "memory-bound"): floor + 0.4 * seconds, ("I", "memory-bound"): floor + 0.6 * seconds}
+            )
         again = any(modules.intersection(saved.modules) for saved in op.saved) and op.kind != "gemm"
         if full or again:
             for (phase, _), seconds in list(times.items()):
@@ -237,7 +246,7 @@ def _layer_communication(cfg: PretrainConfig, piece: Piece, cluster: Cluster, at
         found["I", "tensor communication"] = share * backward
     if cp > 1 and any(op.kind == "attention" for op in piece.ops):
         found.add(_context_communication(cfg, cluster, attention))
-    if model.expert_model_parallel_size > 1 and any(param.is_expert for param in piece.params):
+    if model.expert_model_parallel_size > 1 and _has_experts(piece):
         found.add(_expert_communication(cfg, cluster, stream / (tp if model.sequence_parallel else 1)))
     return found
 
@@ -251,7 +260,7 @@ def _context_communication(cfg: PretrainConfig, cluster: Cluster, attention: flo
     kind = model.cp_comm_type[0] if isinstance(model.cp_comm_type, (list, tuple)) else model.cp_comm_type
     if kind == "a2a":
         heads = _tokens(cfg) * 2 * model.num_attention_heads * width * activation_bytes(model) / tp + values
-        one = A2A_SLOWDOWN * cluster.collective(heads, cp, tp)
+        one = A2A_SLOWDOWN * cluster.collective(heads, cp, tp, "all_to_all")
         return Seconds({("F", "context communication"): one, ("I", "context communication"): one})
     one = cluster.collective(values * cp, cp, tp) if kind == "allgather" else (cp - 1) * cluster.send(values, tp)
     # a ring overlaps its messages with the attention of the previous block; with more steps it waits for the slowest
@@ -269,26 +278,55 @@ def _expert_communication(cfg: PretrainConfig, cluster: Cluster, stream: float) 
     if model.moe_token_dispatcher_type == "allgather":
         one = cluster.collective(stream * ep, ep, stride)
     else:
-        one = cluster.collective(stream * model.moe_router_topk, ep, stride)
+        one = cluster.collective(stream * model.moe_router_topk, ep, stride, "all_to_all")
     return Seconds({("F", "expert communication"): 2 * one, ("I", "expert communication"): 2 * one})
 
 
 # ---- stages
 
 
-def stage_times(cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster) -> Times:
-    """Return the times of one micro-batch on a stage. A stage is at least as slow as the host starts its kernels."""
+def stage_times(
+    cfg: PretrainConfig, model: ModelDescription, stage: StageContents, cluster: Cluster, factor: float = 1.0
+) -> Times:
+    """Return the times of one micro-batch on a stage, with device times multiplied by ``factor``. A stage is at least
+    as slow as the host starts its kernels."""
     pieces = stage_pieces(model, stage)
     found = summed_times(cfg, model, pieces, cluster)
-    branches = sum(piece.is_branch for piece in pieces)
     if cfg.distributed.use_torch_fsdp2:
         _add_fsdp(cfg, model, stage, cluster, found)
-    total, graphs = sum(found.values()), cfg.flat.cuda_graph_impl not in (None, "none")
-    if not graphs and total < branches / 2 * HOST_LAYER:
-        missing = branches / 2 * HOST_LAYER - total
+    found = Seconds({key: seconds * factor for key, seconds in found.items()})
+    if _reads_row_counts(cfg):
+        experts = sum(map(_has_experts, pieces))
+        found["F", "host"] += experts * ROW_COUNTS / 2
+        found["I", "host"] += experts * ROW_COUNTS / 2
+    graphs = cfg.flat.cuda_graph_impl not in (None, "none")
+    missing = _launch_seconds(cfg, pieces) - sum(found.values())
+    if not graphs and missing > 0:
         found["F", "host"] += missing / 3
         found["I", "host"] += missing * 2 / 3
     return found
+
+
+def _launch_seconds(cfg: PretrainConfig, pieces: Sequence[Piece]) -> float:
+    """Return the seconds in which the host starts the kernels of the layers in ``pieces``, without CUDA graphs."""
+    kinds = ["layer", *["bidirectional"] * (not cfg.family.is_causal), *["fp8"] * (cfg.model.fp8 is not None)]
+    launches = sum(LAUNCHES[kind] for kind in kinds) / 2 * sum(piece.is_branch for piece in pieces)
+    kinds = ["experts", *["all-to-all"] * _reads_row_counts(cfg)]
+    return LAUNCH * (launches + sum(LAUNCHES[kind] for kind in kinds) * sum(map(_has_experts, pieces)))
+
+
+def _has_experts(piece: Piece) -> bool:
+    return any(param.is_expert for param in piece.params)
+
+
+def _reads_row_counts(cfg: PretrainConfig) -> bool:
+    """Whether the host reads how many rows the experts of a rank get."""
+    model = cfg.model
+    return (
+        model.expert_model_parallel_size > 1
+        and model.moe_token_dispatcher_type != "allgather"
+        and not model.moe_pad_expert_input_to_capacity
+    )
 
 
 def summed_times(cfg: PretrainConfig, model: ModelDescription, pieces: Sequence[Piece], cluster: Cluster) -> Times:
@@ -367,6 +405,13 @@ def _data_ranks(cfg: PretrainConfig) -> tuple[int, int]:
     return cfg.data_parallel_size * cfg.model.context_parallel_size, cfg.model.tensor_model_parallel_size
 
 
+def _newton_schulz_flops(cfg: PretrainConfig, param: Param) -> float:
+    """Return the FLOPs of Muon's update of a global parameter, whose leading dims count matrices. Per step X X^T, its
+    square, and their product with X, for X [m, n] with m <= n: 4 m^2 n + 2 m^3."""
+    m, n = sorted(param.shape[-2:])
+    return cfg.optimizer.muon_num_ns_steps * math.prod(param.shape[:-2]) * (4.0 * m * m * n + 2.0 * m**3)
+
+
 def _after_backward(
     cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], cluster: Cluster, cost: Times
 ) -> Seconds[str]:
@@ -384,6 +429,15 @@ def _after_backward(
     moved = 2 * gradient_bytes(cfg) + 2 * state + activation_bytes(cfg.model)
     elements = dense / ranks + experts / copies if sharded else dense + experts
     found = Seconds({"optimizer": elements * moved / (cluster.gpu.memory_rate * 1e12) + 1e-3})
+    if cfg.optimizer.optimizer in MUON_OPTIMIZERS:
+        matrices = [each.param for each in stored if is_hidden_matrix(each.param.name, len(each.shape))]
+        shards = {True: held * (copies if sharded else 1), False: stride * (ranks if sharded else 1)}
+        flops = sum(_newton_schulz_flops(cfg, param) / shards[param.is_expert] for param in matrices)
+        found["orthogonalization"] = flops / (cluster.gpu.gemm * 1e12)
+    if cfg.optimizer.optimizer_cpu_offload:
+        copied = elements * state * cfg.optimizer.optimizer_offload_fraction
+        directions = 1 if cfg.optimizer.overlap_cpu_optimizer_d2h_h2d else 2
+        found["copies of optimizer state"] = directions * copied / HOST_LINK
     if fsdp:
         return found
     first = {phase: sum(value for (each, _), value in cost.items() if each in phase) for phase in ("F", "IW")}

@@ -15,11 +15,12 @@ from megatron.training.hooks.console import (
     StdoutHandler,
     evaluation_lines,
     memory_line,
+    sample_line,
     stdout_logger,
     training_line,
 )
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, Sample, StepMetrics
 from megatron.training.observe.throughput import Throughput
 from megatron.training.train_state import TrainState
 
@@ -120,6 +121,12 @@ def test_evaluation_lines_are_framed_by_dashes():
     rule, line, again = evaluation_lines(7, EvalResult("validation", None, {"lm loss": 2.0}))
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert rule == again == "-" * (len(line) + 1)
+
+
+def test_a_sample_is_one_line_without_control_characters():
+    sample = Sample(2, 'a "b"', "line\nnext\x1b[31m \u2028end \ufffd é")
+    line = sample_line(7, sample)
+    assert line == ' sample 2 at iteration 7 | "a \\"b\\"" | "line\\nnext\\u001b[31m \\u2028end \ufffd é"'
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.live import LiveHook
 from megatron.training.hooks.sinks import Clock
+from megatron.training.observe.metrics import Sample
 from megatron.training.observe.throughput import Throughput
 
 
@@ -110,6 +111,7 @@ def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run):
             super().on_step(state, metrics)
             if state.iteration == 3:
                 logger.warning("a warning of the library")
+                self.on_samples(state, [Sample(1, "Once", " upon")])
                 print("a line of a program")
 
     try:
@@ -119,7 +121,7 @@ def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run):
         logger.removeHandler(handler)
     lines = screen(written())
     view = next(index for index, line in enumerate(lines) if line.startswith("iteration 8/8"))
-    for text in ("a warning of the library", "a line of a program"):
+    for text in ("a warning of the library", "a line of a program", ' sample 1 at iteration 3 | "Once" | " upon"'):
         assert sum(text in line for line in lines) == 1
         assert next(index for index, line in enumerate(lines) if text in line) < view
 

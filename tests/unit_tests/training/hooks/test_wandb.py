@@ -13,7 +13,7 @@ from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.hooks.base import Hooks  # noqa: E402
 from megatron.training.hooks.sinks import Clock, WandbSink  # noqa: E402
-from megatron.training.observe.metrics import save_record  # noqa: E402
+from megatron.training.observe.metrics import Sample, save_record  # noqa: E402
 from megatron.training.observe.throughput import Throughput  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
@@ -118,6 +118,16 @@ def test_a_background_save_is_in_the_latest_row(tmp_path, simulated_run, monkeyp
     hooks.on_save_timed(save_record(3, 24, seconds=2.0, stall=0.5, num_bytes=10**9, background=True))
     expected = {"save-checkpoint-time": 2.0, "save-checkpoint-stall-time": 0.5, "save-checkpoint-gb-per-second": 0.5}
     assert expected.items() <= fake.rows[5].items() and not expected.keys() & fake.rows[3].keys()
+
+
+def test_samples_are_html_in_the_row_of_their_iteration(tmp_path, simulated_run, monkeypatch):
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: fake)
+    hooks = hook_in(tmp_path, 1)
+    simulated_run().train([hooks], 1, 5, crash=True)
+    hooks.on_samples(simulated_run().state_at(5), [Sample(2, "<b>", " & text", seconds=0.5)])
+    assert "<pre>&lt;b&gt; &amp; text</pre>" in fake.rows[5]["sample 2"].html
+    assert fake.rows[5]["generation-time"] == 0.5
 
 
 def test_a_continued_run_that_is_ahead_is_reported(tmp_path, simulated_run, monkeypatch, caplog):

@@ -13,6 +13,7 @@ from megatron.training.observe.metrics import (
     EvalResult,
     MetricsFile,
     NonFiniteError,
+    Sample,
     StepMetrics,
     check_finite,
     decode,
@@ -22,6 +23,7 @@ from megatron.training.observe.metrics import (
     metrics_directory,
     read_metrics,
     record_losses,
+    sample_record,
     train_record,
 )
 
@@ -316,3 +318,8 @@ def test_check_finite_finds_the_first_bad_element():
 
 def test_check_finite_lets_finite_values_pass():
     check_finite({"a": 1.0, "b": torch.ones(3), "c": torch.tensor(2), "d": torch.zeros(0)}, iteration=1, rank=0)
+
+
+def test_texts_that_look_like_numbers_stay_texts():
+    record = sample_record(3, 24, Sample(1, "inf", "nan", final=True))
+    assert decode(encode(record)) == record and record["final"] is True

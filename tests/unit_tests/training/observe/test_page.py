@@ -114,6 +114,17 @@ def end(i, ending="finished", reason="training is complete", **values):
     } | values
 
 
+def sample(i, text, number=1, prompt="Once"):
+    return {
+        "kind": "sample",
+        "iteration": i,
+        "consumed_samples": 4 * i,
+        "number": number,
+        "prompt": prompt,
+        "text": text,
+    }
+
+
 def write_run(folder, times=None, metrics=None):
     records = [train(i) for i in range(1, 101)]
     records.insert(50, {"kind": "valid", "iteration": 50, "consumed_samples": 200, "lm loss": 2.5, "dataset": "wiki"})
@@ -352,3 +363,15 @@ def test_ticks_are_few_round_numbers_in_the_range(low, high):
 )
 def test_numbers_are_short(value, text):
     assert short(value) == text
+
+
+def test_texts_of_a_prompt_are_spread_over_the_run_and_escaped(tmp_path):
+    many = [sample(i, f" text {i}") for i in range(1, 101)]
+    other = [sample(5, HOSTILE, 2, HOSTILE), sample(7, "nan", 2), sample(7, "again", 2), sample(9, 3, 2)]
+    folder = write_run(tmp_path, metrics=[train(1), *many, *other])
+    page = page_of(folder)
+    text = page.by_id["samples"]
+    shown = [int(each) for each in re.findall(r"iteration (\d+)Once text", text)]
+    assert shown == [1, 15, 29, 43, 58, 72, 86, 100] and "8 of 100 samples" in text
+    assert f"iteration 5{HOSTILE}{HOSTILE}" in text and not page.bad
+    assert text.endswith("iteration 7Onceagain")

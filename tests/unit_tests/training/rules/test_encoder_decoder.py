@@ -101,6 +101,12 @@ def test_flags_of_other_families_are_rejected_with_their_programs(family, text, 
     assert problems(text, family=family) == [f"{flag}: is supported only by {programs}; remove it"]
 
 
+@pytest.mark.parametrize("family, text", [("bert", ""), ("t5", DECODER)])
+def test_families_that_do_not_continue_texts_reject_prompts(family, text):
+    (problem,) = problems(text + "--sample-prompts 5", family=family)
+    assert f"is not supported with pretrain_{family}.py, which does not generate" in problem
+
+
 @pytest.mark.parametrize("text, programs", [
     ("--mask-prob 0.2", "pretrain_bert.py and pretrain_t5.py"),
     ("--short-seq-prob 0.2", "pretrain_bert.py and pretrain_t5.py"), ("--bert-no-binary-head", "pretrain_bert.py"),

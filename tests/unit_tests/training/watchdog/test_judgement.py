@@ -21,6 +21,7 @@ from megatron.training.watchdog.progress import (
     DATA,
     EVALUATING,
     EVALUATION_DATA,
+    GENERATING,
     ForwardProgress,
     Heartbeat,
     RankProgress,
@@ -223,6 +224,8 @@ def test_work_of_unknown_length_is_given_the_time_of_a_collective():
     assert forward_step(False) == [(EVALUATION_DATA, 540.0), (EVALUATING, 540.0), (EVALUATING, 10.0)]
     assert forward_step(False) == [(EVALUATION_DATA, 10.0), (EVALUATING, 10.0), (EVALUATING, 10.0)]
     assert forward_step(True) == [(DATA, 10.0), (COMPUTING, 10.0), (COMPUTING, 10.0)]
+    mark("generates", False)
+    assert (progress.phase, progress.allowed) == (GENERATING, 540.0)
 
 
 def test_a_process_that_stood_still_is_not_blamed_for_it():

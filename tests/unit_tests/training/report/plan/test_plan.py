@@ -14,6 +14,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.report.advice import LIBRARIES_GIB, peak_memory
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.plan import search as search_module
+from megatron.training.report.plan import step_time
 from megatron.training.report.plan.bounds import Bounds
 from megatron.training.report.plan.cluster import build_cluster, find_gpu, gpu_kinds, kind_of_device
 from megatron.training.report.plan.goodput import expected_maximum, goodput, simulate_ranks
@@ -116,6 +117,55 @@ def test_bubble_shrinks_with_virtual_stages_and_zero_bubble():
         for extra in ("", "--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule zero-bubble")
     )
     assert plain > virtual and plain > zero
+
+
+def test_cards_carry_the_part_of_an_all_to_all_that_leaves_the_node():
+    cluster = build_cluster("H200", 4, 8)
+    inside, across = (cluster.collective(1e9, ranks, 1, "all_to_all") for ranks in (8, 32))
+    assert inside == cluster.collective(1e9, 8, 1)
+    assert across == pytest.approx(0.75e9 / 45e9, rel=0.02)  # three quarters of the ranks are on other nodes
+    assert across > 4 * cluster.collective(1e9, 32, 1)
+
+
+def test_muon_and_offloaded_state_take_their_time_after_the_backward_pass():
+    plain = predicted(f"{SMALL} --tensor-model-parallel-size 2")
+    muon = predicted(f"{SMALL} --tensor-model-parallel-size 2 --optimizer muon")
+    layer = sum(count * (4 * m * m * n + 2 * m**3) for count, m, n in ((1, 2048, 2048), (2, 2048, 8192)))
+    heads = 16 * (4 * 384**2 * 2048 + 2 * 384**3)  # query, key and value of each head
+    assert muon.parts["orthogonalization"] == pytest.approx(5 * 8 * (layer + heads) / 2 / 700e12)
+    assert muon.seconds > plain.seconds
+    offloaded = predicted(f"{SMALL} --tensor-model-parallel-size 2 --optimizer-cpu-offload")
+    both = predicted(f"{SMALL} --tensor-model-parallel-size 2 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d")
+    part = "copies of optimizer state"
+    assert offloaded.parts[part] == pytest.approx(2 * both.parts[part])
+    elements = (8 * 12 * 2048 + 32000) * 2048 / 2
+    assert both.parts[part] == pytest.approx(10 * elements / 55e9, rel=0.05)
+
+
+def test_experts_wait_for_row_counts_of_the_all_to_all(monkeypatch):
+    monkeypatch.setattr(step_time, "LAUNCH", 0.0)
+    flags = f"{MOE} --expert-model-parallel-size 8 --moe-token-dispatcher-type"
+    counted, gathered = predicted(f"{flags} alltoall"), predicted(f"{flags} allgather")
+    microbatches = 32 / 8
+    assert counted.parts["host"] - gathered.parts.get("host", 0.0) == pytest.approx(8 * microbatches * 2.2e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "launches"), [("", 53), ("--fp8-format hybrid --fp8-recipe tensorwise", 71), ("--num-experts 8", 166)]
+)
+def test_a_step_is_not_faster_than_the_host_starts_its_kernels(monkeypatch, flags, launches):
+    monkeypatch.setattr(step_time, "LAUNCH", 1e-3)
+    found = predicted(f"{SMALL} {flags}", world_size=1)
+    assert found.seconds - found.parts["optimizer"] == pytest.approx(32 * 8 * launches * 1e-3)
+
+
+def test_factors_apply_to_device_time_only():
+    flags = f"{SMALL} --micro-batch-size 1 --seq-length 256"
+    cfg = apply(settings(flags), {}, 8)
+    cluster = build_cluster("H200", 1, 8)
+    plain, slower = (predict_step(cfg, cluster, 32000, {"dense": factor}) for factor in (1.0, 1.5))
+    assert plain.parts["host"] > 0
+    assert plain.seconds - plain.parts["optimizer"] == pytest.approx(slower.seconds - slower.parts["optimizer"])
 
 
 @pytest.mark.parametrize("flags", [SMALL, MOE], ids=["dense", "experts"])

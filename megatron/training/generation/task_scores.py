@@ -1,0 +1,54 @@
+"""--eval-tasks: scores of lm-evaluation-harness during training, on the training ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.harness import evaluate_tasks, find_tasks
+from megatron.core.inference.scheduler import Limits
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.components import Components
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.generation.live_engine import LiveEngine
+from megatron.training.observe.metrics import EvalResult
+
+FLAG = "--eval-tasks"
+_SEQUENCES = 16
+"""Sequences in the cache, which exists during an evaluation only."""
+
+
+class TaskScores:
+    """Scores of the tasks that flags name. Rank 0 runs the harness; all ranks compute its forward passes."""
+
+    def __init__(self, cfg: PretrainConfig, parts: Components, tokenizer: Tokenizer | None) -> None:
+        """Find the tasks. Raises UserError for unknown ones, and without the package or a tokenizer."""
+        if tokenizer is None:
+            raise UserError(f"{FLAG}: requires a tokenizer; add --tokenizer-type")
+        settings = cfg.validation
+        self._tokenizer, self._names, self._limit = tokenizer, settings.eval_tasks or [], settings.eval_tasks_limit
+        self._manager = find_tasks(FLAG, self._names, settings.eval_tasks_path)
+        length = cfg.data.seq_length
+        assert length is not None, "required for training"
+        self._engine = LiveEngine(FLAG, parts, Limits(length, max(length, 8192), _SEQUENCES))
+
+    def __call__(self) -> list[EvalResult]:
+        """Return one result per task, equal on all ranks. Collective; raises UserError on all ranks if the harness
+        fails."""
+        return [EvalResult("task", name, scores) for name, scores in self._engine.run(self._scores).items()]
+
+    def _scores(self, engine: Engine) -> dict[str, dict[str, float]]:
+        """Return {task: {metric: score}}."""
+        results = evaluate_tasks(engine, self._tokenizer, self._names, self._manager, limit=self._limit)["results"]
+        return {name: _metrics(values) for name, values in results.items()}
+
+
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
+    """Return the scores by metric from the harness's ``{"acc,none": 0.5, "acc_stderr,none": …, "alias": …}``."""
+    named = {name.partition(",")[0]: value for name, value in values.items() if "," in name}
+    return {
+        name: float(value)
+        for name, value in named.items()
+        if isinstance(value, int | float) and not name.endswith("_stderr")
+    }

@@ -1,0 +1,71 @@
+"""--sample-prompts: texts that the model under training writes."""
+
+from __future__ import annotations
+
+import time
+
+from megatron.core.config.errors import UserError
+from megatron.core.inference.engine import Engine
+from megatron.core.inference.requests import Request
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.scheduler import Limits
+from megatron.core.inference.text import TextStream
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.training.components import Components
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.generation.live_engine import LiveEngine
+from megatron.training.observe.metrics import Sample
+from megatron.training.rules.inputs import read_sample_prompts
+
+FLAG = "--sample-prompts"
+_SEQUENCES = 16
+"""Prompts that are continued at the same time."""
+
+
+class TextSamples:
+    """Continuations of --sample-prompts. A text depends on the weights, its prompt and --seed only, up to rounding."""
+
+    def __init__(self, cfg: PretrainConfig, parts: Components, tokenizer: Tokenizer | None) -> None:
+        """Read and tokenize the prompts. Raises UserError, equal on all ranks, for unusable ones."""
+        if tokenizer is None:
+            raise UserError(f"{FLAG}: requires a tokenizer; add --tokenizer-type")
+        settings, length = cfg.validation, cfg.data.seq_length
+        assert length is not None, "required for training"
+        self._tokenizer, self._tokens = tokenizer, settings.sample_tokens
+        prompts = read_sample_prompts(settings.sample_prompts or [], tokenizer, length)
+        self._prompts, self._ids = zip(*prompts)
+        self._samplings = [
+            Sampling(settings.sample_temperature, seed=cfg.model.seed + place) for place in range(len(self._ids))
+        ]
+        longest = min(max(map(len, self._ids)) + settings.sample_tokens, length)
+        limits = Limits(longest, max_sequences=min(len(self._ids), _SEQUENCES))
+        # no CUDA graphs: recording them takes longer than a few short texts
+        self._engine = LiveEngine(FLAG, parts, limits, cuda_graphs=False)
+
+    def __call__(self, final: bool = False) -> list[Sample]:
+        """Return one sample per prompt, equal on all ranks. Collective; raises UserError on all ranks if generation
+        fails."""
+        begin = time.perf_counter()
+        texts = self._engine.run(self._texts)
+        seconds = (time.perf_counter() - begin) / len(texts)
+        return [
+            Sample(number, prompt, text, final, seconds)
+            for number, (prompt, text) in enumerate(zip(self._prompts, texts), start=1)
+        ]
+
+    def _texts(self, engine: Engine) -> list[str]:
+        eod = self._tokenizer.special_ids.get("eod")
+        requests = [
+            Request(
+                prompt=ids,
+                max_new_tokens=self._tokens,
+                sampling=sampling,
+                stop_tokens=[] if eod is None else [eod],
+            )
+            for ids, sampling in zip(self._ids, self._samplings)
+        ]
+        texts = []
+        for ids, completion in zip(self._ids, engine.completions(requests)):
+            stream = TextStream(self._tokenizer, ids)
+            texts.append("".join(map(stream.push, completion.tokens)) + stream.finish())
+        return texts
