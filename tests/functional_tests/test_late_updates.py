@@ -36,9 +36,9 @@ def late_streams(waits):
 def train(rank, world_size, row, offload, waits=True):
     """Train without a look at the weights between the steps; return losses, norms and weights of this rank, and whether
     updates overlap."""
-    from megatron.training.run import build_components
     from megatron.training.exits.conditions import ExitConditions
     from megatron.training.initialize import initialize_megatron
+    from megatron.training.run import build_components
     from megatron.training.tasks.language_model import task_class
     from megatron.training.trainer import Trainer
     from megatron.training.verify.layout_trace import weight_shards, with_synthetic_data

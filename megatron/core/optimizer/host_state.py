@@ -111,7 +111,7 @@ class HostState:
         self._last_slices = {each.name: index for index, (_, pieces) in enumerate(self._slices) for each in pieces}
         self._updates = updates
         self._conditions: Conditions | None = None
-        """Of updates in flight, which read these tensors."""
+        """Inputs of the updates in flight, kept alive for them."""
         count = min(NUM_SLOTS, len(self._slices)) if names else 0
         self._slots = [torch.zeros(slot_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
         self._users = [-1] * count

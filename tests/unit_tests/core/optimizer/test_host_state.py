@@ -1,5 +1,7 @@
 """Offloaded optimizer state gives the bits of state on the device, in every storage, rule and slicing."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -413,25 +415,26 @@ def test_saving_keeps_no_memory():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("side", ["neither", "_loads", "_stores"])
+@pytest.mark.parametrize("late", ["nothing", "loads", "stores", "updates", "forward"])
 @pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_offloaded_updates_equal_those_on_the_device_gpu(form, kind, side):
-    """Also if copies of one direction are so slow that a missing wait would read or overwrite the wrong slice."""
+def test_offloaded_updates_equal_those_on_the_device_gpu(form, kind, late):
+    """Also if work of one kind is so slow that a missing wait would read or overwrite the wrong values."""
     plain, offloaded = (build(form, kind, device="cuda", width=5000, **more) for more in ({}, OFFLOAD))
-    stream = getattr(offloaded[1].host_state, side, None)
-    if stream is not None:
+    state, updates = offloaded[1].host_state, offloaded[1]._updates
+    sleep = partial(torch.cuda._sleep, 1_000_000)
+    if late in ("loads", "stores"):
+        stream = getattr(state, f"_{late}")
         copy = stream.copy
-
-        def slow_copy(pairs, after=()):
-            with torch.cuda.stream(stream._stream):
-                torch.cuda._sleep(1_000_000)
-            return copy(pairs, after)
-
-        stream.copy = slow_copy
+        stream.copy = lambda pairs, after=(): stream.run(sleep) and copy(pairs, after)
+    elif late == "updates":
+        run = updates.run
+        updates.run = lambda work, *more: run(lambda: sleep() or work(), *more)
+    elif late == "forward":
+        offloaded[0].module.register_forward_pre_hook(lambda *_: sleep())
     train(plain, 4)
     train(offloaded, 4)
-    assert all(each.is_pinned() for each in offloaded[1].host_state._state("0.weight"))
+    assert all(each.is_pinned() for each in state._state("0.weight"))
     assert same(plain, offloaded)
 
 
