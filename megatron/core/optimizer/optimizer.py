@@ -291,8 +291,6 @@ class MegatronOptimizer(MegatronNames):
             self._parallel_chunks() if gathers_early else (), (each.shard.parameter for _, own in parts for each in own)
         )
         self.host_state.update(parts, conditions, gathers.advance)
-        if self.weight_edits:
-            self._updates.join()
         for edit in self.weight_edits:
             edit(self._scale_rows, found)
         self._mark_changed_weights()
