@@ -216,7 +216,7 @@ def test_weights_stay_without_a_reason(flags, skipped):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_without_a_forward_pass_nothing_is_scaled_and_the_maximum_is_lowest(num_ranks):
-    """A rank may have no micro-batch in a step. Its rows are those of its heads."""
+    """A rank may have no micro-batch in a step."""
     model = clipped_model({})[0]
     groups = replace(SINGLE_PROCESS, tp=Group("tp", tuple(range(num_ranks))))
     config = replace(model.config, qk_clip=True, log_max_attention_logit=True)
