@@ -25,7 +25,6 @@ class WeightUpdates:
         self._side = SideStream(device, urgent=True) if overlaps else None
         self._pending: dict[nn.Parameter, torch.cuda.Event | None] = {}
         self._last: torch.cuda.Event | None = None
-        self._is_empty = True
 
     @property
     def overlaps(self) -> bool:
@@ -47,7 +46,6 @@ class WeightUpdates:
             return self._current.record_current()
         self._last = self._side.run(work, after)
         self._pending.update(dict.fromkeys(parameters, self._last))
-        self._is_empty = False
         return self._last
 
     def record_current(self) -> torch.cuda.Event | None:
@@ -56,16 +54,14 @@ class WeightUpdates:
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let the current stream wait for the updates of ``parameters``."""
-        if self._side is None or self._is_empty:
+        if not self._pending:  # in all forward passes but the first
             return
         for parameter in parameters:
             if parameter in self._pending:
-                self._side.wait(self._pending.pop(parameter))
+                self._current.wait(self._pending.pop(parameter))
 
     def join(self) -> None:
         """Let the current stream wait for all work in the queue."""
-        if self._side is None or self._is_empty:
-            return
-        self._side.wait(self._last)
+        self._current.wait(self._last)
         self._pending.clear()
-        self._last, self._is_empty = None, True
+        self._last = None

@@ -93,8 +93,7 @@ class HostState:
             need the same slices.
         names: offloaded names.
         updates: queue of the updates.
-        overlap: whether the first slices of the next update are loaded, and the last ones stored, during forward and
-            backward passes.
+        overlap: whether the first slices of the next update are loaded during forward and backward passes.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class HostState:
         self._updates = updates
         self._conditions: Conditions | None = None
         """Inputs of the updates in flight, kept alive for them."""
-        count = min(NUM_SLOTS, len(self._slices)) if names else 0
+        count = NUM_SLOTS if names else 0
         self._slots = [torch.zeros(slot_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
         self._users = [-1] * count
         """Index of the slice that was last loaded into each slot."""
@@ -216,8 +215,8 @@ class HostState:
         progress: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
         """Run the update rule of each part on its parameters that have a gradient: first those with state on the
-        device, then slice by slice. ``progress`` is called with the parameters whose last update was queued. Without
-        overlap the state on the host is valid in stream order afterwards, else after :meth:`settle`."""
+        device, then slice by slice. ``progress`` is called with the parameters whose last update was queued. The
+        state on the host is valid after :meth:`settle`."""
         self._conditions = conditions
         begin = self._loads.record_current()
         streamed: dict[str, Entry] = {}
@@ -239,17 +238,8 @@ class HostState:
             updated = self._updates.run(update, [begin, self._loaded.pop(index)], weights)
             self._stored[index] = self._stores.copy(((host, view) for view, host in self._pairs(index)), [updated])
             progress(weights)
-        self._finish()
-
-    def _finish(self) -> None:
-        """With overlap start loading the first slices of the next update; else wait, in stream order, for the last
-        stores."""
-        if self._overlap:
-            for index in range(len(self._slots)):
-                self._load(index)
-        else:
-            self._updates.join()
-            self._stores.wait(self._stored.get(len(self._slices) - 1))  # None if all shards here are empty
+        for index in range(len(self._slots) if self._overlap else 0):
+            self._load(index)
 
     def _load(self, index: int) -> None:
         """Start loading a slice into its slot unless that has happened."""
