@@ -265,8 +265,7 @@ class HostState:
 
     def settle(self) -> None:
         """Let the host wait until the state on the host is complete, and discard what was loaded ahead. Call it before
-        the host reads or changes the state. The current stream waits for the updates, too."""
-        self._updates.join()
+        the host reads or changes the state. Weights are then complete, too: stores follow updates."""
         for stream in (self._stores, self._loads):
             stream.synchronize()
         self._loaded.clear()

@@ -153,12 +153,15 @@ def test_a_module_waits_for_its_own_update_only(lazy):
     assert updated() == {"0", "1", "2", "3"} and not any(each.main_grad.any() for each in ddp.module.parameters())
 
 
-READERS = "state_dict", "module", "masters", "live masters", "norm", "moments", "update", "rows", "exact", "scores"
+READERS = (
+    "state_dict", "module", "masters", "live masters", "live masters on the host", "norm", "moments", "update", "rows",
+    "exact", "scores",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_readers_after_a_step_see_its_result(lazy, reader):
-    form = "fp32" if reader == "live masters" else "remainder"
+    form = "fp32" if "live" in reader else "remainder"
     runs = [build(form, **more, optimizer_offload_fraction=0.5) for more in ({}, OFFLOAD)]
     found = []
     for ddp, optimizer in runs:
@@ -169,9 +172,9 @@ def test_readers_after_a_step_see_its_result(lazy, reader):
             found.append([each.clone() for each in ddp.state_dict().values()])
         elif reader == "masters":
             found.append([optimizer.host_state.read(name).clone() for name in ("0.weight", "3.weight")])
-        elif reader == "live masters":
-            names = ("0.weight", "3.weight")
-            found.append([optimizer.host_state.read(name, on_host=True).clone() for name in names])
+        elif "live" in reader:
+            names, on_host = ("0.weight", "3.weight"), "host" in reader
+            found.append([optimizer.host_state.read(name, on_host=on_host).clone() for name in names])
         elif reader == "norm":
             found.append([optimizer.params_norm_on_device()])
         elif reader == "moments":
