@@ -12,7 +12,7 @@ touched: the program works in temporary copies, which include uncommitted change
 Which test executes which line is measured once, in about the time of two runs of the suite, and kept in
 ``--coverage``; later only new and changed tests are measured. Of the tests that execute a line, the ``--tests``
 quickest and ``--rows`` rows of the layout table run. A test that hangs has noticed: three times the expected time and
-half a minute are the limit.
+half a minute are the limit. So has a test that needs more memory than ``--memory``.
 
 Why no library: mutmut sees calls in pytest's own process only, where most of our code runs in the ranks of a pool, and
 does not change Triton kernels, properties or constants. cosmic-ray starts Python and the whole suite per change.
@@ -93,9 +93,9 @@ class Watcher:
 class Campaign:
     """Tries mutants, one in each copy of the tree at a time."""
 
-    def __init__(self, trees, coverage, num_tests, num_rows):
+    def __init__(self, trees, coverage, num_tests, num_rows, memory):
         self.trees, self.coverage = trees, coverage
-        self.num_tests, self.num_rows = num_tests, num_rows
+        self.num_tests, self.num_rows, self.memory = num_tests, num_rows, memory
         self.unreliable = set()
 
     def selected(self, mutant):
@@ -152,7 +152,7 @@ class Campaign:
         file.write_text(mutant.apply(file.read_text()))
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
         names = [each["test"] for each in tests]
-        return fork(tree, folder, lambda: run_pytest(["-x", *names], Watcher(folder / "failed"))), folder
+        return fork(tree, folder, lambda: run_pytest(["-x", *names], Watcher(folder / "failed")), self.memory), folder
 
     def _restore(self, mutant, tree, folder):
         shutil.copy2(folder / "original", tree / mutant.path)
@@ -177,7 +177,7 @@ class Campaign:
                     with open(folder / "failures", "a") as stream:
                         stream.write(report.nodeid + "\n")
 
-        pid = fork(self.trees[0], folder, lambda: run_pytest(names, Failures()))
+        pid = fork(self.trees[0], folder, lambda: run_pytest(names, Failures()), self.memory)
         try:
             os.waitpid(pid, 0)
         finally:
@@ -260,6 +260,7 @@ def parse(argv):
     add("--tests", type=int, default=40, metavar="N", help="tests per change at most, 0: all (default: 40)")
     add("--rows", type=int, default=8, metavar="N", help="rows of the layout table besides, 0: all (default: 8)")
     add("--jobs", type=int, default=2, metavar="N", help="changes tried at a time (default: 2)")
+    add("--memory", type=float, default=6.0, metavar="GIB", help="limit of each process of a change (default: 6)")
     add("--report", type=Path, metavar="FILE", help="write every result as JSON")
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-mutate"
     add("--coverage", type=Path, default=cache, metavar="DIR", help=f"what tests execute (default: {cache})")
@@ -289,7 +290,7 @@ def main(argv=None):
                 result.status = "explained"
             say(result)
 
-        campaign = Campaign(trees, coverage, args.tests, args.rows)
+        campaign = Campaign(trees, coverage, args.tests, args.rows, int(args.memory * 2**30))
         results = campaign.run(mutants, known)
         campaign.unreliable = campaign.failing_without_a_change(results)
         if campaign.unreliable:

@@ -180,6 +180,7 @@ VARIANTS: dict[str, str] = {
     "recompute-full": RECOMPUTED,
     "precision-aware": PRECISION_AWARE,
     "optimizer-offload": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+    "offload-45": "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction 0.45",
     "activation-offload": (
         "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm"
     ),

@@ -1,4 +1,4 @@
-"""Host memory of offloaded tensors: pinned allocation, and copies on side streams.
+"""Host memory of offloaded tensors: pinned allocation, and side streams.
 
 On a CPU "host" tensors are separate ordinary tensors and streams do nothing, so that the same code runs in tests.
 """
@@ -6,7 +6,7 @@ On a CPU "host" tensors are separate ordinary tensors and streams do nothing, so
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -48,29 +48,42 @@ def _unregister(tensors: list[Tensor]) -> None:
     tensors.clear()
 
 
-class CopyStream:
-    """Side stream for copies between ``device`` and host memory, in the order of the calls. On a CPU copies run at once
-    and events are None."""
+class SideStream:
+    """Side stream of ``device`` for copies to and from host memory and for other work, in the order of the calls. On a
+    CPU work runs at once and events are None.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    Args:
+        urgent: whether kernels of this stream get free SMs before kernels of other streams that are already queued.
+    """
 
-    def copy(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[torch.cuda.Event | None] = ()
+    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0) if device.type == "cuda" else None
+
+    def run(
+        self, work: Callable[[], object], after: Iterable[torch.cuda.Event | None] = ()
     ) -> torch.cuda.Event | None:
-        """Copy ``(target, source)`` pairs once the events ``after`` have completed. Return the event of completion. The
-        caller keeps all tensors alive until then."""
+        """Queue the operations of ``work`` once the events ``after`` have completed. Return the event of completion.
+        The caller keeps all tensors alive until then."""
         if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
+            work()
             return None
         for event in after:
             if event is not None:
                 self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
+            work()
+        return self._stream.record_event()
+
+    def copy(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: Iterable[torch.cuda.Event | None] = ()
+    ) -> torch.cuda.Event | None:
+        """Copy ``(target, source)`` pairs like :meth:`run`."""
+
+        def copies() -> None:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+
+        return self.run(copies, after)
 
     def record_current(self) -> torch.cuda.Event | None:
         """Return an event after the work that the current stream has so far."""
@@ -82,6 +95,6 @@ class CopyStream:
             torch.cuda.current_stream(self._stream.device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Let the host wait for all copies."""
+        """Let the host wait for all work."""
         if self._stream is not None:
             self._stream.synchronize()

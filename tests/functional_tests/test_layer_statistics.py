@@ -79,8 +79,12 @@ def test_the_norm_of_an_sgd_update_is_that_of_the_clipped_gradient(gloo_pool, da
         (["decoder.layers.0.mlp.weight", "decoder.layers.11.mlp.bias"], ["layer 1", "layer 12"]),
         (["encoder.layers.0.a.weight", "pooler.dense.weight"], ["layer 1", "pooler.dense"]),
         (
-            ["encoder.layers.0.a.weight", "decoder.layers.0.a.weight", "mtp.layers.0.eh_proj.weight"],
-            ["encoder layer 1", "layer 1", "mtp layer 1"],
+            ["decoder.layers.0.a.weight", "mtp.layers.0.eh_proj.weight", "decoder.layers.1.a.weight"],
+            ["layer 1", "mtp layer 1", "layer 2"],
+        ),
+        (
+            ["encoder.layers.0.a.weight", "encoder.layers.1.a.weight", "decoder.layers.0.a.weight", "lm_head.bias"],
+            ["encoder layer 1", "encoder layer 2", "decoder layer 1", "lm_head"],
         ),
         (["scale", "net.0.weight"], ["scale", "net.0"]),
     ],

@@ -1,34 +1,37 @@
-"""Copy streams that copy as late as their events allow: what a GPU may do, seen on a CPU."""
+"""Side streams that work as late as their events allow: what a GPU may do, seen on a CPU."""
 
-from megatron.core.host_memory import CopyStream
+from megatron.core.host_memory import SideStream
 
 
-class _Copy:
-    """Queued copy; the event of its completion."""
+class _Work:
+    """Queued work; the event of its completion."""
 
-    def __init__(self, pairs, after):
-        self.pairs, self.after = pairs, after
+    def __init__(self, work, after):
+        self.work, self.after = work, after
 
     def run(self):
         for earlier in self.after:
             if earlier is not None:
                 earlier.run()
-        for target, source in self.pairs:
-            target.copy_(source)
-        self.pairs, self.after = [], []
+        work, self.work, self.after = self.work, None, []
+        if work is not None:
+            work()
 
 
-class LazyStream(CopyStream):
-    """In place of :class:`CopyStream` on a CPU. A copy runs when a stream or the host waits for it, or for a later copy
-    of the same stream."""
+class LazyStream(SideStream):
+    """In place of :class:`SideStream` on a CPU. Work runs when a stream or the host waits for it, or for later work of
+    the same stream."""
 
-    def __init__(self, device):
-        super().__init__(device)
+    def __init__(self, device, **options):
+        super().__init__(device, **options)
         self.last = None
 
-    def copy(self, pairs, after=()):
-        self.last = _Copy(list(pairs), [self.last, *after])
+    def run(self, work, after=()):
+        self.last = _Work(work, [self.last, *after])
         return self.last
+
+    def copy(self, pairs, after=()):
+        return super().copy(list(pairs), after)  # of now: tensors may be replaced until the copy runs
 
     def wait(self, event):
         if event is not None:

@@ -3,6 +3,7 @@
 import compileall
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -29,8 +30,9 @@ def copy_tree(target):
     return target
 
 
-def fork(tree, folder, work):
-    """Starts ``work()`` in a new process that imports from ``tree`` and has its temporary files in ``folder``."""
+def fork(tree, folder, work, memory=None):
+    """Starts ``work()`` in a new process that imports from ``tree`` and has its temporary files in ``folder``. It and
+    each process that it starts may hold ``memory`` bytes of private data; allocations beyond it fail."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -39,6 +41,9 @@ def fork(tree, folder, work):
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
+        if memory is not None:
+            # of data, not of addresses: torch maps many gigabytes that nothing ever touches
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         os.chdir(tree)
         sys.modules["__main__"] = types.ModuleType("__main__")  # spawned processes would import this file
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

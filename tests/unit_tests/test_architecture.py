@@ -37,7 +37,7 @@ CORE = {
     "statistics": "groups",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups safe_files sharding",
-    "distributed": "config dist_checkpointing fp8 fusions groups parallel_state sharding statistics",
+    "distributed": "config dist_checkpointing fp8 fusions groups host_memory parallel_state sharding statistics",
     "tensor_parallel": "autograd_context config extensions fusions groups parallel_state random sharding",
     "fp8": "config extensions fusions groups sharding tensor_parallel",
     "optimizer": "config distributed extensions fusions groups host_memory parallel_state sharding",

@@ -2,11 +2,16 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from tests.test_utils.mutants import mutants_of
+from tests.test_utils.tree_copies import fork
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = '''"""A module: 1 + 1."""
@@ -79,6 +84,32 @@ def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
     assert all("test_batch_size.py::" in row["test"] for row in rows if row["status"] == "caught")
     assert (ROOT / "megatron/core/schedules/batch_size.py").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coverage", "report.json"]
+
+
+def allocate(gibibytes):
+    """Touch every page of that much memory in this process; raise if there is not as much."""
+    size = int(gibibytes * 2**30)
+    assert np.ones(size, dtype=np.uint8)[-1] == 1
+    return 0
+
+
+def start_process_that_allocates(gibibytes):
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(allocate(gibibytes))
+        except MemoryError:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(("gibibytes", "statuses"), [(0.25, (0, 0)), (3.0, (98, 7))])
+def test_a_change_that_allocates_without_end_fails_at_the_limit(tmp_path, gibibytes, statuses):
+    """The limit holds for the process and for those that it starts, not for this one."""
+    for work, expected in zip((allocate, start_process_that_allocates), statuses):
+        pid = fork(ROOT, tmp_path, lambda work=work: work(gibibytes), memory=2 << 30)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == expected
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
 
 
 def test_explanations_are_of_lines_that_exist():

@@ -68,10 +68,10 @@ class RegularizationConfig(FlagGroup):
     bits."""
 
     optimizer_offload_fraction: Annotated[float, Range(0, 1)] = 1.0
-    """Fraction of the parameters whose optimizer state is offloaded; the largest that fit (--optimizer-cpu-offload)."""
+    """Fraction of the parameters whose optimizer state is offloaded: the last of the forward pass."""
 
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Load the first slices of offloaded state before the update, and store the last during the next forward."""
+    """Overlap the update of offloaded state with the next forward pass: modules wait for their own weights only."""
 
     decoupled_lr: NonNegativeFloat | None = None
     """Learning rate of the embedding and the output layer; default: --lr."""

@@ -7,12 +7,14 @@ Neither divides by the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.weight_updates import WeightUpdates
 from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.parameter_shard import ParameterShard
@@ -42,12 +44,30 @@ class DataParallel(nn.Module):
         """Whether optimizer state is sharded over ``DataParallelGroups.shard`` (ZeRO-1 or FSDP)."""
         self.fp8_stacks = list(fp8_stacks(module).values())
         """fp8 states of the chunk; ``finalize_model_grads`` ends their step. Empty without fp8."""
+        self.updates: WeightUpdates | None = None
+        """Updates of the weights that may be in flight; set by :meth:`expect_updates`."""
         self.statistics_sum: StatisticsSum | None = None
         """Statistics reducer for all chunks of this rank; set on the first chunk only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self.module(*args, **kwargs)
+        """Call the wrapped module. Afterwards gradients may be written."""
+        output = self.module(*args, **kwargs)
+        self.finish_updates()
+        return output
+
+    @property
+    def overlaps_updates(self) -> bool:
+        """Whether forward passes can wait for the update of each parameter separately."""
+        return False
+
+    def expect_updates(self, updates: WeightUpdates) -> None:
+        """Let all users of weights and gradients wait for ``updates``. Call it once, if :attr:`overlaps_updates`."""
+        self.updates = updates
+
+    def finish_updates(self) -> None:
+        """Wait for all updates of weights, in stream order."""
+        if self.updates is not None:
+            self.updates.join()
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
         """Map each parameter to this rank's shard; None if unsharded. Parameters without a local shard are omitted."""
@@ -78,6 +98,11 @@ class DataParallel(nn.Module):
     def start_param_sync(self) -> None:
         """All-gather updated weights after the optimizer step, now or overlapped with the next forward."""
 
+    def gathers_of_updated(self, unfinished: Collection[nn.Parameter]) -> Iterator[None]:
+        """Like :meth:`start_param_sync`, for a caller that is queueing updates: yield until the weights whose
+        all-gather is next are no longer ``unfinished``. Only if :attr:`overlaps_updates`."""
+        raise NotImplementedError
+
     def finish_param_sync(self) -> None:
         """Complete the weight all-gathers, so that the weights may be read or written. Forward passes and
         ``state_dict`` wait automatically."""
@@ -100,3 +125,34 @@ class DataParallel(nn.Module):
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the model inside a data-parallel wrapper, or ``module`` itself if it has no wrapper."""
     return module.module if isinstance(module, DataParallel) else module
+
+
+class UpdatedGathers:
+    """All-gathers of weights, each of which starts once the updates of its weights are queued.
+
+    Args:
+        chunks: this rank's chunks; their forward passes wait for updates.
+        parameters: parameters that will be updated.
+    """
+
+    def __init__(self, chunks: Iterable[DataParallel], parameters: Iterable[nn.Parameter]) -> None:
+        self._unfinished = set(parameters)
+        self._waiting = [chunk.gathers_of_updated(self._unfinished) for chunk in chunks]
+
+    def advance(self, updated: Iterable[nn.Parameter]) -> None:
+        """Start the all-gathers that follow the updates of the parameters ``updated``. Collective: all start in the
+        same order on all ranks."""
+        self._unfinished.difference_update(updated)
+        for each in self._waiting:
+            next(each, None)
+
+
+def weight_updates(chunks: Sequence[nn.Module], device: torch.device, *, overlaps: bool) -> WeightUpdates:
+    """Build the queue of updates of an optimizer. With ``overlaps`` they run during the next forward pass if all
+    ``chunks`` can wait for them."""
+    can_wait = all(isinstance(chunk, DataParallel) and chunk.overlaps_updates for chunk in chunks)
+    updates = WeightUpdates(device, overlaps=overlaps and can_wait)
+    for chunk in chunks:
+        if updates.overlaps and isinstance(chunk, DataParallel):
+            chunk.expect_updates(updates)
+    return updates

@@ -10,7 +10,7 @@ and the updated weights are all-gathered, now or overlapped with the next forwar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import reductions
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_kind
+from megatron.core.distributed.param_and_grad_buffer import Bucket, BufferLayout, ParamAndGradBuffer, group_by_kind
+from megatron.core.distributed.weight_updates import WeightUpdates
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.buffer_layout import chosen_bucket_size
 from megatron.core.sharding.parameter_shard import ParameterShard
@@ -95,19 +96,43 @@ class DistributedDataParallel(DataParallel):
             alone=_may_be_tied(self.module, self.groups),
         )  # fmt: skip
 
-    def _gather_hooks(self) -> Iterator[Any]:
-        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets; yield the handles, so
-        that the caller must iterate. Covers each module's direct parameters and the parameters in its ``borrowed``
-        attribute, in any order of execution."""
+    def _readers(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield each module with the trained parameters that it reads: its direct parameters, and the parameters in its
+        ``borrowed`` attribute."""
         for submodule in self.module.modules():
             read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
             owned = [p for p in read if p in self._buffer_of]
+            if owned:
+                yield submodule, owned
+
+    def _gather_hooks(self) -> Iterator[Any]:
+        """Register forward pre-hooks that wait for the weight all-gathers of a module's buckets, in any order of
+        execution; yield the handles, so that the caller must iterate."""
+        for submodule, owned in self._readers():
             buckets = list({id(bucket): bucket for p in owned if (bucket := self._buffer_of[p].bucket_of[p])}.values())
-            if buckets:
-                # a pre-hook must return None: torch would take any other result as the module's new input
-                yield submodule.register_forward_pre_hook(
-                    lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
-                )
+            # a pre-hook must return None: torch would take any other result as the module's new input
+            yield submodule.register_forward_pre_hook(
+                lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
+            )
+
+    @property
+    def overlaps_updates(self) -> bool:
+        """Whether forward passes can wait for the update of each parameter separately: not if all weights are gathered
+        at once."""
+        return self.ddp_config.overlap_param_gather or not any(bucket.gathers for bucket in self._buckets())
+
+    def expect_updates(self, updates: WeightUpdates) -> None:
+        """Let modules wait for the updates of the parameters that they read, and everything else for all updates."""
+        super().expect_updates(updates)
+        for submodule, owned in self._readers():
+            # before the hook that waits for a gather, which starts after the updates
+            hook = lambda *_, owned=owned: updates.wait_for(owned)  # noqa: E731
+            self._hooks.append(submodule.register_forward_pre_hook(hook, prepend=True))
+        self._hooks.append(self.module.register_state_dict_pre_hook(lambda *_: updates.join()))
+
+    def _buckets(self) -> list[Bucket]:
+        """Return all buckets, in the order in which forward uses those of a buffer."""
+        return [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
 
     def _accumulate(self, parameter: Tensor) -> None:
         """Add the autograd gradient to ``main_grad``, in its dtype, unless ``grad_added_to_main_grad`` is set, and free
@@ -140,8 +165,7 @@ class DistributedDataParallel(DataParallel):
         """Map parameters to this rank's shards with a distributed optimizer; None without (every rank updates all)."""
         if not self.ddp_config.use_distributed_optimizer:
             return None
-        buckets = [bucket for buffer in self.grad_buffers for bucket in buffer.buckets]
-        return {shard.parameter: shard for bucket in buckets for shard in bucket.shards}
+        return {shard.parameter: shard for bucket in self._buckets() for shard in bucket.shards}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -176,6 +200,8 @@ class DistributedDataParallel(DataParallel):
         """Zero the gradient buffers, mark all gradients as not ready, and free ``parameter.grad`` of every parameter,
         before the first micro-batch of an iteration. Resets ``grad_added_to_main_grad``."""
         for buffer in self.grad_buffers:  # first: the GPU zeroes buffers while the host loops over parameters
+            # after the updates that read the gradients
+            buffer.zero() if self.updates is None else self.updates.run(buffer.zero)
             buffer.reset()
         for parameter in self._buffer_of:
             parameter.grad = None
@@ -185,11 +211,21 @@ class DistributedDataParallel(DataParallel):
         """Start the all-gathers of updated weights, in the order in which forward uses the buckets, after waiting for
         earlier ones. Waits for them unless ``overlap_param_gather`` is set. Collective; no effect without a distributed
         optimizer. The arguments are ignored."""
-        buckets = [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
-        for bucket in buckets:
-            bucket.start_gather()
+        for _ in self.gathers_of_updated(()):
+            raise AssertionError("no update is awaited")
         if not self.ddp_config.overlap_param_gather:
-            self.finish_param_sync()
+            self._finish_gathers()
+
+    def gathers_of_updated(self, unfinished: Collection[nn.Parameter]) -> Iterator[None]:
+        """Start the all-gathers like :meth:`start_param_sync`, each after the updates that are queued by then. Yields
+        while the shards of the next bucket are in ``unfinished``, which the caller empties."""
+        for bucket in self._buckets():
+            while any(shard.parameter in unfinished for shard in bucket.shards):
+                yield
+            if self.updates is None:
+                bucket.start_gather()
+            elif bucket.gathers:
+                self.updates.run(bucket.start_gather, [self.updates.record_current()], bucket.parameters)
 
     @property
     def buffers(self) -> BufferList:  # type: ignore[override]
@@ -224,15 +260,18 @@ class DistributedDataParallel(DataParallel):
         self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for all weight all-gathers in flight (on CUDA: in stream order)."""
-        for buffer in self.grad_buffers:
-            for bucket in buffer.buckets:
-                bucket.finish_gather()
+        """Wait for all updates of weights and all weight all-gathers in flight (on CUDA: in stream order)."""
+        self.finish_updates()
+        self._finish_gathers()
+
+    def _finish_gathers(self) -> None:
+        for bucket in self._buckets():
+            bucket.finish_gather()
 
     def gather_exact_weights(self) -> None:
-        for buffer in self.grad_buffers:
-            for bucket in buffer.buckets:
-                bucket.gather_exactly()
+        self.finish_updates()
+        for bucket in self._buckets():
+            bucket.gather_exactly()
 
     @torch.no_grad()
     def _complete_weights(self) -> None:

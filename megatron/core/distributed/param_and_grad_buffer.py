@@ -87,7 +87,7 @@ class Bucket:
         self.shards: list[ParameterShard] = []
         """This rank's shards, set by the buffer."""
         self.storage, storage = None, layout.storage
-        if storage is not None and storage.payload_bytes is not None and weights is not None and layout.group.size > 1:
+        if storage is not None and storage.payload_bytes is not None and weights is not None and self.gathers:
             self.storage, blocks = storage, weights.numel() // storage.block
             self.payloads = torch.zeros((blocks, storage.payload_bytes), dtype=torch.uint8, device=weights.device)
         self.is_exact = self.storage is None or not self.storage.gathers_copies
@@ -111,6 +111,11 @@ class Bucket:
     def owned(self) -> Tensor:
         """View of the gradients that this rank's optimizer reads: its shard, or the full bucket if unsharded."""
         return local_shard(self.grads, self.layout.group) if self.layout.sharded else self.grads
+
+    @property
+    def gathers(self) -> bool:
+        """Whether updated weights are all-gathered."""
+        return self.weights is not None and self.layout.group.size > 1
 
     def start_sum(self) -> None:
         """Start the reduction of the bucket over ``layout.group`` in place; for one rank only mark it as started. Until
@@ -140,7 +145,7 @@ class Bucket:
         # wait first: if nothing waited for the previous all-gather, two collectives would write the same buffer
         self.finish_gather()
         group = self.layout.group
-        if self.weights is None or group.size == 1:
+        if self.weights is None or not self.gathers:
             return
         sent = self.weights if self.storage is None else self._own_payloads(self.storage).view(-1)
         # in place: the input is a view of the output at this rank's offset; NCCL and gloo then skip the local copy
@@ -274,9 +279,12 @@ class ParamAndGradBuffer:
         grad = self.grad_data[place]
         return ParameterShard(parameter, start, stop, self.param_data[place], lambda: grad, parameter.dtype)
 
-    def reset(self) -> None:
-        """Zero all gradients and mark them as not ready; drops handles of reductions in flight without waiting."""
+    def zero(self) -> None:
+        """Zero all gradients."""
         self.grad_data.zero_()
+
+    def reset(self) -> None:
+        """Mark all gradients as not ready; drops handles of reductions in flight without waiting."""
         for bucket in self.buckets:
             bucket.reset()
 

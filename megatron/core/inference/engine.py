@@ -206,13 +206,17 @@ class Engine:
         if the logits of a row that samples are not finite."""
         if self._world.size > 1:
             self._broadcast(plan.encode())
-        self._on_step()
-        found, routes = self.runner.run(plan)
+        found, routes = self._run(plan)
         results = found.tolist()
-        self._on_step()
         if any(values[0] == FAILED for values in results):
             raise UserError(NOT_FINITE)
         return results, routes
+
+    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        self._on_step()
+        results = self.runner.run(plan)
+        self._on_step()
+        return results
 
     def _plan(self, planned: Sequence[tuple[Running, Chunk]]) -> tuple[StepPlan, list[tuple[Running, bool]]]:
         """Return the inputs of a step, and for each output row its sequence and whether it samples."""

@@ -5,24 +5,31 @@
 
 A *slice* is a list of parameter ranges whose extra master storage and moments fit in a slot, a fixed buffer on the
 device. Loads and stores run on two side streams, so that both directions of the bus work at the same time; the update
-rule runs on the current stream with views of a slot in place of the state. Rules do not know where state lives, and
-results equal those without offload to the bit: every element has the same inputs and operations. Weights and gradients
-stay on the device. The host does not wait.
+rule runs with views of a slot in place of the state. Rules do not know where state lives, and results equal those
+without offload to the bit: every element has the same inputs and operations. Weights and gradients stay on the device.
+The host does not wait.
+
+Slices are in the order of the forward pass. With overlap, updates run on a third stream (``WeightUpdates``): each
+module of the next forward pass waits for its weights only. Larger buffers would hide no more than the same memory with
+a smaller fraction: what the bus cannot move between the gradient norm and the end of the first forward pass is on the
+device at its end, when activations are at their peak.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.distributed.weight_updates import WeightUpdates
 from megatron.core.fusions.storage import Storage
-from megatron.core.host_memory import CopyStream, HostMemory
+from megatron.core.host_memory import HostMemory, SideStream
 from megatron.core.sharding.buffer_layout import NUM_SLOTS, slot_bytes
 
 if TYPE_CHECKING:
@@ -33,11 +40,12 @@ _ALIGNED = 64  # elements: every tensor in a flat buffer starts on a 128-byte bo
 _UNIT = 64  # elements: ranges start at multiples, so that vectorized loops have the same tail as without slices
 
 
-def select_offloaded(sizes: Mapping[str, int], fraction: float) -> frozenset[str]:
-    """Return the names whose state is offloaded: the largest first, as long as they hold at most ``fraction`` of all
-    elements."""
+def select_offloaded(sizes: dict[str, int], fraction: float) -> frozenset[str]:
+    """Return the names whose state is offloaded: the last of ``sizes``, which is in the order of the forward pass, as
+    far as they hold at most ``fraction`` of all elements. State of the first weights is on the device, so that the
+    next forward pass starts at once and the copies overlap with it."""
     left, chosen = fraction * sum(sizes.values()), []
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    for name in reversed(sizes):
         if 0 < sizes[name] <= left:
             left -= sizes[name]
             chosen.append(name)
@@ -70,38 +78,44 @@ class Piece(NamedTuple):
     is_full: bool
     """Whether it covers the shard, so that tensors keep their shape; else they are flat."""
     places: tuple[int, ...]
-    """Byte offset of each state tensor in the slot; empty if the state is on the device."""
+    """Byte offset of each state tensor in the slot."""
 
 
 class HostState:
     """Owner of the offloaded state: decides on slices, and provides device views for the time of an update.
 
     Args:
-        rules: update rules in the order of updates, with the names of their parameters in order.
+        rules: update rule of each part, with the names of its parameters in the order of ``sizes``.
         storages: storages of all shards by name; ``kept`` of an offloaded one is a host tensor.
         moments: moments by kind and name, host tensors if offloaded; read at every copy, so that they may be replaced.
-        sizes: elements by name, equal on all ranks that share a parameter (``ParameterShard.max_elements``): rules that
-            own matrices run collectives per slice, so that these ranks need the same slices.
+        sizes: elements by name, in the order of the forward pass, equal on all ranks that share a parameter
+            (``ParameterShard.max_elements``): rules that own matrices run collectives per slice, so that these ranks
+            need the same slices.
         names: offloaded names.
-        overlap: whether the first slices of the next update are loaded, and the last ones stored, during forward and
-            backward passes.
+        updates: queue of the updates.
+        overlap: whether the first slices of the next update are loaded during forward and backward passes.
     """
 
     def __init__(
         self, rules: Sequence[tuple[UpdateRule, Sequence[str]]], storages: Mapping[str, Storage],
         moments: Mapping[str, Mapping[str, Tensor]], sizes: Mapping[str, int], names: frozenset[str], *,
-        device: torch.device, overlap: bool,
+        device: torch.device, updates: WeightUpdates, overlap: bool,
     ) -> None:  # fmt: skip
         self._storages, self._moments, self._sizes, self.names = storages, moments, sizes, names
         self._device, self._overlap = device, overlap
         self._kinds = {name: tuple(rule.moment_dtypes) for rule, own in rules for name in own}
-        self._parts, slot_bytes = self._plan(rules)
-        self._slices = [each for part in self._parts for each in part]
-        count = min(NUM_SLOTS, len(self._slices)) if names else 0
+        self._streamed = {name for name in names if self._state(name)}
+        self._slices, slot_bytes = self._plan(rules)
+        """Part and pieces of each slice, in the order of updates."""
+        self._last_slices = {each.name: index for index, (_, pieces) in enumerate(self._slices) for each in pieces}
+        self._updates = updates
+        self._conditions: Conditions | None = None
+        """Inputs of the updates in flight, kept alive for them."""
+        count = NUM_SLOTS if names else 0
         self._slots = [torch.zeros(slot_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
         self._users = [-1] * count
         """Index of the slice that was last loaded into each slot."""
-        self._loads, self._stores = CopyStream(device), CopyStream(device)
+        self._loads, self._stores = SideStream(device), SideStream(device)
         self._loads.copy((), [self._loads.record_current()])  # after the zeros of the slots
         self._loaded: dict[int, torch.cuda.Event | None] = {}
         """Events of loads that no update has used yet, by slice index."""
@@ -121,12 +135,13 @@ class HostState:
         kept = self._storages[name].kept
         return ([] if kept is None else [kept]) + [self._moments[kind][name] for kind in self._kinds[name]]
 
-    def _plan(self, rules: Sequence[tuple[UpdateRule, Sequence[str]]]) -> tuple[list[list[list[Piece]]], int]:
-        """Return the slices of each rule, and the bytes of a slot. Parameters keep their order, those with state on the
-        device included: rules that own matrices run collectives per parameter."""
-        widths = {name: sum(each.element_size() for each in self._state(name)) for _, own in rules for name in own}
+    def _plan(self, rules: Sequence[tuple[UpdateRule, Sequence[str]]]) -> tuple[list[tuple[int, list[Piece]]], int]:
+        """Return (number of the rule, slice) of all slices, by their first parameter in the order of the forward pass,
+        and the bytes of a slot. Parameters of a rule keep their order."""
+        streamed = [(rule, [name for name in own if name in self._streamed]) for rule, own in rules]
+        widths = {name: sum(each.element_size() for each in self._state(name)) for _, own in streamed for name in own}
         least, total = _ALIGNMENT, 0
-        for rule, own in rules:
+        for rule, own in streamed:
             for name in own:
                 padding = _ALIGNMENT * len(self._state(name))
                 size = self._sizes[name]
@@ -134,7 +149,13 @@ class HostState:
                 least = max(least, unit * widths[name] + padding)  # an empty slot has room for a unit
                 total += size * widths[name] + padding
         capacity = slot_bytes(total, least)
-        return [self._slices_of(rule, own, widths, capacity) for rule, own in rules], capacity
+        slices = [
+            (part, each)
+            for part, (rule, own) in enumerate(streamed)
+            for each in self._slices_of(rule, own, widths, capacity)
+        ]
+        position = {name: index for index, name in enumerate(self._sizes)}
+        return sorted(slices, key=lambda each: position[each[1][0].name]), capacity
 
     def _unit(self, name: str) -> int:
         return math.lcm(_UNIT, self._storages[name].block)
@@ -154,9 +175,6 @@ class HostState:
             # a matrix takes the room of the largest shard, also if it has fewer rows here or none: a slice that ends
             # elsewhere than on the other ranks would be another collective
             size, unit = (local, self._unit(name)) if cuts else (self._sizes[name], self._sizes[name])
-            if not tensors:
-                slices[-1].append(Piece(name, 0, local, True, ()))
-                continue
             start = 0
             while start < size:
                 room = capacity - used - _ALIGNMENT * len(tensors)
@@ -175,7 +193,7 @@ class HostState:
 
     def _pairs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (view of the slot, host tensor) for all state in slice ``index``."""
-        for piece in self._slices[index]:
+        for piece in self._slices[index][1]:
             for tensor, view in zip(self._state(piece.name), self._views(index, piece)):
                 yield view.view(-1), tensor.view(-1)[piece.start : piece.stop]
 
@@ -190,35 +208,38 @@ class HostState:
 
     # ---- streaming
 
-    def update(self, part: int, rule: UpdateRule, entries: Sequence[Entry], conditions: Conditions) -> None:
-        """Run ``rule`` on ``entries``, the parameters of part number ``part`` that have a gradient. Parts are updated
-        in order. After the last one the state on the host is valid in stream order, with overlap after
-        :meth:`settle`."""
-        if not self.names:
-            rule.update(entries, conditions)
-            return
-        by_name = {each.name: each for each in entries}
-        first = sum(map(len, self._parts[:part]))
-        for index in range(first, first + len(self._parts[part])):
+    def update(
+        self,
+        parts: Sequence[tuple[UpdateRule, Sequence[Entry]]],
+        conditions: Conditions,
+        progress: Callable[[Sequence[nn.Parameter]], None],
+    ) -> None:
+        """Run the update rule of each part on its parameters that have a gradient: first those with state on the
+        device, then slice by slice. ``progress`` is called with the parameters whose last update was queued. The
+        state on the host is valid after :meth:`settle`."""
+        self._conditions = conditions
+        begin = self._loads.record_current()
+        streamed: dict[str, Entry] = {}
+        for rule, entries in parts:
+            streamed |= {each.name: each for each in entries if each.name in self._streamed}
+            local = [each for each in entries if each.name not in self._streamed]
+            # on the current stream: slices need not wait, and forward starts with these weights
+            rule.update(local, conditions)
+            progress([each.shard.parameter for each in local])
+        for index, (part, pieces) in enumerate(self._slices):
             # load ahead before the update is queued, so that the bus never idles
             for ahead in range(index, min(index + len(self._slots), len(self._slices))):
                 self._load(ahead)
-            self._loads.wait(self._loaded.pop(index))
-            pieces = [piece for piece in self._slices[index] if piece.name in by_name]
-            rule.update([self._on_device(index, piece, by_name[piece.name]) for piece in pieces], conditions)
-            pairs = ((host, view) for view, host in self._pairs(index))
-            self._stored[index] = self._stores.copy(pairs, [self._stores.record_current()])
-        if first + len(self._parts[part]) == len(self._slices):
-            self._finish()
-
-    def _finish(self) -> None:
-        """With overlap start loading the first slices of the next update; else wait, in stream order, for the last
-        stores."""
-        if self._overlap:
-            for index in range(len(self._slots)):
-                self._load(index)
-        else:
-            self._stores.wait(self._stored.get(len(self._slices) - 1))  # None if all shards here are empty
+            pieces = [each for each in pieces if each.name in streamed]
+            own = [self._on_device(index, each, streamed[each.name]) for each in pieces]
+            last = [each.name for each in pieces if self._last_slices[each.name] == index]
+            weights = [streamed[name].shard.parameter for name in last]
+            update = partial(parts[part][0].update, own, conditions)
+            updated = self._updates.run(update, [begin, self._loaded.pop(index)], weights)
+            self._stored[index] = self._stores.copy(((host, view) for view, host in self._pairs(index)), [updated])
+            progress(weights)
+        for index in range(len(self._slots) if self._overlap else 0):
+            self._load(index)
 
     def _load(self, index: int) -> None:
         """Start loading a slice into its slot unless that has happened."""
@@ -232,8 +253,6 @@ class HostState:
 
     def _on_device(self, index: int, piece: Piece, entry: Entry) -> Entry:
         """Return ``entry`` for the range of ``piece``, with views of the slot as state."""
-        if not piece.places:
-            return entry
         views = self._views(index, piece)
         kept = None if entry.storage.kept is None else views.pop(0)
         part = None if piece.is_full else slice(piece.start, piece.stop)
@@ -246,7 +265,7 @@ class HostState:
 
     def settle(self) -> None:
         """Let the host wait until the state on the host is complete, and discard what was loaded ahead. Call it before
-        the host reads or changes the state."""
+        the host reads or changes the state. Weights are then complete, too: stores follow updates."""
         for stream in (self._stores, self._loads):
             stream.synchronize()
         self._loaded.clear()
@@ -257,6 +276,7 @@ class HostState:
         waits."""
         storage = self._storages[name]
         if name not in self.names or storage.kept is None:
+            self._updates.join()
             yield storage
             return
         self.settle()
@@ -269,6 +289,7 @@ class HostState:
         if there is one."""
         storage = self._storages[name]
         if on_host and storage.is_live:
+            self._updates.join()
             return storage.read()
         with self.opened(name) as opened:
             value = opened.read()

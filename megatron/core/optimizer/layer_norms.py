@@ -22,10 +22,13 @@ _LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.")
 
 def layer_labels(names: Iterable[str]) -> dict[str, str]:
     """Return the label of each parameter name of a model: ``layer 3`` for ``decoder.layers.2.…`` (the names of expert
-    statistics count from 1), with the stack before it if there are several; the module's name outside of layers."""
+    statistics count from 1), with the stack before it if it is not the model's main one, or the model has an encoder
+    and a decoder; the module's name outside of layers."""
     found = {name: match for name in names if (match := _LAYER.match(name))}
     stacks = {match[1] for match in found.values()}
     main = "decoder" if "decoder" in stacks else next(iter(stacks), None)
+    if {"encoder", "decoder"} <= stacks:
+        main = None
     labels = {}
     for name in names:
         if name not in found:

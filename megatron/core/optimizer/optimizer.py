@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megatron import serve_other_names
 from megatron.core.config.errors import UserError, listed
-from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.data_parallel import DataParallel, UpdatedGathers, weight_updates
 from megatron.core.fusions.storage import Storage, build_storage
 from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.host_memory import HostMemory
@@ -182,7 +182,9 @@ class MegatronOptimizer(MegatronNames):
         config, self._memory = self.config, HostMemory(self.device)
         weights = {name: each.weight for name, each in storages.items()}
         fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-        sizes = {name: self.shards[name].max_elements for name in storages}
+        order = {each: place for place, each in enumerate(p for chunk in self.model_chunks for p in chunk.parameters())}
+        names = sorted(storages, key=lambda name: order.get(self.model_params[name], len(order)))
+        sizes = {name: self.shards[name].max_elements for name in names}
         offloaded = select_offloaded(sizes, fraction)
         kept = {name: each.kept_dtype for name, each in storages.items() if each.kept_dtype is not None}
         for name, memory in flat_zeros(kept, weights, offloaded, self._memory).items():
@@ -195,10 +197,14 @@ class MegatronOptimizer(MegatronNames):
             for kind, dtype in part.rule.moment_dtypes.items():
                 wanted = {name: dtype if master == torch.float32 else master for name, master in own.items()}
                 self.moments.setdefault(kind, {}).update(flat_zeros(wanted, weights, offloaded, self._memory))
-            rules.append((part.rule, list(own)))
+            rules.append((part.rule, [name for name in names if name in own]))
+        overlap = bool(offloaded) and config.overlap_cpu_optimizer_d2h_h2d
+        # matrices need much memory for their updates, which a side stream would not share with the forward pass
+        elements = all(part.rule.owns == "elements" for part in self.parts)
+        self._updates = weight_updates(self.model_chunks, self.device, overlaps=overlap and elements)
         self.host_state = HostState(
-            rules, storages, self.moments, sizes, offloaded, device=self.device,
-            overlap=config.overlap_cpu_optimizer_d2h_h2d,
+            rules, storages, self.moments, sizes, offloaded, device=self.device, updates=self._updates,
+            overlap=overlap,
         )  # fmt: skip
         for name in kept:
             with self.host_state.opened(name) as storage:
@@ -279,15 +285,19 @@ class MegatronOptimizer(MegatronNames):
         self._found_nonfinite = found
         skip = found.to(torch.float32)
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
-        for index, part in enumerate(self.parts):
-            self.host_state.update(index, part.rule, self._entries(part, grads), conditions)
+        parts = [(part.rule, self._entries(part, grads)) for part in self.parts]
+        gathers_early = self._updates.overlaps and not self.weight_edits
+        gathers = UpdatedGathers(
+            self._parallel_chunks() if gathers_early else (), (each.shard.parameter for _, own in parts for each in own)
+        )
+        self.host_state.update(parts, conditions, gathers.advance)
         for edit in self.weight_edits:
             edit(self._scale_rows, found)
         self._mark_changed_weights()
         self._steps += 1.0 - skip  # on the device: a host counter would need a sync with the full backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.update(bool(found))
-        for chunk in self._parallel_chunks():
+        for chunk in self._parallel_chunks() if not gathers_early else ():
             chunk.start_param_sync()
         return Update(found, norm, num_zeros)
 

@@ -25,8 +25,9 @@ class WeightEdit(Protocol):
         ...
 
     def __call__(self, scale_rows: Callable[[nn.Parameter, Tensor], None], skipped: Tensor, /) -> None:
-        """Change weights after an update, before they are gathered. ``scale_rows``: a :class:`RowScaling`; ``skipped``:
-        0-d bool, whether the update was skipped. Collective over all ranks."""
+        """Change weights after an update, before they are gathered. ``scale_rows``: a :class:`RowScaling`, which waits
+        for updates in flight; do not use the weights in other ways. ``skipped``: 0-d bool, whether the update was
+        skipped. Collective over all ranks."""
 
 
 class RowScaling:

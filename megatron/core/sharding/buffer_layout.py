@@ -107,7 +107,7 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
 
 NUM_SLOTS = 3
 """Buffers that stream offloaded optimizer state: one loads, one is updated, one stores."""
-_MAX_SLOT_BYTES = 1 << 27  # 2.4 ms at 55 GB/s, far above the latency of a copy
+_MAX_SLOT_BYTES = 1 << 28  # 4.9 ms at 55 GB/s: an update that waits for the SMs of a GEMM does not stop the bus
 _MIN_SLICES = 16  # small models still overlap, and their slots stay small next to the state
 
 

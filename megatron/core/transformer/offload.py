@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.config.memory import IN_FLIGHT, LOADED_AHEAD, RecomputeConfig
-from megatron.core.host_memory import CopyStream
+from megatron.core.host_memory import SideStream
 
 _MAX_STORAGE = 4  # sizes of a tensor: queries may be a third of the storage that all heads share
 
@@ -77,8 +77,8 @@ class Offloaded:
 class Streams(NamedTuple):
     """Side streams of both directions."""
 
-    store: CopyStream
-    load: CopyStream
+    store: SideStream
+    load: SideStream
 
 
 class View(NamedTuple):
@@ -194,7 +194,7 @@ class ActivationOffload:
         if x.numel() < self._min_size or storage.nbytes() > _MAX_STORAGE * x.numel() * x.element_size():
             return None
         if self._streams is None:
-            self._streams = Streams(CopyStream(x.device), CopyStream(x.device))
+            self._streams = Streams(SideStream(x.device), SideStream(x.device))
         data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,))
         kept = Offloaded(self._streams, data, group)
         self._in_flight[-1].append(_Stored(ref(kept), storage.data_ptr(), x._version))

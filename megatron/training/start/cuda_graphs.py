@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.fp8.recipe import fp8_stacks
 from megatron.core.fusions.cuda_graphs import Recorder, record_cuda_graph
 from megatron.core.pipeline_parallel.loss_weights import LossWeights, weighted_sum
@@ -91,6 +92,9 @@ class GraphedForwardBackward:
         over data-parallel ranks. The first ``warmup_steps`` calls run ``plain``; then micro-batches are
         replayed, after the first one of each form is recorded. Copies batches to the device. ``loss_weights`` is the
         same object in every call. Returns replayed results as clones, since replays overwrite their outputs."""
+        for chunk in model:
+            if isinstance(chunk, DataParallel):
+                chunk.finish_updates()  # replays call no hooks that would wait
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1

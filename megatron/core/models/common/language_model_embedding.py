@@ -60,6 +60,8 @@ class LanguageModelEmbedding(nn.Module):
             divisible_by=divisible_by,
             groups=groups,
         )
+        self.borrowed = (self.word_embeddings.weight,)
+        """Read by ``scattered``, which is not the module's ``forward``."""
         self.position_embeddings = FullEmbedding(config, max_sequence_length, groups) if learned_positions else None
         self.tokentype_embeddings = FullEmbedding(config, num_tokentypes, groups) if num_tokentypes else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))

@@ -23,6 +23,7 @@ from megatron.core.models.common.relative_positions import RelativePositionEmbed
 from megatron.core.models.common.settings import LanguageModelSettings, takes_settings
 from megatron.core.models.t5.description import EncoderDecoder, describe_t5
 from megatron.core.models.t5.masks import check_masks, token_mask
+from megatron.core.statistics import modules_with_statistics
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -121,6 +122,10 @@ class T5Model(LanguageModule):
                 branches=range(branches.start - of_encoder, branches.stop - of_encoder),
                 post_layer_norm=self.post_process,
             )
+            for kind, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+                for index, layer in zip(stack.layers.indices, stack.layers):
+                    for each in modules_with_statistics([layer]):  # "layer 3" would not tell the stack
+                        each.statistics.label = f"{kind} layer {index + 1}"
             if self.post_process:
                 biased = self.share_embeddings_and_output_weights and not config.scale_decoder_outputs
                 self.lm_head = T5LMHead(self.build_output_layer(bias=biased))

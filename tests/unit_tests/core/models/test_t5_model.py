@@ -5,6 +5,7 @@
 
 import dataclasses
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,9 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.models.backends import get_backend
 from megatron.core.models.common.description import Vocabulary
+from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5.description import EncoderDecoder, describe_t5
@@ -28,6 +31,7 @@ from megatron.core.models.t5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
+from megatron.core.statistics import modules_with_statistics
 from megatron.core.transformer.context import ForwardContext
 from tests.reference import settings
 from tests.reference.t5 import T5, bucket, initial_weights
@@ -272,3 +276,23 @@ def test_masks_that_programs_build_from_data_sets_are_those_of_the_model():
     local = T5MaskedWordPieceDataset.config_attention_mask(None, None, ~encoder, ~decoder, True)[1]
     with pytest.raises(ValueError, match="must be causal"):
         check_masks(local.transpose(2, 3), None, None)
+
+
+def test_statistics_of_experts_name_the_stack():
+    """Library programs may put experts in the layers of a stack; layers of the decoder count from 1 again."""
+    config = make_config(num_moe_experts=2, moe_router_load_balancing_type="none")
+    experts = layer_spec(get_backend("local"), experts=True).submodules.branches[-1]
+
+    def with_experts(block):
+        branches = [getattr(each.submodules, "branches", each.submodules) for each in block.layer_specs]
+        layers = [
+            replace(each, submodules=(*own[:-1], experts)) for each, own in zip(block.layer_specs, branches)
+        ]  # fmt: skip
+        return replace(block, layer_specs=layers)
+
+    specs = map(with_experts, get_t5_block_specs(config, DEPTHS[1]))
+    model = T5Model(config, config, *specs, VOCAB, LENGTH)
+    labels = [each.statistics.label for each in modules_with_statistics([model])]
+    assert labels == [f"encoder layer {n + 1}" for n in range(DEPTHS[0])] + [
+        f"decoder layer {n + 1}" for n in range(DEPTHS[1])
+    ]

@@ -1,12 +1,14 @@
 """Offloaded optimizer state gives the bits of state on the device, in every storage, rule and slicing."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, weight_updates
 from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, host_state
@@ -57,7 +59,7 @@ def train(run, steps, first=0):
 def tensors(run):
     ddp, optimizer = run
     state = optimizer.state_dict()
-    named = {f"{kind} {name}": value for kind, held in state.items() if isinstance(held, dict)
+    named = {f"{kind} {name}": torch.as_tensor(value) for kind, held in state.items() if isinstance(held, dict)
              for name, value in held.items()}  # fmt: skip
     return {**named, **dict(ddp.module.named_parameters()), "step": torch.tensor(state["step"])}
 
@@ -79,10 +81,15 @@ def test_offloaded_updates_equal_those_on_the_device(form, kind):
     assert same(plain, offloaded)
 
 
-@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.fixture
+def lazy(monkeypatch):
+    for module in (host_state, weight_updates):
+        monkeypatch.setattr(module, "SideStream", LazyStream)
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_copies_may_be_as_late_as_their_events(monkeypatch, kind, overlap):
-    monkeypatch.setattr(host_state, "CopyStream", LazyStream)
+def test_copies_and_updates_may_be_as_late_as_their_events(lazy, kind, overlap):
     flags = {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": overlap}
     plain, offloaded = build(kind=kind), build(kind=kind, **flags)
     for first in (0, 3):
@@ -91,22 +98,200 @@ def test_copies_may_be_as_late_as_their_events(monkeypatch, kind, overlap):
         assert same(plain, offloaded)
 
 
-@pytest.mark.parametrize("fault", ["loads", "settle", "slots"])
-def test_a_missing_wait_is_found(monkeypatch, fault):
-    """Faults in the order of copies change results with lazy copies."""
-    monkeypatch.setattr(host_state, "CopyStream", LazyStream)
+@pytest.mark.parametrize("fault", ["loads", "settle", "slots", "modules", "gradients", "zeros"])
+def test_a_missing_wait_is_found(lazy, monkeypatch, fault):
+    """Faults in the order of work change results with lazy streams."""
     plain, offloaded = build(), build(**OFFLOAD)
-    state = offloaded[1].host_state
+    state, updates = offloaded[1].host_state, offloaded[1]._updates
     if fault == "loads":
-        state._loads.wait = lambda event: None
+        run = updates.run
+        monkeypatch.setattr(updates, "run", lambda work, after=(), parameters=(): run(work, (), parameters))
     elif fault == "settle":
-        state.settle = lambda: None
-    else:
+        monkeypatch.setattr(state, "settle", lambda: None)
+    elif fault == "slots":
         copy = state._loads.copy
-        state._loads.copy = lambda pairs, after=(): copy(pairs)
+        monkeypatch.setattr(state._loads, "copy", lambda pairs, after=(): copy(pairs))
+    elif fault == "modules":
+        monkeypatch.setattr(updates, "wait_for", lambda parameters: None)
+    elif fault == "gradients":
+        monkeypatch.setattr(offloaded[0], "finish_updates", lambda: None)
+    elif fault == "zeros":
+        monkeypatch.setattr(offloaded[0], "updates", None)
     train(plain, 3)
+    if fault == "modules":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # by an update during forward
+            train(offloaded, 3)
+        return
     train(offloaded, 3)
     assert not same(plain, offloaded)
+
+
+def test_a_module_waits_for_its_own_update_only(lazy):
+    ddp, optimizer = run = build(**OFFLOAD)
+    reference = build()
+    train(run, 2)
+    before = {name: each.clone() for name, each in ddp.state_dict().items()}
+    train(reference, 3)
+    train(run, 1, first=2)
+    after = dict(reference[0].module.named_parameters())
+
+    def updated():
+        """Return the modules of which all weights are new; others have old ones."""
+        weights = dict(ddp.module.named_parameters())
+        new = {name for name in weights if torch.equal(weights[name], after[name])}
+        assert all(torch.equal(weights[name], before[name]) for name in weights if name not in new)
+        return {name[0] for name in weights} - {name[0] for name in weights if name not in new}
+
+    assert updated() == set()
+    hidden = ddp.module[0](torch.ones(2, 40).bfloat16())
+    assert "0" in updated() and not {"2", "3"} & updated()
+    ddp.module[1](hidden)
+    assert "1" in updated() and "3" not in updated()
+    ddp.zero_grad_buffer()
+    assert any(each.main_grad.any() for each in ddp.module.parameters()), "gradients may still be in use"
+    ddp(torch.ones(2, 40).bfloat16())
+    assert updated() == {"0", "1", "2", "3"} and not any(each.main_grad.any() for each in ddp.module.parameters())
+
+
+READERS = (
+    "state_dict", "module", "masters", "live masters", "live masters on the host", "norm", "moments", "update", "rows",
+    "exact", "scores",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_after_a_step_see_its_result(lazy, reader):
+    form = "fp32" if "live" in reader else "remainder"
+    runs = [build(form, **more, optimizer_offload_fraction=0.5) for more in ({}, OFFLOAD)]
+    found = []
+    for ddp, optimizer in runs:
+        train((ddp, optimizer), 3)
+        if reader == "state_dict":
+            found.append([each.clone() for each in optimizer.state_dict()["main_param"].values()])
+        elif reader == "module":
+            found.append([each.clone() for each in ddp.state_dict().values()])
+        elif reader == "masters":
+            found.append([optimizer.host_state.read(name).clone() for name in ("0.weight", "3.weight")])
+        elif "live" in reader:
+            names, on_host = ("0.weight", "3.weight"), "host" in reader
+            found.append([optimizer.host_state.read(name, on_host=on_host).clone() for name in names])
+        elif reader == "norm":
+            found.append([optimizer.params_norm_on_device()])
+        elif reader == "moments":
+            found.append([optimizer.optimizer.state[each]["exp_avg"].clone() for each in ddp.parameters()])
+        elif reader == "update":
+            optimizer.update()
+            found.append([*optimizer.state_dict()["exp_avg"].values()])
+        elif reader == "rows":
+            optimizer._scale_rows(ddp.module[0].weight, torch.full((70,), 0.5))
+            found.append([ddp.module[0].weight.detach().clone()])
+        elif reader == "scores":
+            with torch.no_grad():
+                found.append([ddp(torch.ones(2, 40).bfloat16())])
+        else:
+            optimizer.gather_exact_weights()
+            found.append([each.detach().clone() for each in ddp.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("case", ["clip", "overflow", "groups", "fp16"])
+def test_clipped_skipped_and_grouped_updates_overlap(lazy, case):
+    runs = []
+    for more in ({}, OFFLOAD):
+        changes = {"clip_grad": 0.1 if case == "clip" else 1.0, **more}
+        if case == "fp16":
+            changes |= {"fp16": True, "bf16": False, "initial_loss_scale": 2.0**16, "hysteresis": 1}
+        torch.manual_seed(0)
+        net = network("remainder")
+        if case == "fp16":
+            net = net.half()
+        ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), net)
+        config = OptimizerConfig(**{"lr": 0.02, "weight_decay": 0.1, "bf16": True, **changes})
+        scale = (lambda name, parameter: name.startswith("2")) if case == "groups" else None
+        optimizer = get_megatron_optimizer(config, [ddp], scale_lr_cond=scale, lr_mult=0.3)
+        for step in range(6):
+            optimizer.zero_grad()
+            data = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
+            if case == "overflow" and step == 2:
+                data[0, 0] = torch.nan
+            loss = ddp(data.to(next(ddp.parameters()))).float().square().sum()
+            optimizer.scale_loss(loss).backward()
+            ddp.finish_grad_sync()
+            optimizer.step()
+        runs.append((ddp, optimizer))
+    assert runs[1][1]._updates.overlaps and same(*runs)
+    assert runs[0][1].step_count == {"overflow": 5, "fp16": 4}.get(case, 6)
+
+
+def test_updates_overlap_only_if_all_readers_can_wait():
+    assert build(**OFFLOAD)[1]._updates.overlaps
+    assert not build(kind="muon", **OFFLOAD)[1]._updates.overlaps
+    assert not build(**{**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": False})[1]._updates.overlaps
+    assert not build(**OFFLOAD, optimizer_offload_fraction=0.0)[1]._updates.overlaps
+    config = OptimizerConfig(lr=0.1, **OFFLOAD)
+    assert not get_megatron_optimizer(config, [network("fp32")], groups=SINGLE_PROCESS)._updates.overlaps
+
+
+def test_slices_of_several_rules_are_in_the_order_of_the_forward_pass(lazy):
+    runs = []
+    for more in ({}, OFFLOAD):
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        ddp, config = DistributedDataParallel(None, settings, network("remainder")), OptimizerConfig(bf16=True, **more)
+        rule = lambda name, parameter: "sgd" if name.startswith("0") else "adam"  # noqa: E731
+        runs.append((ddp, get_megatron_optimizer(config, [ddp], update_rule=rule)))
+        for group in runs[-1][1].param_groups:
+            group["lr"] = 0.02
+        train(runs[-1], 3)
+    state = runs[1][1].host_state
+    assert len({part for part, _ in state._slices}) == 2
+    firsts = [pieces[0].name for _, pieces in state._slices]
+    assert firsts == sorted(firsts, key=[name for name, _ in runs[0][0].module.named_parameters()].index)
+    assert same(*runs)
+
+
+def zero_runs(rank, world_size, kind, overlap_gather, fraction):
+    """Return the weights and moments of ZeRO-1 runs without and with offload, with late side streams."""
+    groups, results = parallel_state.initialize_model_parallel(), []
+    streams = host_state.SideStream
+    host_state.SideStream = weight_updates.SideStream = LazyStream
+    try:
+        for more in ({}, OFFLOAD):
+            net = network("remainder")
+            settings = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True,
+                overlap_param_gather=overlap_gather, bucket_size=1000,
+            )  # fmt: skip
+            config = OptimizerConfig(optimizer=kind, lr=0.02, bf16=True, muon_fp32_matmul_prec="highest", **more)
+            config.optimizer_offload_fraction = fraction
+            declare_update_rules(net, config)
+            ddp = DistributedDataParallel(None, settings, net, groups=groups)
+            optimizer = get_megatron_optimizer(config, [ddp], groups=groups)
+            for step in range(4):
+                optimizer.zero_grad()
+                data = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+                ddp(data.bfloat16()).float().square().sum().backward()
+                ddp.finish_grad_sync()
+                optimizer.update()
+            overlaps = optimizer._updates.overlaps
+            named = {**ddp.state_dict(), **{f"m {k}": v for k, v in optimizer.state_dict()["main_param"].items()}}
+            results.append({name: value.float().numpy().copy() for name, value in named.items()})
+    finally:
+        host_state.SideStream = weight_updates.SideStream = streams
+    return overlaps, results
+
+
+@pytest.mark.parametrize("kind, overlap_gather, fraction", [
+    ("adam", False, 1.0), ("adam", True, 1.0), ("adam", True, 0.5), ("muon", False, 1.0), ("muon", True, 0.5),
+])  # fmt: skip
+def test_sharded_updates_overlap_with_gathers(gloo_pool, kind, overlap_gather, fraction):
+    found = gloo_pool.run(zero_runs, 2, kind, overlap_gather, fraction)
+    # with half of the elements, one rank has no tensor that fits
+    assert {overlaps for overlaps, _ in found} >= {overlap_gather and kind == "adam"}
+    for _, (plain, offloaded) in found:
+        assert plain.keys() == offloaded.keys()
+        assert all(np.array_equal(plain[name], offloaded[name]) for name in plain)
+    weights = [{k: v for k, v in results[1].items() if not k.startswith("m ")} for _, results in found]
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.99])
@@ -121,24 +306,25 @@ def test_a_fraction_of_the_elements_is_offloaded(kind, fraction):
     assert held <= fraction * sum(sizes.values()) and bool(held) == (fraction > 0)
 
 
-def test_the_largest_parameters_that_fit_are_selected():
+def test_the_last_parameters_that_fit_are_selected():
     sizes = {"a": 10, "b": 60, "c": 30}
     found = {part: sorted(select_offloaded(sizes, part)) for part in (0, 0.1, 0.35, 0.7, 0.9, 1)}
-    assert found == {0: [], 0.1: ["a"], 0.35: ["c"], 0.7: ["a", "b"], 0.9: ["b", "c"], 1: ["a", "b", "c"]}
+    assert found == {0: [], 0.1: ["a"], 0.35: ["c"], 0.7: ["a", "c"], 0.9: ["b", "c"], 1: ["a", "b", "c"]}
 
 
 def test_slices_cover_every_element_once_in_order_and_fit_in_a_slot():
     state = build(**OFFLOAD)[1].host_state
     covered = {}
-    for pieces in state._slices:
+    for _, pieces in state._slices:
         for piece in pieces:
             assert covered.get(piece.name, 0) == piece.start and piece.start % 64 == 0
             covered[piece.name] = piece.stop
     assert covered == {name: each.weight.numel() for name, each in state._storages.items()}
-    assert 3 * len(state._slots[0]) == state.device_bytes and any(len(each) > 1 for each in state._slices)
+    assert NUM_SLOTS * len(state._slots[0]) == state.device_bytes
+    assert any(len(pieces) > 1 for _, pieces in state._slices)
 
 
-def test_state_is_interchangeable_with_and_without_offload():
+def test_state_is_interchangeable_with_and_without_offload(lazy):
     runs = [build(), build(**OFFLOAD)]
     for run in runs:
         train(run, 2)
@@ -153,7 +339,7 @@ def test_state_is_interchangeable_with_and_without_offload():
             assert same(expected, target)
 
 
-def test_changes_between_steps_reach_the_next_update():
+def test_changes_between_steps_reach_the_next_update(lazy):
     runs = [build(), build(**OFFLOAD)]
     for run in runs:
         train(run, 1)
@@ -168,7 +354,7 @@ def test_changes_between_steps_reach_the_next_update():
     assert runs[0][1].params_norm_on_device() == runs[1][1].params_norm_on_device()
 
 
-def test_edits_of_weights_after_an_update_reach_the_next_one():
+def test_edits_of_weights_after_an_update_reach_the_next_one(lazy):
     runs = [build(), build(**OFFLOAD)]
     factors = torch.linspace(0.5, 1.0, 70)
     for ddp, optimizer in runs:
@@ -220,7 +406,7 @@ def uneven(rank, world_size, fraction):
         declare_update_rules(net, config)
         fsdp = TorchFullyShardedDataParallel(DistributedDataParallelConfig(), net, [], groups)
         optimizer = get_megatron_optimizer(config, [fsdp], groups=groups)
-        slices = [[piece.name for piece in pieces] for pieces in optimizer.host_state._slices]
+        slices = [[piece.name for piece in pieces] for _, pieces in optimizer.host_state._slices]
         everywhere = [None] * world_size
         torch.distributed.all_gather_object(everywhere, slices)
         if any(each != slices for each in everywhere):
@@ -256,25 +442,26 @@ def test_saving_keeps_no_memory():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("side", ["neither", "_loads", "_stores"])
+@pytest.mark.parametrize("late", ["nothing", "loads", "stores", "updates", "forward"])
 @pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_offloaded_updates_equal_those_on_the_device_gpu(form, kind, side):
-    """Also if copies of one direction are so slow that a missing wait would read or overwrite the wrong slice."""
+def test_offloaded_updates_equal_those_on_the_device_gpu(form, kind, late):
+    """Also if work of one kind is so slow that a missing wait would read or overwrite the wrong values."""
     plain, offloaded = (build(form, kind, device="cuda", width=5000, **more) for more in ({}, OFFLOAD))
-    stream = getattr(offloaded[1].host_state, side, None)
-    if stream is not None:
+    state, updates = offloaded[1].host_state, offloaded[1]._updates
+    sleep = partial(torch.cuda._sleep, 1_000_000)
+    if late in ("loads", "stores"):
+        stream = getattr(state, f"_{late}")
         copy = stream.copy
-
-        def slow_copy(pairs, after=()):
-            with torch.cuda.stream(stream._stream):
-                torch.cuda._sleep(1_000_000)
-            return copy(pairs, after)
-
-        stream.copy = slow_copy
+        stream.copy = lambda pairs, after=(): stream.run(sleep) and copy(pairs, after)
+    elif late == "updates":
+        run = updates.run
+        updates.run = lambda work, *more: run(lambda: sleep() or work(), *more)
+    elif late == "forward":
+        offloaded[0].module.register_forward_pre_hook(lambda *_: sleep())
     train(plain, 4)
     train(offloaded, 4)
-    assert all(each.is_pinned() for each in offloaded[1].host_state._state("0.weight"))
+    assert all(each.is_pinned() for each in state._state("0.weight"))
     assert same(plain, offloaded)
 
 

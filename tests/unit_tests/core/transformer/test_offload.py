@@ -58,7 +58,7 @@ def test_gradients_are_those_without_offloading(variant):
 @pytest.mark.parametrize("is_faulty", [False, True])
 def test_copies_may_be_as_late_as_their_events(monkeypatch, is_faulty):
     """And a load that does not wait for the copy to the host is found."""
-    monkeypatch.setattr(offload, "CopyStream", LazyStream)
+    monkeypatch.setattr(offload, "SideStream", LazyStream)
     if is_faulty:
         monkeypatch.setattr(offload.Offloaded, "_wait", lambda kept: None)
     network = {**NETWORK, "num_layers": 6}
@@ -264,7 +264,7 @@ ON_GPU = {
 @pytest.mark.parametrize("direction", ["neither", "store", "load"])
 def test_offloading_saves_device_memory_and_changes_no_bit_gpu(monkeypatch, deterministic, direction):
     """Also if the copies of one direction are so slow that a missing wait would show."""
-    copy = offload.CopyStream.copy
+    copy = offload.SideStream.copy
 
     def slow_copy(stream, pairs, after=()):
         pairs = list(pairs)
@@ -275,7 +275,7 @@ def test_offloading_saves_device_memory_and_changes_no_bit_gpu(monkeypatch, dete
 
     plain, plain_peak = two_passes({})
     assert not differences(plain, two_passes({})[0]), "the kernels do not repeat their bits"
-    monkeypatch.setattr(offload.CopyStream, "copy", slow_copy)
+    monkeypatch.setattr(offload.SideStream, "copy", slow_copy)
     offloaded, peak = two_passes({**ON, "min_offloaded_tensor_size": 100_000, "offload_modules": DENSE})
     assert not differences(plain, offloaded)
     assert peak < 0.85 * plain_peak

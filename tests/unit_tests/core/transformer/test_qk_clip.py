@@ -1,6 +1,7 @@
 """The maximum attention logit of each head is exact on any number of ranks, and rows within the threshold stay."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +212,19 @@ def test_weights_stay_without_a_reason(flags, skipped):
     assert all(bool((each == 1.0).all()) for each in found)
     clip(lambda parameter, factors: found.append(factors), torch.tensor(False))  # no forward pass since
     assert all(bool((each == 1.0).all()) for each in found)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_without_a_forward_pass_nothing_is_scaled_and_the_maximum_is_lowest(num_ranks):
+    """A rank may have no micro-batch in a step."""
+    model = clipped_model({})[0]
+    groups = replace(SINGLE_PROCESS, tp=Group("tp", tuple(range(num_ranks))))
+    config = replace(model.config, qk_clip=True, log_max_attention_logit=True)
+    clip, found = QKClip([model], config, groups), []
+    clip(lambda parameter, factors: found.append(factors), torch.tensor(False))
+    rows = model.decoder.layers[0].self_attention.linear_qkv.weight.shape[0] // num_ranks
+    assert len(found) == 4 and all(torch.equal(each, torch.ones(rows)) for each in found)
+    assert [float(each) for each in clip.logged.values()] == [-torch.inf] * 2
 
 
 def test_only_self_attention_of_this_library_is_clipped():
