@@ -11,6 +11,7 @@ it hands out. Batches that were read but not used are not consumed samples; a re
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -262,7 +263,14 @@ class Loader(DataLoader):
     """Loader of flat batches, which it yields as {name: tensor}."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        return map(FlatBatch.tensors, super().__iter__())
+        # forked workers inherit what is frozen: if they collected cycles of this process with CUDA tensors, they would
+        # call CUDA and abort
+        gc.freeze()
+        try:
+            batches = super().__iter__()
+        finally:
+            gc.unfreeze()
+        return map(FlatBatch.tensors, batches)
 
 
 def build_loader(

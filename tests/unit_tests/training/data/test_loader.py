@@ -1,5 +1,7 @@
 """Global batches are equal for any number of ranks, micro-batch size and worker count."""
 
+import gc
+import os
 from itertools import islice
 
 import numpy as np
@@ -155,6 +157,37 @@ def test_loader_workers_do_not_change_the_batches(num_workers):
     batches = list(loader)
     assert [batch["sample_index"].tolist() for batch in batches[:3]] == [[10, 11], [14, 15], [18, 19]]
     assert all(torch.equal(batch["tokens"][:, 0], batch["sample_index"]) for batch in batches)
+
+
+class CollectingNumbers(Numbers):
+    def __getitem__(self, index):
+        gc.collect()
+        return super().__getitem__(index)
+
+
+class Cycle:
+    """An object that only the garbage collector frees; notes in ``folder`` which process did."""
+
+    def __init__(self, folder):
+        self.folder, self.own = folder, self
+
+    def __del__(self):
+        (self.folder / str(os.getpid())).touch()
+
+
+def test_workers_do_not_free_objects_of_the_process_that_started_them(tmp_path):
+    """A CUDA tensor in such a cycle would abort the worker."""
+    sampler = TrainSampler(Shard(2, 0, 1), lambda n: 4, sequential, 0, 16)
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle(tmp_path)
+        assert len(list(build_loader(CollectingNumbers(16), sampler, 1, pin_memory=False))) == 8
+        assert list(tmp_path.iterdir()) == []
+        gc.collect()
+    finally:
+        gc.enable()
+    assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def counted_reader(stop=100, ahead=True):
