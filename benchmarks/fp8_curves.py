@@ -4,10 +4,10 @@
     python benchmarks/fp8_curves.py --corpus FOLDER                          # all curves, at the same time on one GPU
     python benchmarks/fp8_curves.py --draw docs/guides/fp8_loss.svg          # plot the stored curves (matplotlib)
 
-Each fp8 curve is compared with bf16 of the same seed. The difference is compared with the differences between bf16 runs
-of several seeds (initial weights and order of samples). The figures are the mean training loss of the last 200 steps
-and the validation loss. Exit code 1 if an fp8 recipe differs more than the seeds do. Writes
-benchmarks/results/fp8_curves.json.
+Every recipe and bf16 train with the same seeds (initial weights and order of samples). The gap of a recipe is the mean
+over the seeds of its loss minus that of bf16; it is compared with the standard deviation of bf16 between seeds. Losses
+are the mean training loss of the last 200 steps and the validation loss. Exit code 1 if a gap is larger than the
+standard deviation. Writes benchmarks/results/fp8_curves.json.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ FLAGS = (
     "--eval-interval 500 --eval-iters 50 --log-interval 1"
 )
 RATES = "--lr 1e-3 --min-lr 1e-4 "
-CURVES = {
+SEEDS = (1, 2, 3, 4, 5)
+RECIPES = {
     "bf16": "",
-    "bf16, seed 2": "--seed 2",
-    "bf16, seed 3": "--seed 3",
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "delayed": "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max",
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
+POINT = 20
+"""Steps of a stored point of a curve."""
 
 
 COLORS = {"bf16": "black", "tensorwise": "tab:blue", "delayed": "tab:green", "blockwise": "tab:red"}
@@ -89,17 +90,24 @@ def train(flags: str, prefix: Path, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compare(curves: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each recipe with bf16; ``seeds`` is the largest difference between bf16 runs of two seeds."""
+def points(losses: list[float]) -> list[float]:
+    """Return the means of :data:`POINT` steps each."""
+    return [round(statistics.fmean(losses[at : at + POINT]), 5) for at in range(0, len(losses), POINT)]
+
+
+def compare(curves: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Compare each recipe with bf16 of the same seeds. ``error`` is the standard error of the mean ``gap``, ``seeds``
+    the standard deviation of bf16 between seeds."""
     rows = []
-    seeds = [name for name in CURVES if name.startswith("bf16")]
     for key in ("last", "last validation"):
-        values = {name: curve[key] for name, curve in curves.items() if curve.get(key) is not None}
-        noise = max((abs(values[a] - values[b]) for a in seeds for b in seeds if {a, b} <= values.keys()), default=0.0)
-        for name in values.keys() - set(seeds) if "bf16" in values else ():
-            gap = values[name] - values["bf16"]
-            rows.append({"recipe": name, "loss": key, "gap": gap, "seeds": noise, "passed": abs(gap) <= noise})
-    return sorted(rows, key=lambda row: (row["loss"], row["recipe"]))
+        base = [curve[key] for curve in curves["bf16"]]
+        noise = statistics.stdev(base)
+        for name in [each for each in curves if each != "bf16"]:
+            gaps = [curve[key] - other for curve, other in zip(curves[name], base, strict=True)]
+            gap, error = statistics.fmean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
+            row = {"recipe": name, "loss": key, "gap": gap, "error": error, "seeds": noise}
+            rows.append({**row, "passed": abs(gap) <= noise})
+    return rows
 
 
 def draw(stored: dict[str, Any], path: Path) -> None:
@@ -110,25 +118,23 @@ def draw(stored: dict[str, Any], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fp8"
     from matplotlib import pyplot
 
-    def smooth(values: list[float], width: int = 50) -> list[float]:
-        sums = [0.0]
-        for value in values:
-            sums.append(sums[-1] + value)
-        return [(sums[at + width] - sums[at]) / width for at in range(0, len(values) - width, 10)]
-
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2))
-    base = smooth(stored["curves"]["bf16"]["losses"])
-    steps = [50 + 10 * at for at in range(len(base))]
-    for name, curve in stored["curves"].items():
-        style = {"linestyle": ":", "color": "gray"} if "seed" in name else {"color": COLORS[name]}
-        values = smooth(curve["losses"])
-        above.plot(steps, values, label=name, linewidth=1, **style)
+    curves = {name: [curve["losses"] for curve in each] for name, each in stored["curves"].items()}
+    steps = [POINT * (at + 1) for at in range(len(curves["bf16"][0]))]
+    for name, each in curves.items():
+        mean = [statistics.fmean(values) for values in zip(*each)]
+        above.plot(steps, mean, label=name, linewidth=1, color=COLORS[name])
+        for losses, base in zip(each, curves["bf16"]):
+            if name != "bf16":
+                below.plot(steps, [a - b for a, b in zip(losses, base)], linewidth=0.4, alpha=0.6, color=COLORS[name])
         if name != "bf16":
-            difference = [value - other for value, other in zip(values, base)]
-            below.plot(steps, difference, label=name, linewidth=1, **style)
+            gaps = [[a - b for a, b in zip(losses, base)] for losses, base in zip(each, curves["bf16"])]
+            mean = [statistics.fmean(values) for values in zip(*gaps)]
+            below.plot(steps, mean, label=f"{name}, mean of the seeds", linewidth=1.5, color=COLORS[name])
     above.set_ylabel("training loss")
     above.set_ylim(top=4.5)
     above.legend()
+    below.legend()
     below.set_ylabel("difference from bf16")
     below.set_ylim(-0.15, 0.15)
     below.set_xlabel("step")
@@ -138,7 +144,7 @@ def draw(stored: dict[str, Any], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="at least two")
     parser.add_argument("--corpus", type=Path, help="folder that keeps corpus, tokenizer and tokens")
     parser.add_argument("--prepare", action="store_true", help="only make the content of --corpus")
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -152,17 +158,23 @@ def main() -> int:
         prefix = make_tokens((args.corpus or Path(temporary)).resolve())
         if args.prepare:
             return 0
-        with ThreadPoolExecutor(len(args.curves)) as pool:
-            found = pool.map(lambda name: train(RATES + CURVES[name], prefix, args.steps), args.curves)
-            curves = dict(zip(args.curves, found))
+        runs = [(name, seed) for name in RECIPES for seed in args.seeds]
+        with ThreadPoolExecutor(len(runs)) as pool:
+            flags = [f"{RATES}{RECIPES[name]} --seed {seed}" for name, seed in runs]
+            found = list(pool.map(lambda each: train(each, prefix, args.steps), flags))
+    for (name, seed), curve in zip(runs, found):
+        print(f"{name}, seed {seed}:", curve.get("error") or f"{curve['last']:.4f}, {curve['last validation']:.4f}")
+    if any("error" in curve for curve in found):
+        return 1
+    curves: dict[str, list[dict[str, Any]]] = {name: [] for name in RECIPES}
+    for (name, _), curve in zip(runs, found):
+        curves[name].append({**curve, "losses": points(curve["losses"])})
     rows = compare(curves)
     content = {"environment": environment(), "steps": args.steps, "comparisons": rows, "curves": curves}
     args.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    for name, curve in curves.items():
-        print(name, curve.get("error") or f"{curve['last']:.4f}, validation {curve['last validation']}", flush=True)
     for row in rows:
         print(", ".join(f"{key} {value}" for key, value in row.items()))
-    return int(any("error" in curve for curve in curves.values()) or not all(row["passed"] for row in rows))
+    return int(not all(row["passed"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class CoreAttention(nn.Module):
             if self._channels[0] != self._channels[1]:
                 is_kernel = form == self.kernel.attend
                 if not is_kernel or self.choice.kernel not in UNEQUAL_HEADS:
-                    form = EqualHeads(form, only_documents=is_kernel and self.choice.kernel == "cudnn")
+                    form = EqualHeads(form, for_cudnn=is_kernel and self.choice.kernel == "cudnn")
             self._forms[ranks] = form
         return form
 
@@ -149,7 +149,7 @@ class CoreAttention(nn.Module):
         form, words = self.form(self._static), str(self.choice)
         if isinstance(form, EqualHeads):
             keys, values = self._channels
-            words += "" if form.only_documents else f", heads of {keys} and {values} channels filled up"
+            words += "" if form.for_cudnn else f", heads of {keys} and {values} channels filled up"
             form = form.inner
         if form == self.kernel.attend:
             return words

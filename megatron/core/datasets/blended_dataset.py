@@ -1,6 +1,7 @@
 """Several data sets as one, in proportion to weights.
 
-At every prefix of the stream each source is within two samples of its share (``helpers.build_blending_indices``).
+At every prefix of the stream each of n sources is within 1 + ln(n) samples of its share
+(``helpers.build_blending_indices``).
 """
 
 import logging

@@ -146,14 +146,15 @@ def test_blend_equals_the_rule_one_by_one(weights, size):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-6.0, 0.0), min_size=1, max_size=40))
-def test_every_prefix_of_a_blend_is_within_two_samples_of_its_weights(exponents):
+def test_every_prefix_of_a_blend_stays_close_to_its_weights(exponents):
+    """A rule that serves the largest deficit first lets none grow beyond the harmonic number of the data sets."""
     weights = 10.0 ** np.array(exponents)
     weights /= weights.sum()
     size = 3000
     source, _ = helpers.build_blending_indices(weights, size)
     taken = np.cumsum(source[:, None] == np.arange(len(weights)), axis=0)
     wanted = np.arange(1, size + 1)[:, None] * weights
-    assert np.abs(taken - wanted).max() <= 2
+    assert np.abs(taken - wanted).max() <= 1 + np.log(len(weights))
 
 
 @needs_extension

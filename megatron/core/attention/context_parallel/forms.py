@@ -34,6 +34,7 @@ from megatron.core.attention.token_layout import ONE_RANK, TokenLayout
 from megatron.core.autograd_context import AutogradContext
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.extensions.cudnn import cudnn_supports_lengths
 from megatron.core.fusions.batch_invariant_attention import Scores, Span, batch_invariant_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
@@ -169,14 +170,15 @@ class EqualHeads:
     """Zero-pads heads to one dim for an ``inner`` that requires it (MLA), and cuts the output to the value head dim."""
 
     inner: Attention
-    only_documents: bool = False
-    """Whether ``inner`` requires equal head dims only for packed documents."""
+    for_cudnn: bool = False
+    """Whether ``inner`` is cuDNN's kernel, which leaves packed documents and some lengths to the flash kernel, and only
+    these require equal head dims."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Map query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] to [s, b, a, e]. Pads copies of the narrower
-        tensors with zeros to max(d, e), calls ``inner``, and returns a view of the first e channels. With
-        ``only_documents`` and no documents calls ``inner`` directly."""
-        if self.only_documents and mask.documents is None:
+        tensors with zeros to max(d, e), calls ``inner``, and returns a view of the first e channels; calls ``inner``
+        directly where cuDNN computes."""
+        if self.for_cudnn and mask.documents is None and cudnn_supports_lengths(len(query), len(key)):
             return self.inner(query, key, value, mask)
         width = max(key.shape[-1], value.shape[-1])
         q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))

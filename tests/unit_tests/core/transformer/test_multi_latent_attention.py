@@ -8,6 +8,8 @@ import torch
 
 from megatron.core.attention.context_parallel.forms import EqualHeads, RingAttention
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.masks import Mask
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
 from megatron.core.attention.token_layout import TokenLayout
 from megatron.core.config.transformer_config import MLATransformerConfig
@@ -72,6 +74,40 @@ def test_heads_of_two_sizes_attend_as_their_formula(sizes, softmax_type):
     form = core.form(TokenLayout())
     assert isinstance(form, EqualHeads if filled else RingAttention) if in_blocks else form == core.kernel.attend
     assert (f"heads of {keys} and {values} channels filled up" in core.description) == filled
+
+
+@pytest.mark.parametrize("length, has_documents, expected", [(128, False, 4), (130, False, 6), (128, True, 6)])
+def test_values_are_filled_up_where_cudnn_does_not_compute(length, has_documents, expected):
+    def inner(query, key, value, mask):
+        widths.append(value.shape[-1])
+        return value
+
+    widths = []
+    documents = PackedSeqParams.of_lengths(torch.tensor([length]), length) if has_documents else None
+    query, key, value = (torch.ones(length, 1, 2, channels) for channels in (6, 6, 4))
+    out = EqualHeads(inner, for_cudnn=True)(query, key, value, Mask(documents=documents))
+    assert widths == [expected] and out.shape == value.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [128, 130])
+@pytest.mark.parametrize("grad", [False, True])
+def test_heads_of_two_widths_on_a_gpu(length, grad):
+    """Lengths that cuDNN does not support run on the flash kernel, which requires equal head dims."""
+    sizes = {"softmax_scale": 0.1, "k_channels": 192, "v_channels": 128}
+    core = CoreAttention(configured(params_dtype=torch.bfloat16, bf16=True), 1, groups=SINGLE_PROCESS, **sizes)
+    torch.manual_seed(1)
+    tensors = [torch.randn(length, 2, 4, channels, device="cuda").bfloat16() for channels in (192, 192, 128)]
+    query, key, value = (x.requires_grad_(grad) for x in tensors)
+    with torch.set_grad_enabled(grad):
+        found = core(query, key, value)
+    scores = torch.einsum("sbad,tbad->bast", query.double(), key.double()) * 0.1
+    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
+    expected = torch.einsum("bast,tbae->sbae", scores.softmax(-1), value.double()).flatten(2)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
+    if grad:
+        for mine, theirs in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (found, expected))):
+            torch.testing.assert_close(mine, theirs, atol=5e-2, rtol=5e-2)
 
 
 def test_specs_of_a_layer_and_of_a_block_have_it():

@@ -101,10 +101,11 @@ def test_the_screen_ends_with_progress_losses_rates_and_memory(terminal, simulat
     )
 
 
-def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run):
+def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run, monkeypatch):
     written, logger = terminal(), logging.getLogger("megatron")
     handler = logging.StreamHandler(sys.stdout)
-    logger.addHandler(handler)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
 
     class Talking(LiveHook):
         def on_step(self, state, metrics):
@@ -114,11 +115,8 @@ def test_log_lines_and_prints_stay_above_the_view(terminal, simulated_run):
                 self.on_samples(state, [Sample(1, "Once", " upon")])
                 print("a line of a program")
 
-    try:
-        simulated_run(train_iters=8).train(Hooks(1, [Talking(live().clock)]), 1, 8)
-        assert handler.stream is sys.stdout
-    finally:
-        logger.removeHandler(handler)
+    simulated_run(train_iters=8).train(Hooks(1, [Talking(live().clock)]), 1, 8)
+    assert handler.stream is sys.stdout
     lines = screen(written())
     view = next(index for index, line in enumerate(lines) if line.startswith("iteration 8/8"))
     for text in ("a warning of the library", "a line of a program", ' sample 1 at iteration 3 | "Once" | " upon"'):
