@@ -29,12 +29,14 @@ SPLIT = 256
 """Positions of a split."""
 _MERGED = 16
 """Splits that the second kernel reads at once."""
-_PROGRAMS_PER_SM, _NUM_WARPS, _NUM_STAGES = 8, 2, 2
+_NUM_WARPS, _NUM_STAGES = 2, 2
 """On an H200, 256 sequences of 2,122 positions with 8 groups of 4 heads of 128 channels take 0.60 ms, or 3.7 TB/s; 4
-programs of 4 warps per SM with 3 stages take 0.91 ms."""
+warps with 3 stages take 0.91 ms."""
+_PROGRAMS_PER_SM, _MAX_PROGRAMS_PER_SM = 4, 8
+"""Programs of long and of short steps: up to the maximum, all splits are read at once."""
 _WIDE = 256
-"""Values with more channels take smaller tiles, 16 query heads per program and twice the warps: accumulator and tiles
-of 512 channels then fit into the registers and the shared memory of an SM."""
+"""Values with more channels take twice the warps and at most 32 query heads per program (4 bytes: 16, and smaller
+tiles): accumulator and tiles of 512 channels then fit into the registers and the shared memory of an SM."""
 _UNLIMITED = 2**30
 
 
@@ -194,15 +196,20 @@ def paged_attention(
     merged = query.new_empty((num, heads, out_width))
     left = _UNLIMITED if left is None else left
     padded_out = triton.next_power_of_2(max(out_width, 16))
-    is_wide = padded_out > _WIDE
-    block = 16 if is_wide else triton.next_power_of_2(max(per_group, 16))
+    is_wide, is_4_bytes = padded_out > _WIDE, query.element_size() > 2
+    block = triton.next_power_of_2(max(per_group, 16))
+    if is_wide:
+        block = min(block, 16 if is_4_bytes else 32)
     blocks = groups * triton.cdiv(per_group, block)
-    programs = min(num_splits, triton.cdiv(_PROGRAMS_PER_SM * num_sms(query.device), blocks))
+    sms = num_sms(query.device)
+    programs = num_splits
+    if programs * blocks > _MAX_PROGRAMS_PER_SM * sms:
+        programs = triton.cdiv(_PROGRAMS_PER_SM * sms, blocks)
     _split_kernel[(programs, blocks)](
         query, keys, values, rows.tables, rows.sequences, rows.positions, rows.splits, rows.first_splits, outs, lses,
         scale, soft_cap or 1.0, left, num, rows.tables.stride(0), *query.stride()[:2], *keys.stride()[:3],
         *values.stride()[:3],
-        PAGE=keys.shape[1], SPLIT=SPLIT, TILE=32 if is_wide else 64, HEADS=per_group, GROUPS=groups, BLOCK=block,
+        PAGE=keys.shape[1], SPLIT=SPLIT, TILE=32 if is_wide and is_4_bytes else 64, HEADS=per_group, GROUPS=groups, BLOCK=block,
         D=width, E=out_width, PADDED_D=triton.next_power_of_2(max(width, 16)), PADDED_E=padded_out,
         CAPPED=soft_cap is not None, VALUES_IN_KEYS=query_width > width, num_warps=_NUM_WARPS * (2 if is_wide else 1),
         num_stages=_NUM_STAGES,

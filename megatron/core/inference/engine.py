@@ -179,10 +179,13 @@ class Engine:
         planned.sort(key=lambda each: not each[1].is_direct)  # these read pages, if they are at the front
         plan, owners = self._plan(planned)
         results, routes = self.run_plan(plan)
-        for (running, chunk), part in zip(planned, routes.split([chunk.num_new for chunk in plan.chunks], dim=1)):
+        for running, chunk in planned:
             self.scheduler.computed(running, chunk.num_new)
-            if running.request.return_routes:
-                running.completion.route_parts.append(part)
+        if plan.has_routes:
+            parts = routes.split([chunk.num_new for chunk in plan.chunks], dim=1)
+            for (running, _), part in zip(planned, parts):
+                if running.request.return_routes:
+                    running.completion.route_parts.append(part)
         outputs = []
         for (running, samples), values in zip(owners, results):
             score = _score(values, running.request.top_logprobs)
