@@ -5,6 +5,7 @@ On a CPU "host" tensors are separate ordinary tensors and streams do nothing, so
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -27,18 +28,25 @@ class HostMemory:
 
     def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return a flat zero tensor of ``size`` elements. Raises UserError if its pages cannot be locked."""
-        made = torch.zeros(size, dtype=dtype)
-        if self._pins and size:
-            num_bytes = made.numel() * made.element_size()
-            status = torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0)
-            if int(status) != 0:
-                raise UserError(
-                    f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB (CUDA error "
-                    f"{int(status)}); raise the limits of the container (ulimit -l, memory) or lower "
-                    "--optimizer-offload-fraction"
-                )
-            self._registered.append(made)
+        if not (self._pins and size):
+            return torch.zeros(size, dtype=dtype)
+        made, num_bytes = pages_of_this_process(size, dtype), size * dtype.itemsize
+        status = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0))
+        if status != 0:
+            raise UserError(
+                f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB (CUDA error {status}); raise "
+                "the limits of the container (ulimit -l, memory) or lower --optimizer-offload-fraction"
+            )
+        self._registered.append(made)
         return made
+
+
+def pages_of_this_process(size: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat zero tensor that forked processes do not have: a fork copies all pinned pages at once, and workers
+    of a data loader would double the memory."""
+    pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def _unregister(tensors: list[Tensor]) -> None:
