@@ -5,7 +5,8 @@ vocabulary at every position): by forward passes of the training model in the la
 engine on --generator-tp tensor-parallel ranks, with chunked prompts. Add --batch-invariant-mode for equal bits.
 
 The model is shrunk as by tools/verify_layout.py, has random weights in the precision of the flags, and runs in local
-gloo processes. With --full-size it has its own size and, with --load, the weights of a checkpoint.
+gloo processes on the CPU, or with --gpus one process per GPU. With --full-size it has its own size and, with --load,
+the weights of a checkpoint.
 
 Exit code 0: equal; 1: different, with the largest difference; 2: the flags contradict each other.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import math
 import os
 import random
 import tempfile
@@ -61,9 +63,14 @@ MIN_LENGTH = 96
 """Tokens of the longest sequence: several blocks of keys of the batch-invariant attention."""
 
 
-def small_settings(cfg: FlatConfig, world_size: int) -> FlatConfig:
-    """Return ``cfg`` with a small model, as :func:`shrink`, in the user's precision."""
+def small_settings(cfg: FlatConfig, world_size: int, generator_tp: int) -> FlatConfig:
+    """Return ``cfg`` with a small model, as :func:`shrink`, in the user's precision, whose heads the generator's ranks
+    can divide."""
     small = shrink(cfg, world_size)
+    wider = generator_tp // math.gcd(small.num_query_groups or small.num_attention_heads or 1, generator_tp)
+    names = ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size")
+    given = {name: value for name in names if (value := getattr(small, name)) is not None}
+    small = dataclasses.replace(small, **{name: wider * value for name, value in given.items()})
     assert small.seq_length is not None
     length = -(-MIN_LENGTH // small.seq_length) * small.seq_length
     return dataclasses.replace(
@@ -86,7 +93,9 @@ def run_rank(
 ) -> None:  # fmt: skip
     """Build the model in one process and compute the rows of ``sequences``, which rank 0 saves in ``place["FOLDER"]``.
     ``prepare`` is called first: tests inject faults with it."""
-    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    if cfg.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     from megatron.core.pipeline_parallel.stage_model import unwrapped
@@ -110,7 +119,7 @@ def run_rank(
     else:
         rows = full_log_probabilities(parts.model, sequences, row_length=resolved.data.seq_length)
     if rank == 0:
-        torch.save(rows, f"{place['FOLDER']}/{'generator' if generates else 'trainer'}.pt")
+        torch.save([each.cpu() for each in rows], f"{place['FOLDER']}/{'generator' if generates else 'trainer'}.pt")
     shut_down()
 
 
@@ -144,7 +153,7 @@ def verify(
     trainer: FlatConfig, world_size: int, generator: FlatConfig, generator_ranks: int, vocab_size: int,
     num_sequences: int, *, prepare: Callable[[], None] | None = None,
 ) -> Difference:  # fmt: skip
-    """Run both sides in new processes on the CPU; return the difference of their rows. ``prepare`` is called in the
+    """Run both sides in new processes; return the difference of their rows. ``prepare`` is called in the
     generator's processes."""
     import torch
 
@@ -163,6 +172,13 @@ def verify(
     return compare([rows[:-1] for rows in trained], generated)
 
 
+def _require_gpus(number: int) -> None:
+    import torch
+
+    if (found := torch.cuda.device_count()) < number:
+        raise UserError(f"--gpus: {counted(number, 'rank')} of one side, but {counted(found, 'GPU')} here; remove it")
+
+
 def main(argv: Sequence[str]) -> int:
     """Compare both sides for the flags ``argv``; print the verdict and return the exit code: 0 equal, 1 different.
     Raises UserError for flags that are invalid there."""
@@ -173,11 +189,14 @@ def main(argv: Sequence[str]) -> int:
     own.add_argument("--generator-tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of the generator")
     own.add_argument("--num-sequences", type=int, default=5, metavar="N", help="random sequences to score (5)")
     own.add_argument("--full-size", action="store_true", help="keep the model's size; --load loads its weights")
+    own.add_argument("--gpus", action="store_true", help="run on GPUs over NCCL")
     options, flags = own.parse_known_args(argv)
     for name in ("generator_tp", "num_sequences"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
     cfg = parse_args(flags, needs_data=False)
+    if options.gpus:
+        _require_gpus(max(options.generator_tp, options.world_size or smallest_world_size(cfg)))
     world_size, vocab_size = options.world_size or smallest_world_size(cfg), VOCAB_SIZE
     if options.full_size:
         cfg = apply_checkpoint_args(cfg)
@@ -185,10 +204,14 @@ def main(argv: Sequence[str]) -> int:
         if not vocab_size:
             raise UserError("--full-size: requires the vocabulary's size; add --vocab-size")
         # weights only: other settings of the run, such as its learning-rate schedule, do not matter here
-        kept = dataclasses.replace(cfg, save=None, finetune=True, distributed_backend="gloo")
-        trainer = dataclasses.replace(kept, explicit=kept.explicit | {"distributed_backend"})
+        trainer = dataclasses.replace(cfg, save=None, finetune=cfg.load is not None)
     else:
-        trainer = small_settings(cfg, world_size)
+        trainer = small_settings(cfg, world_size, options.generator_tp)
+    trainer = dataclasses.replace(
+        trainer,
+        distributed_backend="nccl" if options.gpus else "gloo",
+        explicit=trainer.explicit | {"distributed_backend"},
+    )
     generator = generator_settings(trainer, options.generator_tp)
     resolved = validate_args(trainer, world_size)
     validate_args(generator, options.generator_tp)

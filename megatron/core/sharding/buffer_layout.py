@@ -8,6 +8,7 @@ or, for update rules that own matrices, between parameters only.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -49,8 +50,9 @@ class CutRule(NamedTuple):
     block: int = 1
     """Elements that no cut separates, counted from the start of a parameter."""
     full: bool = False
-    """Whether shards consist of full parameters. Each parameter is assigned to the least loaded shard, largest first;
-    shards are padded to the largest."""
+    """Whether shards consist of full parameters. In each bucket a parameter is assigned to the least loaded shard,
+    largest first; shards are padded to the largest. A bucket takes more parameters until little of it is padding, and
+    its larger shards go to the ranks with fewer elements in the buckets before."""
 
     @property
     def unit(self) -> int:
@@ -92,14 +94,19 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
     starts: list[int] = []
     buckets: list[BucketCut] = []
     begin = 0
-    for stop in _bucket_stops(padded, alone, bucket_size):
+    owned = [0] * regions
+    for stop in _bucket_stops(padded, alone, bucket_size, regions):
         own = padded[len(starts) : stop]
-        loads, places = [0] * regions, []
-        for size, region in zip(own, _balanced(own, regions)):
-            places.append((region, loads[region]))
-            loads[region] += size
+        shards, loads = _balanced(own, regions)
         length = -(-max(loads) * regions // alignment) * alignment // regions
-        starts += [begin + region * length + offset for region, offset in places]
+        by_load, by_owned = (sorted(range(regions), key=each) for each in (lambda i: -loads[i], lambda i: owned[i]))
+        rank_of = dict(zip(by_load, by_owned))
+        offsets = [0] * regions
+        for size, shard in zip(own, shards):
+            starts.append(begin + rank_of[shard] * length + offsets[shard])
+            offsets[shard] += size
+        for shard, rank in rank_of.items():
+            owned[rank] += loads[shard]
         buckets.append(BucketCut(stop, begin, begin + length * regions))
         begin = buckets[-1].end
     return BufferCut((*starts, *[begin] * (len(sizes) - len(starts))), tuple(buckets), begin)
@@ -117,30 +124,43 @@ def slot_bytes(total: int, largest: int) -> int:
     return -(-max(largest, min(_MAX_SLOT_BYTES, total // _MIN_SLICES)) // 256) * 256
 
 
-def _bucket_stops(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None) -> Iterator[int]:
+def _bucket_stops(
+    sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | None, num_shards: int
+) -> Iterator[int]:
     """Yield the index after the last parameter of each bucket. A bucket ends with the parameter that fills it to at
-    least ``bucket_size`` (None: never), before a parameter that is ``alone``, and after it. Yields at least one; empty
-    parameters at the end belong to no bucket."""
-    filled = last = 0
+    least ``bucket_size`` (None: never) with at most :data:`_MAX_PADDING` if ``num_shards`` shards of full parameters
+    are padded; before a parameter that is ``alone``, and after it. Yields at least one; empty parameters at the end
+    belong to no bucket."""
+    own: list[int] = []
+    last = 0
     for index, size in enumerate(sizes):
-        if alone[index] and filled:
+        if alone[index] and sum(own):
             yield index
-            filled = 0
-        filled += size
-        if alone[index] or (bucket_size is not None and filled >= bucket_size):
+            own = []
+        own.append(size)
+        if alone[index] or (bucket_size is not None and sum(own) >= bucket_size and _fills(own, num_shards)):
             yield (last := index + 1)
-            filled = 0
-    if filled or not last:
+            own = []
+    if sum(own) or not last:
         yield len(sizes)
 
 
-def _balanced(sizes: Sequence[int], num_shards: int) -> list[int]:
-    """Return a shard for each of ``sizes``: the largest first, each to the least loaded shard."""
-    loads, shards = [0] * num_shards, [0] * len(sizes)
+_MAX_PADDING = 1 / 8
+
+
+def _fills(sizes: Sequence[int], num_shards: int) -> bool:
+    """Return whether little is padding if ``sizes`` are dealt to ``num_shards`` equal shards."""
+    limit = (1 + _MAX_PADDING) * sum(sizes) / num_shards
+    return max(sizes) <= limit and (num_shards == 1 or max(_balanced(sizes, num_shards)[1]) <= limit)
+
+
+def _balanced(sizes: Sequence[int], num_shards: int) -> tuple[list[int], list[int]]:
+    """Return a shard for each of ``sizes``, the largest first, each to the least loaded shard; and the loads."""
+    loads, shards = [(0, shard) for shard in range(num_shards)], [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        shards[index] = loads.index(min(loads))
-        loads[shards[index]] += sizes[index]
-    return shards
+        load, shards[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], shards[index]))
+    return shards, [load for load, _ in sorted(loads, key=lambda each: each[1])]
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:

@@ -1,7 +1,9 @@
 """The tool finds trainer and generator equal in batch-invariant mode, and a planted change of the order of sums."""
 
 import pytest
+import torch
 
+from megatron.core.config.errors import UserError
 from megatron.tools import verify_generation
 from megatron.tools.verify_layout import VOCAB_SIZE
 from megatron.training.arguments import parse_args
@@ -21,10 +23,35 @@ def test_equal_bits_exit_with_0(capsys):
     assert "trainer: 4 ranks = tensor 2 x context 2" in out and "\nequal: all bits of" in out and "bfloat16" in out
 
 
+def test_a_generator_with_more_tensor_parallel_ranks_than_the_trainer(capsys):
+    assert verify_generation.main([*INVARIANT, *EXPERTS, "--expert-model-parallel-size", "2", "--generator-tp", "2"]) == 0
+    assert "\nequal: all bits of" in capsys.readouterr().out
+
+
+def test_random_weights_at_full_size(capsys):
+    sizes = ["--num-layers", "1", "--hidden-size", "64", "--ffn-hidden-size", "64", "--seq-length", "32", "--full-size"]
+    assert verify_generation.main([*INVARIANT, *sizes, "--vocab-size", "64", "--num-sequences", "2"]) == 0
+    assert "width 64" in capsys.readouterr().out
+
+
 def test_experts_and_stages_exit_with_0(capsys):
     layout = ["--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
     assert verify_generation.main([*INVARIANT, *EXPERTS, *layout]) == 0
     assert "\nequal: all bits of" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_equal_bits_on_gpus(capsys):
+    ranks = str(min(torch.cuda.device_count(), 2))
+    for name in ("tensor-model-parallel-size", "context-parallel-size"):
+        assert verify_generation.main([*INVARIANT, f"--{name}", ranks, "--generator-tp", ranks, "--gpus"]) == 0
+        assert "\nequal: all bits of" in capsys.readouterr().out
+
+
+def test_more_ranks_than_gpus_are_rejected(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"--gpus: 2 ranks of one side, but 1 GPU here"):
+        verify_generation.main([*INVARIANT, "--tensor-model-parallel-size", "2", "--gpus"])
 
 
 def test_without_the_mode_the_difference_is_shown(capsys):
@@ -36,7 +63,7 @@ def test_without_the_mode_the_difference_is_shown(capsys):
 @pytest.mark.parametrize("fault", [generation_faults.split_k, generation_faults.other_key_blocks])
 def test_a_planted_order_of_sums_is_found(fault):
     flags = [flag for flag in INVARIANT if flag != "--bf16"]
-    trainer = verify_generation.small_settings(parse_args(flags, needs_data=False), 1)
+    trainer = verify_generation.small_settings(parse_args(flags, needs_data=False), 1, 1)
     generator = verify_generation.generator_settings(trainer, 1)
     found = verify_generation.verify(trainer, 1, generator, 1, VOCAB_SIZE, 3, prepare=fault)
     assert found.different_rows > 0 and 0 < found.largest < 1e-2

@@ -63,6 +63,25 @@ def test_shards_of_full_parameters_are_balanced(sizes, pad, block):
     assert first == len(sizes) and sum(owned_elements(sizes, cut, shards)) == sum(sizes)
 
 
+LLAMA_8B_LAYER = [58_720_256, 117_440_512, 16_777_216, 25_165_824]
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8, 16])
+def test_full_parameters_of_many_layers_need_little_padding(shards):
+    """Buckets of one matrix each would give all of them to one rank, and pad the buffer by as many ranks."""
+    sizes = LLAMA_8B_LAYER * 32
+    cut = cut_buffer(sizes, [False] * len(sizes), 40_000_000, CutRule(shards, full=True))
+    owned = owned_elements(sizes, cut, shards)
+    assert len(cut.buckets) >= 4 and cut.total <= 1.15 * sum(sizes)
+    assert max(owned) <= 1.05 * sum(sizes) / shards
+
+
+def test_larger_shards_go_to_ranks_with_fewer_elements():
+    sizes = [3, 1, 3, 1]
+    cut = cut_buffer([64 * each for each in sizes], [True] * 4, None, CutRule(2, full=True))
+    assert owned_elements([64 * each for each in sizes], cut, 2) == [64 * 4, 64 * 4]
+
+
 def test_a_buffer_without_elements_has_one_bucket():
     assert cut_buffer([], [], None, CutRule()).buckets == ((0, 0, 0),)
     assert cut_buffer([0], [False], None, CutRule()).buckets == ((1, 0, 0),)
