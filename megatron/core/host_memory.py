@@ -34,8 +34,8 @@ class HostMemory:
         status = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0))
         if status != 0:
             raise UserError(
-                f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB (CUDA error {status}); raise "
-                "the limits of the container (ulimit -l, memory) or lower --optimizer-offload-fraction"
+                f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB (CUDA error {status}); "
+                "raise the limits of the container (ulimit -l, memory) or lower --optimizer-offload-fraction"
             )
         self._registered.append(made)
         return made

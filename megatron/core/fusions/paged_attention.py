@@ -201,7 +201,7 @@ def paged_attention(
     if is_wide:
         block = min(block, 16 if is_4_bytes else 32)
     blocks = groups * triton.cdiv(per_group, block)
-    sms = num_sms(query.device)
+    tile, sms = 32 if is_wide and is_4_bytes else 64, num_sms(query.device)
     programs = num_splits
     if programs * blocks > _MAX_PROGRAMS_PER_SM * sms:
         programs = triton.cdiv(_PROGRAMS_PER_SM * sms, blocks)
@@ -209,7 +209,7 @@ def paged_attention(
         query, keys, values, rows.tables, rows.sequences, rows.positions, rows.splits, rows.first_splits, outs, lses,
         scale, soft_cap or 1.0, left, num, rows.tables.stride(0), *query.stride()[:2], *keys.stride()[:3],
         *values.stride()[:3],
-        PAGE=keys.shape[1], SPLIT=SPLIT, TILE=32 if is_wide and is_4_bytes else 64, HEADS=per_group, GROUPS=groups, BLOCK=block,
+        PAGE=keys.shape[1], SPLIT=SPLIT, TILE=tile, HEADS=per_group, GROUPS=groups, BLOCK=block,
         D=width, E=out_width, PADDED_D=triton.next_power_of_2(max(width, 16)), PADDED_E=padded_out,
         CAPPED=soft_cap is not None, VALUES_IN_KEYS=query_width > width, num_warps=_NUM_WARPS * (2 if is_wide else 1),
         num_stages=_NUM_STAGES,

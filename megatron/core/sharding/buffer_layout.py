@@ -99,8 +99,8 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
         own = padded[len(starts) : stop]
         shards, loads = _balanced(own, regions)
         length = -(-max(loads) * regions // alignment) * alignment // regions
-        by_load, by_owned = (sorted(range(regions), key=each) for each in (lambda i: -loads[i], lambda i: owned[i]))
-        rank_of = dict(zip(by_load, by_owned))
+        largest_first = sorted(range(regions), key=loads.__getitem__, reverse=True)
+        rank_of = dict(zip(largest_first, sorted(range(regions), key=owned.__getitem__)))
         offsets = [0] * regions
         for size, shard in zip(own, shards):
             starts.append(begin + rank_of[shard] * length + offsets[shard])
@@ -134,14 +134,14 @@ def _bucket_stops(
     own: list[int] = []
     last = 0
     for index, size in enumerate(sizes):
-        if alone[index] and sum(own):
+        if alone[index] and any(own):
             yield index
             own = []
         own.append(size)
         if alone[index] or (bucket_size is not None and sum(own) >= bucket_size and _fills(own, num_shards)):
             yield (last := index + 1)
             own = []
-    if sum(own) or not last:
+    if any(own) or not last:
         yield len(sizes)
 
 

@@ -24,7 +24,8 @@ def test_equal_bits_exit_with_0(capsys):
 
 
 def test_a_generator_with_more_tensor_parallel_ranks_than_the_trainer(capsys):
-    assert verify_generation.main([*INVARIANT, *EXPERTS, "--expert-model-parallel-size", "2", "--generator-tp", "2"]) == 0
+    layout = ["--expert-model-parallel-size", "2", "--generator-tp", "2"]
+    assert verify_generation.main([*INVARIANT, *EXPERTS, *layout]) == 0
     assert "\nequal: all bits of" in capsys.readouterr().out
 
 
