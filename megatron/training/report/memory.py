@@ -158,21 +158,30 @@ def _sharded_state(cfg: PretrainConfig, model: ModelDescription, stage: StageCon
     # parameters that are reduced over other ranks (experts) have separate buffers
     ranks = _sum_ranks(cfg), _expert_sum_ranks(cfg)
     if ranks[0] == ranks[1] and cfg.model.expert_model_parallel_size == 1:
-        return _buffer_state(cfg, model, parameters, ranks[0])
+        weights, gradients, shards = _buffer_state(cfg, model, parameters, ranks[0])
+        return weights, gradients, max(shards), 0
     kinds = ([each for each in parameters if each.param.is_expert is expert] for expert in (False, True))
-    states = [_buffer_state(cfg, model, kind, size) for kind, size in zip(kinds, ranks) if kind]
-    return tuple(map(sum, zip(*states)))  # type: ignore[return-value]
+    dense, experts = (_buffer_state(cfg, model, kind, size) for kind, size in zip(kinds, ranks))
+    tp, of_experts = cfg.model.tensor_model_parallel_size, expert_tensor_ranks(cfg.model)
+    of_experts *= cfg.model.expert_model_parallel_size
+    shards = [
+        dense[2][rank // tp % len(dense[2])] + experts[2][rank // of_experts % len(experts[2])]
+        for rank in range(tp * ranks[0])
+    ]
+    return dense[0] + experts[0], dense[1] + experts[1], max(shards), 0
 
 
 def _buffer_state(
     cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
-) -> tuple[int, int, int, int]:
-    """Return :func:`_chunk_state` of parameters that ``num_ranks`` ranks reduce, for the largest optimizer shard.
+) -> tuple[int, int, list[int]]:
+    """Return bytes of weights, gradients and optimizer state per shard of parameters that ``num_ranks`` ranks reduce.
     Matrices that Muon updates have a separate gradient buffer."""
+    if not parameters:
+        return 0, 0, [0]
     kinds = ([each for each in parameters if _is_matrix(cfg, each) is kind] for kind in (False, True))
     states = [_one_buffer_state(cfg, model, kind, num_ranks) for kind in kinds if kind]
     weights, gradients, optimizer = zip(*states)
-    return sum(weights), sum(gradients), max(map(sum, zip(*optimizer))), 0
+    return sum(weights), sum(gradients), [*map(sum, zip(*optimizer))]
 
 
 def _is_matrix(cfg: PretrainConfig, stored: Stored) -> bool:

@@ -107,7 +107,7 @@ def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, wo
 
 @pytest.mark.parametrize("text", ["--bf16", f"--bf16 {ZERO} --optimizer muon --pipeline-model-parallel-size 2"])
 def test_offloaded_state_is_counted_on_the_host(text):
-    wide = f"{text} --hidden-size 1024"
+    wide = f"{text} --hidden-size 1024 --num-layers 16"
     plain, offloaded, half = (
         estimate_memory(settings(f"{wide} {more}", 4), 8 * VOCAB_SIZE)
         for more in ("", "--optimizer-cpu-offload", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5")
