@@ -54,7 +54,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 
 def evaluate(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     """Return the harness's results for the tasks of ``args``. Raises UserError for unknown tasks."""
-    from megatron.core.inference.harness import evaluate_tasks, find_tasks
+    from megatron.core.evaluation.harness import evaluate_tasks, find_tasks
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     return evaluate_tasks(

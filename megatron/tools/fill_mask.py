@@ -66,7 +66,7 @@ def build_sample(trained: TrainedModel, texts: Sequence[str]) -> tuple[list[int]
 def answers(trained: TrainedModel, texts: Sequence[str], top_k: int) -> Iterator[str]:
     """Yield the output lines of one text or one pair: the text, the ``top_k`` tokens of each mask with probabilities,
     then the order of a pair. Raises UserError as :func:`build_sample`."""
-    from megatron.core.inference.masked import fill_mask
+    from megatron.core.models.bert.fill_mask import fill_mask
 
     tokenizer = trained.tokenizer
     ids, types = build_sample(trained, texts)

@@ -27,6 +27,7 @@ CORE = {
     "inference": (
         "attention config extensions fusions random safe_files tensor_parallel tokenizers transformer"
     ),
+    "evaluation": "attention config extensions inference tokenizers",
     "rl": (
         "attention config distributed groups host_memory optimizer parallel_state pipeline_parallel tensor_parallel "
         "transformer"

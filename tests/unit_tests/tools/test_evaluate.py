@@ -9,9 +9,9 @@ import torch
 
 from megatron.console import run_tool
 from megatron.core.config.errors import UserError
+from megatron.core.evaluation.scoring import score
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.scheduler import Limits
-from megatron.core.inference.scoring import score
 from tests.test_utils.hf_folders import tiny_llama
 from tests.test_utils.tiny_tokenizers import byte_level_bpe
 from tests.unit_tests.core.inference.test_engine import build

@@ -5,11 +5,11 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
+from megatron.core.evaluation.scoring import score
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.scheduler import Limits
-from megatron.core.inference.scoring import score
 from tests.unit_tests.core.inference.test_engine import LATENT, LATENT_WINDOW, MODELS, ROPE, prompts
 from tests.unit_tests.core.models.test_gpt_model import make_config, make_model
 

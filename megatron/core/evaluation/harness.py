@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import UserError
+from megatron.core.evaluation.scoring import score
 from megatron.core.extensions.installed import is_installed
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.requests import Request
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.scoring import score
 from megatron.core.inference.text import TextStream
 from megatron.core.tokenizers.base import Tokenizer
 
