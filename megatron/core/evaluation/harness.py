@@ -142,7 +142,7 @@ def find_tasks(flag: str, names: Sequence[str], include_path: str | PathLike | N
 
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [name for name in names if not manager.match_tasks([name])] or (not names and ["(empty)"]):
-        raise UserError(f"{flag} {unknown[0]}: is no task of lm-evaluation-harness or of the folder of more tasks")
+        raise UserError(f"{flag} {unknown[0]}: lm-evaluation-harness and the folder of tasks have no such task")
     return manager
 
 
