@@ -75,7 +75,7 @@ def test_unknown_tasks_and_layouts_end_the_start(gloo_pool, tasks):
     argv = [*RUN.split(), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tasks)]
     flags = ["--eval-tasks", "no_such_task", "--eval-tasks-interval", "2"]
     ((code, errors),) = gloo_pool.run(offline, 1, [*argv, *flags], str(tasks / "cache"))
-    assert code == 2 and "--eval-tasks no_such_task: is no task" in errors
+    assert code == 2 and "--eval-tasks no_such_task: lm-evaluation-harness" in errors
     context = [*flags, "--context-parallel-size", "2"]
     wrong = [(flags[2:], "requires --eval-tasks"), (flags[:2], "--eval-tasks-interval"), (context, "not supported")]
     for more, word in wrong:
