@@ -139,8 +139,8 @@ def index_arrays(
     direct: bool = False,
 ) -> dict[str, np.ndarray]:
     """Return the fields of :class:`StepIndices` for a step with ``chunks``. Tables have at least ``num_sequences`` rows
-    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only those of the direct chunks at the
-    front."""
+    and ``num_pages`` columns. ``direct``: all rows read pages directly, not only the rows of direct chunks at
+    the front."""
     count = len(chunks)
     starts, num_new, held = (
         np.fromiter(each, np.int64, count)
@@ -253,7 +253,7 @@ class CachedLayout(TokenLayout):
 
     @cached_property
     def _direct(self) -> tuple[int, int]:
-        """Numbers of leading chunks and of their rows that read pages directly."""
+        """Number of leading chunks that read pages directly, and number of their rows."""
         rows = len(self._at.first_splits) - 1
         ends = [0, *accumulate(chunk.num_new for chunk in self.chunks)]
         return ends.index(rows), rows

@@ -108,7 +108,7 @@ class DataParallel(nn.Module):
         ``state_dict`` wait automatically."""
 
     def gather_exact_weights(self) -> None:
-        """Complete the weight all-gathers, including weights of which only rounded copies were gathered. Collective."""
+        """Complete the weight all-gathers, also of weights that were gathered as rounded copies only. Collective."""
         self.finish_param_sync()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -128,7 +128,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class UpdatedGathers:
-    """All-gathers of weights, each of which starts once the updates of its weights are queued.
+    """All-gathers of weights. Each starts once the updates of its weights are queued.
 
     Args:
         chunks: this rank's chunks; their forward passes wait for updates.
