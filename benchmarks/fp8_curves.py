@@ -5,8 +5,8 @@
     python benchmarks/fp8_curves.py --draw docs/guides/fp8_loss.svg          # plot the stored curves (matplotlib)
 
 Every recipe and bf16 train with the same seeds (initial weights and order of samples). The gap of a recipe is the mean
-over the seeds of its loss minus the loss of bf16; it is compared with the standard deviation of bf16 between seeds. Losses
-are the mean training loss of the last 200 steps and the validation loss. Exit code 1 if a gap is larger than the
+over the seeds of its loss minus the loss of bf16; it is compared with the standard deviation of bf16 between seeds.
+Losses are the mean training loss of the last 200 steps and the validation loss. Exit code 1 if a gap is larger than the
 standard deviation. Writes benchmarks/results/fp8_curves.json.
 """
 
