@@ -30,12 +30,17 @@ class HostMemory:
         """Return a flat zero tensor of ``size`` elements. Raises UserError if its pages cannot be locked."""
         if not (self._pins and size):
             return torch.zeros(size, dtype=dtype)
-        made, num_bytes = pages_of_this_process(size, dtype), size * dtype.itemsize
-        status = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0))
-        if status != 0:
+        num_bytes = size * dtype.itemsize
+        try:
+            made = pages_of_this_process(size, dtype)
+            status = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0))
+            problem = f"CUDA error {status}" if status else None
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
             raise UserError(
-                f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB (CUDA error {status}); "
-                "raise the limits of the container (ulimit -l, memory) or lower --optimizer-offload-fraction"
+                f"--optimizer-cpu-offload: the host cannot pin {num_bytes / 2**30:.1f} GiB ({problem}); raise the "
+                "limits of the container (ulimit -l, memory) or lower --optimizer-offload-fraction"
             )
         self._registered.append(made)
         return made

@@ -2,9 +2,11 @@
 
 import os
 
+import pytest
 import torch
 
-from megatron.core.host_memory import pages_of_this_process
+from megatron.core.config.errors import UserError
+from megatron.core.host_memory import HostMemory, pages_of_this_process
 
 
 def resident_pages():
@@ -30,3 +32,10 @@ def test_a_forked_process_does_not_have_the_pages():
     before = resident_pages()
     del tensor
     assert before - resident_pages() >= size * 4 // os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def test_memory_that_the_host_does_not_have_is_one_message(monkeypatch):
+    memory = HostMemory(torch.device("cpu"))
+    monkeypatch.setattr(memory, "_pins", True)
+    with pytest.raises(UserError, match=r"cannot pin 1073741824.0 GiB .*lower --optimizer-offload-fraction"):
+        memory.zeros(1 << 58, torch.float32)
