@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.fusions.fp8_cast import Quantized
+from megatron.core.fusions.row_product import is_row, row_product
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather
@@ -96,7 +97,9 @@ class Gemms:
     def output(self, x: Operand, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return ``x`` [..., i] times ``weight`` transposed, [..., o], plus ``bias`` [o] (not with ``out``)."""
         assert isinstance(x, Tensor)
-        return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
+        if out is not None:
+            return torch.mm(x, weight.t(), out=out)
+        return row_product(x, weight, bias) if is_row(x, weight) else F.linear(x, weight, bias)
 
     def input_gradient(self, grad: Operand, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return ``grad`` [..., o] times ``weight``, [..., i]."""
